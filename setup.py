@@ -108,6 +108,7 @@ REPOSITORY_TOOLS = (
     "record_runs",
     "rlhf_report",
     "smollm2_folder",
+    "tests_of",
 )
 
 

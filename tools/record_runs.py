@@ -162,12 +162,12 @@ def samples_of(run: Path) -> dict[str, str]:
     return {path.name: digest(path.read_bytes()) for path in sorted((run / "samples").glob("*.jsonl"))}
 
 
-def checkpoints_of(run: Path) -> dict[str, str]:
-    """Digest of every checkpoint entry by key."""
+def checkpoints_of(run: Path, steps: str = "step_*") -> dict[str, str]:
+    """Digest of every checkpoint entry by key. `steps`: which folders."""
     import torch
 
     found = {}
-    for folder in sorted((run / "checkpoints").glob("step_*")):
+    for folder in sorted((run / "checkpoints").glob(steps)):
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         frozen = [folder.parent / "frozen" / name for name in manifest.get("frozen", {}).values()]
         for key, value in [item for source in (folder, *frozen) for item in _leaves(_state_of(source))]:

@@ -25,7 +25,7 @@ from tests.helpers.programs import (
     timeless_rows,
     train,
 )
-from tests.helpers.tiers import by_default
+from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import SAFETY, RankFailed, run_world
 
 TP2, PP2 = ("-tensor-model-parallel-size 2", "-pipeline-model-parallel-size 2")
@@ -59,7 +59,7 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("rollout")
 
 
-@pytest.mark.parametrize("name", by_default(LAYOUTS, ("TP2 next to DP2",)))
+@pytest.mark.parametrize("name", list(map(long, LAYOUTS)))
 def test_rollout_placement_does_not_change_the_run(name, folder):
     size, layout = LAYOUTS[name]
     expected, found = run_of(folder), run_of(folder, size, f"{layout} --verify-weights")

@@ -42,10 +42,10 @@ def saved_fields(run: Path, step: int = 1, kind: str = "responses") -> list[dict
 
 
 def generated(run: Path, step: int = 1) -> dict[int, list[list]]:
-    """Sequence id -> `FIELDS` of a step's rollout, as `--save-rollouts` keeps it."""
+    """Sequence id -> `FIELDS` of a step's rollout, as `--save-rollouts` keeps it; the last two only of episodes."""
     rows = {}
     for batch in saved_fields(run, step):
-        columns = [batch[name].split(batch["lengths"].tolist()) for name in FIELDS]
+        columns = [batch[name].split(batch["lengths"].tolist()) for name in FIELDS if name in batch]
         rows |= {
             number: [column.tolist() for column in of_sequence]
             for number, *of_sequence in zip(batch["sequence_ids"].tolist(), *columns, strict=True)

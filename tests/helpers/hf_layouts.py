@@ -1,5 +1,6 @@
 """Models of Hugging Face folders in parallel layouts: their log-probs, greedy responses, and export."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +41,9 @@ FAMILIES = ("llama3", "qwen25_tied", "qwen3_yarn", "mistral_window", "phi4", "ge
             "youtu", "mellum", "mistral4", "afmoe", "deepseek_v32", "exaone_moe", "hy_v3", "sarvam_moe",
             "sarvam_mla", "glm_moe_dsa", "internlm3",
             *(case for case in RECURRENT if case != "nemotron_h_moe"), *REWARD)  # fmt: skip
+# One case of each kind of layer that the rollout engine runs.
+GENERATED = ("llama3", "mistral_window", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3_yarn", "qwen2_vl",
+             "nemotron_h_latent", "qwen3_next")  # fmt: skip
 # Tokens of a rollout; with the prompt more than any case's attention window.
 SHORT, LONG = 24, 64
 
@@ -60,13 +64,16 @@ def role_of(folder: Path, flags: str, size: int, is_reward: bool, longest: int =
     return role
 
 
-def run_cases(rank: int, flags: str, folders: dict[str, Path], exports: Path, count: int) -> dict[str, InLayout]:
+def run_cases(
+    rank: int, flags: str, folders: dict[str, Path], exports: Path, count: int, generating: Collection[str] = ()
+) -> dict[str, InLayout]:
     """Each case imported, measured, and exported to a folder of its name in `exports`. A collective of the world.
 
-    `count`: tokens that the rollout engine generates, 0: none. The name of a case that is stored in another way has a
-    `+` and what is other after it.
+    `count`: tokens that the rollout engine generates of the cases `generating`. The name of a case that is stored in
+    another way has a `+` and what is other after it.
     """
-    return {case: _run(case, folder, flags, exports / case, count) for case, folder in folders.items()}
+    return {case: _run(case, folder, flags, exports / case, count if case in generating else 0)
+            for case, folder in folders.items()}  # fmt: skip
 
 
 _meshes = {}  # one set of groups for all cases of a kind, as programs have it

@@ -96,6 +96,13 @@ class ForkedLauncher:
         """Sends a signal to the launcher alone."""
         os.kill(self.pid, number)
 
+    def kill(self):
+        """Ends it with all processes that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait()
+        self.stdout.close()
+
 
 def _become_launcher(argv: list[str], log: Path, unused: int, output: int):
     os.setsid()
@@ -151,10 +158,7 @@ def served(argv: list[str], size: int = 1) -> Iterator[Served]:
             if process.poll() is None:
                 assert server.stop() == 0, log.read_text()
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            process.stdout.close()
+            process.kill()
 
 
 def engine_of(argv: list[str], size: int = 1):

@@ -1,15 +1,11 @@
 """Runs whose agents own the loop: the bytes of the same environment built in, at any speed and in every layout."""
 
-import functools
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.engine_records import asked_and_written, generated, recorded, turns_in_rows
-from tests.helpers.programs import in_world, inputs, metrics, program, rl_argv, samples, timeless, train
-from tests.helpers.tiers import long
+from tests.helpers.programs import metrics, program, rl_argv, train
 from tests.helpers.worlds import RankFailed, run_world
 
 AGENTS = "tests.helpers.agents"
@@ -28,38 +24,6 @@ def run(save: Path, agent: str, flags: str = "", size: int = 1) -> Path:
     return save
 
 
-@functools.cache
-def undisturbed(agent: str, flags: str = "") -> Path:
-    """A run on one rank whose agent asks at once."""
-    return run(inputs() / f"agent-{agent}-{abs(hash(flags))}", agent, flags)
-
-
-def assert_same_bytes(found: Path, expected: Path, size: int = 1):
-    """Tokens, log-probs, rewards and samples; metrics but for times and what agents alone have. With another number of
-    replicas updates round otherwise, so only the first step has the same log-probs."""
-    for step in (1, 2):
-        assert samples(found, step) == samples(expected, step)
-        assert generated(found, step) == generated(expected, step) or (size, step) == (2, 2)
-        one, other = (
-            {name: value for name, value in timeless(metrics(save)[step]).items() if not name.startswith("agent/")}
-            for save in (found, expected)
-        )
-        assert one == other or size == 2
-
-
-@pytest.mark.parametrize("agent, size, flags", [
-    ("sums", 1, ""), long(("late_sums", 1, "--environment-workers 2")),
-    long(("late_sums", 2, "--rollout-max-requests 2 --rollout-dispatch dynamic")), long(("program", 1, "")),
-])  # fmt: skip
-def test_an_agent_has_the_bytes_of_the_environment(agent, size, flags, tmp_path):
-    found = run(tmp_path / "run", agent, flags, size)
-    assert_same_bytes(found, undisturbed("LastSums"), size)
-    rows = metrics(found)
-    assert all(rows[step]["agent/rows_per_episode"] == 1 for step in rows)
-    assert all(rows[step]["agent/rewritten_history"] == 0 for step in rows)
-    assert 1 < rows[1]["environment/turns_mean"] <= 3 and rows[1]["environment/failures"] == 0
-
-
 def test_every_turn_of_a_branching_agent_is_trained_on_once_as_the_engine_has_written_it(tmp_path):
     from megarl import train_rl  # noqa: F401  imported once, before the fork
 
@@ -71,56 +35,6 @@ def test_every_turn_of_a_branching_agent_is_trained_on_once_as_the_engine_has_wr
     row = metrics(tmp_path / "run")[1]
     assert row["agent/rows_per_episode"] == 4 and row["environment/turns_mean"] == 7
     assert row["rollout/logprob_gap_max"] == row["actor/ppo_kl_first"] == 0
-
-
-OTHERS = ["", "--rollout-prefix-caching", EXPERTS, "--advantage gae --critic-lr 1e-3", "--speculative-rollout",
-          "--advantage remax --greedy-baseline", "--group-filter reward --dynamic-sampling", "--lora-rank 4",
-          "--loss-aggregation seq-mean-token-mean",
-          "--kl-coefficient 0.1 --kl-in loss"]  # fmt: skip
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("flags", OTHERS, ids=str)
-def test_branches_are_the_same_at_any_speed_with_other_features_and_without_gaps(flags, tmp_path):
-    first = run(tmp_path / "first", "branching", f"{BRANCHES} {flags}")
-    later = run(tmp_path / "later", "late_branching", f"{BRANCHES} {flags} --rollout-max-requests 4", 2)
-    assert generated(later) == generated(first)
-    assert [samples(later, step) for step in (1, 2)] == [samples(first, step) for step in (1, 2)]
-    for row in (*metrics(first).values(), *metrics(later).values()):
-        assert row["rollout/logprob_gap_max"] == 0 and row["agent/rows_per_episode"] == 4
-        assert row["actor/ppo_kl_first"] == 0
-
-
-def killed(rank: int, parsed, turns: int):
-    """Runs train_rl and kills it after so many turns of agents."""
-    from megarl.rollout.episodes.source import EpisodeSource
-
-    ended, count = EpisodeSource.turn_ended, 0
-
-    def watched(self, number, completion):
-        nonlocal count
-        ended(self, number, completion)
-        count += 1
-        if count == turns:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    EpisodeSource.turn_ended = watched
-    in_world(rank, "rl", parsed)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("agent, flags", [("late_branching", BRANCHES), ("program", "")])
-def test_a_killed_run_goes_on_with_the_same_bytes(agent, flags, tmp_path):
-    from megarl import train_rl  # noqa: F401  imported once, before the fork
-
-    save, expected = tmp_path / "run", undisturbed(agent.replace("late_", ""), flags)
-    argv = rl_argv(save, f"{FLAGS} --environment {AGENTS}:{agent} {flags}")
-    per_step = sum(len(turns_in_rows(*fields)) for fields in generated(expected).values())
-    with pytest.raises(RankFailed):
-        run_world(killed, 1, program("rl", argv, 1), per_step + 5)
-    assert set(metrics(save)) == {1}
-    train("rl", [*argv, "--load", str(save)], 1)
-    assert_same_bytes(save, expected)
 
 
 def groups_of(run: Path) -> list[list[tuple]]:

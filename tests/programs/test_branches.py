@@ -24,7 +24,7 @@ SUMS, LATE, OPENING = (
     f"--environment tests.helpers.sum_environments:{name}"
     for name in ("Sums", "LateSums", "OpeningSums --max-prompt-length 8")
 )
-LAST, AGENT, PROGRAM = (f"--environment tests.helpers.agents:{name}" for name in ("LastSums", "late_sums", "program"))
+AGENT = "--environment tests.helpers.agents:late_sums"
 BRANCHES = [range(2), range(2, 4), range(4, 5)]  # of a group of five
 PARTIAL = (
     "--over-sampling 2 --partial-rollouts --rollout-correction tis --max-response-length 60 --max-turn-length 16"
@@ -86,23 +86,6 @@ def test_shared_turns_are_generated_once(tmp_path):
     assert row["environment/shared_turns"] == taken and row["rollout/logprob_gap_max"] == row["actor/ppo_kl_first"] == 0
 
 
-@pytest.mark.parametrize("size, flags", [
-    long((1, LATE)), (2, f"{LATE} --rollout-dispatch dynamic --rollout-max-requests 3 --rollout-bank {{save}}-bank"),
-    long((1, AGENT)), long((1, PROGRAM)), long((2, f"{AGENT} --rollout-dispatch dynamic --rollout-max-requests 2")),
-    long((1, f"{SUMS} --rollout-prefix-caching --speculative-rollout")),
-    long((2, f"{LATE} --rollout-dispatch static --tensor-model-parallel-size 2")),
-])  # fmt: skip
-def test_nothing_depends_on_time_layout_or_who_owns_the_loop(size, flags, tmp_path):
-    flags = flags.format(save=tmp_path / "run")
-    alike = LAST if ".agents" in flags else SUMS
-    found, expected = run(tmp_path / "run", f"{flags} --branch-turns 1", size), branched(f"{alike} --branch-turns 1")
-    assert samples(found, 1) == samples(expected, 1)
-    assert generated(found) == generated(expected) or "tensor" in flags
-    row, other = metrics(found)[1], metrics(expected)[1]
-    assert row["environment/shared_turns"] == other["environment/shared_turns"] > 0
-    assert row["rollout/logprob_gap_max"] == 0
-
-
 @pytest.mark.parametrize("flags", [SUMS, long(AGENT), long(f"{SUMS} {PARTIAL}"), long(f"{AGENT} {PARTIAL}")])
 def test_a_run_that_computes_every_turn_has_the_same_bytes(flags, tmp_path, monkeypatch):
     expected = branched(f"{flags} --branch-turns 2")
@@ -115,15 +98,6 @@ def test_a_run_that_computes_every_turn_has_the_same_bytes(flags, tmp_path, monk
             own.pop(of_engine, None), other.pop(of_engine, None)
         assert own == other
         assert samples(found, step) == samples(expected, step) and generated(found, step) == generated(expected, step)
-
-
-@pytest.mark.parametrize("flags", [LATE, long(AGENT)])
-def test_branches_go_on_in_later_rounds_and_after_a_resume(flags, tmp_path):
-    flags = f"{flags} {PARTIAL} --branch-turns 2 --train-iters 3"
-    whole = branched(flags)
-    assert metrics(whole)[3]["rollout/carried_fraction"] > 0
-    resumed = run(tmp_path / "run", f"{flags} --load {whole}/checkpoints/step_00000002")
-    assert samples(resumed, 3) == samples(whole, 3) and generated(resumed, 3) == generated(whole, 3)
 
 
 @pytest.mark.parametrize("flags", [SUMS, long(AGENT)])

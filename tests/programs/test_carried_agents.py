@@ -1,17 +1,13 @@
 """Agents over rounds (`--partial-rollouts`): the bytes of an environment, at any speed and after a resume."""
 
 import functools
-import re
 from pathlib import Path
 
 import pytest
 
 from megarl.rollout.waiting_groups import UNFINISHED, KeptRecords
-from tests.helpers.engine_records import generated
-from tests.helpers.programs import inputs, metrics, rl_argv, samples, timeless, train
-from tests.helpers.tiers import long
+from tests.helpers.programs import inputs, metrics, rl_argv, train
 from tests.helpers.worlds import RankFailed
-from tools import record_runs
 
 AGENTS = "tests.helpers.agents"
 STEPS = 4
@@ -37,19 +33,6 @@ def undisturbed(agent: str, flags: str = "") -> Path:
     return run(inputs() / f"carried-{agent}-{abs(hash(flags))}", agent, flags)
 
 
-def rows_of(save: Path) -> dict[int, dict]:
-    """Metrics but for times, what agents alone have, and how many ranks there are."""
-    dropped = {"weights/sync_bytes": 0, "agent/rows_per_episode": 0, "agent/rewritten_history": 0}
-    return {step: timeless(row) | dropped for step, row in metrics(save).items()}
-
-
-def assert_same(found: Path, expected: Path, first: int = 1):
-    for step in range(first, STEPS + 1):
-        assert samples(found, step) == samples(expected, step)
-        assert generated(found, step) == generated(expected, step)
-        assert rows_of(found)[step] == rows_of(expected)[step]
-
-
 def carried(save: Path, step: int) -> list[dict]:
     """The episodes of agents that the checkpoint of a step holds and that have not ended."""
     found = []
@@ -59,13 +42,6 @@ def carried(save: Path, step: int) -> list[dict]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("agent, replicas, flags", [("sums", 1, ""), ("late_sums", 2, "--rollout-max-requests 4")])
-def test_an_agent_is_carried_as_an_environment_is(agent, replicas, flags, tmp_path):
-    expected = undisturbed("LastSums")
-    assert metrics(expected)[STEPS]["rollout/staleness_max"] >= 1, "some responses are of several steps"
-    assert_same(run(tmp_path / "run", agent, flags, replicas), expected)
-
-
 def test_rows_of_agents_are_carried_within_turns_and_between_them():
     save = undisturbed("wandering")
     episodes = [turns for step in range(1, STEPS) for turns in carried(save, step)]
@@ -76,30 +52,6 @@ def test_rows_of_agents_are_carried_within_turns_and_between_them():
     assert rows[2]["rollout/staleness_max"] >= 1 and rows[STEPS]["agent/rows_per_episode"] == 3
     for row in rows.values():
         assert row["actor/ppo_kl_first"] == 0 and row["environment/failures"] == 0
-
-
-@pytest.mark.parametrize("agent, replicas, flags", [
-    long(("late_wandering", 1, "--environment-workers 2")), long(("late_wandering", 2, "--rollout-max-requests 4")),
-    long(("late_wandering", 2, "--rollout-pipeline-model-parallel-size 2")),  # one replica of two ranks
-    long(("wandering", 1, "--rollout-prefix-caching --rollout-dispatch static")),
-], ids=str)  # fmt: skip
-def test_speed_and_layout_change_nothing(agent, replicas, flags, tmp_path):
-    found = run(tmp_path / "run", agent, flags, replicas)
-    assert_same(found, undisturbed("wandering"))
-    one, other = (
-        {key: value for key, value in record_runs.checkpoints_of(save).items() if not re.search("/rng/|manifest", key)}
-        for save in (found, undisturbed("wandering"))
-    )
-    assert one == other or replicas == 2  # then each replica has a file
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("start, replicas", [(2, 2), (1, 1), (3, 1)])
-def test_a_resumed_run_plays_agents_again(start, replicas, tmp_path):
-    whole = undisturbed("late_wandering")
-    assert carried(whole, start)
-    found = run(tmp_path / "run", "late_wandering", f"--load {whole}/checkpoints/step_{start:08d}", replicas)
-    assert_same(found, whole, start + 1)
 
 
 @pytest.mark.long

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.engine_records import generated, recorded, saved_fields
+from tests.helpers.engine_records import recorded, saved_fields
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.forked_programs import accepted, launch, refusal
 from tests.helpers.programs import in_world, inputs, metrics, program, rl_argv, samples, timeless, train
 from tests.helpers.sum_environments import FOLDER
-from tests.helpers.tiers import by_default, long
+from tests.helpers.tiers import long
 from tests.helpers.worlds import RankFailed, run_world
 
 SUMS = "tests.helpers.sum_environments"
@@ -108,39 +108,6 @@ def test_sequences_and_masks_are_those_that_a_spy_on_the_engine_rebuilds(tmp_pat
     assert max(map(len, turns.values())) > 1
 
 
-LAYOUTS = [
-    (f"--rollout-dispatch {dispatch} --rollout-max-requests {requests}{cache}", size)
-    for dispatch in ("static", "dynamic") for size in (1, 2) for requests in (64, 2)
-    for cache in ("", " --rollout-prefix-caching")
-]  # fmt: skip
-CHOSEN = (LAYOUTS[4], LAYOUTS[15])  # each value of each setting
-
-
-@pytest.mark.parametrize("flags, size", by_default(LAYOUTS, CHOSEN), ids=str)
-def test_late_answers_and_the_layout_change_nothing(flags, size, tmp_path):
-    found = run(tmp_path / "run", "LateSums", flags, size)
-    assert_same_text(found, undisturbed())
-    assert generated(found) == generated(undisturbed())
-    assert metrics(found)[1]["rollout/logprob_gap_max"] == 0.0
-    if size == 1:
-        assert timeless(metrics(found)[2]) == timeless(metrics(undisturbed())[2])
-
-
-@pytest.mark.long
-def test_two_tensor_ranks_write_the_same_text(tmp_path):
-    found = run(tmp_path / "run", "LateSums", "--tensor-model-parallel-size 2", 2)
-    texts = [[(row["prompt"], row["response"]) for row in rows_of(run)] for run in (found, undisturbed())]
-    assert texts[0] == texts[1]
-
-
-@pytest.mark.long
-def test_prompts_that_environments_open_in_their_own_ways_are_trained_on(tmp_path):
-    found = run(tmp_path / "run", "OpeningSums", "--max-prompt-length 8 --samples-per-prompt 4")
-    assert metrics(found)[2]["actor/ppo_kl_first"] == 0.0 and metrics(found)[2]["rollout/logprob_gap_max"] == 0.0
-    run(tmp_path / "other", "OpeningSums", "--max-prompt-length 8 --samples-per-prompt 4", 2)
-    assert samples(found, 2) == samples(tmp_path / "other", 2)
-
-
 def test_a_prompt_that_an_environment_makes_too_long_fails(tmp_path):
     with pytest.raises(RankFailed, match="tokens with the tools and the first observation; --max-prompt-length"):
         run(tmp_path / "run", "OpeningSums", "--max-prompt-length 5 --filter-long-prompts --environment-max-failures 0")
@@ -155,23 +122,6 @@ def test_an_environment_that_breaks_in_each_turn_changes_nothing(how, tmp_path):
     numbers = metrics(found)
     assert sum(numbers[step]["environment/restarts"] for step in (1, 2)) >= 3
     assert timeless(numbers[2]) == timeless(metrics(undisturbed())[2])
-
-
-@pytest.mark.parametrize("flags", [
-    long("--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --router-replay rollout"),
-    "--group-filter reward --dynamic-sampling --credit turns", long("--speculative-rollout"),
-    long("--advantage gae --critic-lr 1e-3 --gamma 0.9"), long("--advantage remax --greedy-baseline"),
-], ids=str)  # fmt: skip
-def test_other_features_go_with_environments_and_late_answers_change_nothing(flags, tmp_path):
-    """Also with the cache between turns, whose blocks keep the routes of their tokens."""
-    first = run(tmp_path / "first", "Sums", flags)
-    second = run(tmp_path / "second", "LateSums", f"{flags} --rollout-prefix-caching --rollout-max-requests 4")
-    assert_same_text(second, first)
-    found, expected = (timeless(metrics(save)[2]) for save in (second, first))
-    assert {name: found[name] for name in expected if "decode" not in name and "draft" not in name} == {
-        name: value for name, value in expected.items() if "decode" not in name and "draft" not in name
-    }
-    assert found["rollout/logprob_gap_max"] == 0.0
 
 
 def test_a_checkpoint_is_evaluated_with_its_environment(tmp_path):

@@ -34,7 +34,7 @@ PHASES = {  # phase: the rank that enters it
     ("rollout", "sync"): 0, ("actor", "save"): 1, faults.EVALUATE: 1,
 }  # fmt: skip
 NOT_SCORED = [("reward", "score"), ("reference", "logprobs"), ("actor", "logprobs")]
-RAISES, SLEEPS = [("critic", "update"), ("actor", "save")], [("reward", "score"), ("actor", "update")]
+RAISES, SLEEPS = [("critic", "update")], [("actor", "update")]
 
 
 def every_phase(by_default: list[tuple[str, str]]) -> list:

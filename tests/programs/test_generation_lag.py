@@ -14,7 +14,7 @@ from megarl.rollout.waiting_groups import BATCH, KeptRecords
 from megarl.trainers import step_reports
 from megarl.trainers.rl_trainer import RLInputs
 from tests.helpers.programs import GRADED, in_world, inputs, metrics, program, rl_argv, samples, timeless, train
-from tests.helpers.tiers import by_default, long
+from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
 STEPS = 5
@@ -22,31 +22,12 @@ LAG = f"--rollout-correction tis --generation-lag 2 --train-iters {STEPS} --lr-d
 APART = "--role-map actor=0;critic=0;reward=1;reference=1;rollout=1"
 GRPO = "--advantage grpo --kl-coefficient 0 --lr 1e-4 --reward tests.helpers.programs:coarse_reward"
 FILTER = "--group-filter reward --dynamic-sampling"
-EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
-TURNS = (
-    "--environment tests.helpers.sum_environments:Sums --max-turns 3 --max-turn-length 4 --max-response-length 18"
-    " --max-tokens-per-microbatch 100 --rollout-max-requests 64 --environment-timeout 60"
-)
-FIXED = "--over-sampling 1.5 --partial-rollouts"
-RECORDED = "--generation-schedule recorded --rollout-prefix-caching --eval-interval 0 --save-interval 0"
-RUNS = {  # ranks, flags
+RUNS = {  # ranks, flags; others are in tests/laws
     "ppo": (2, f"{GRADED} {APART}"),
-    "reward of the trained ranks": (2, f"{GRADED} --role-map actor=0;critic=0;reward=0;reference=1;rollout=1"),
-    "waiting groups": (3, f"{GRPO} {FILTER} --max-sampling-rounds 1 --role-map actor=0;reward=1;rollout=2"),
     "partial rollouts of two replicas": (3, f"{GRPO} {FILTER} --over-sampling 1.5 --partial-rollouts"
                                          " --role-map actor=0;reward=1-2;rollout=1-2"),
-    "roles of their own": (4, f"{GRADED} --role-map actor=0;critic=0;reward=1;reference=2;rollout=3"),
-    "the first rank generates": (2, f"{GRADED} --role-map actor=1;critic=1;reward=0;reference=0;rollout=0"),
     "replicas": (4, f"{GRADED} --role-map actor=0-1;critic=0-1;reward=2;reference=3;rollout=2-3"),
     "critic warm-up": (2, f"{GRADED} {APART} --critic-warmup-steps 2"),
-    "factors": (2, f"{GRADED} {APART} --lora-rank 4 --verify-weights"),
-    "experts": (2, f"{GRADED} {APART} {EXPERTS} --router-replay rollout"),
-    "greedy baselines": (2, f"--advantage remax --kl-coefficient 0 {GRADED} --greedy-baseline"
-                         " --role-map actor=0;reward=1;rollout=1"),
-    "turns": (3, f"--advantage grpo --kl-coefficient 0 {TURNS} --group-filter reward"
-              " --role-map actor=0;reward=1;rollout=1-2"),
-    "carried turns": (3, f"{GRPO} --reward environment {TURNS} --over-sampling 1.5 --partial-rollouts"
-                      " --role-map actor=0;reward=1;rollout=1-2"),
 }  # fmt: skip
 
 
@@ -57,7 +38,7 @@ def folder(tmp_path_factory) -> Path:
 
 def argv(save: Path, flags: str) -> list[str]:
     evaluation = f"--eval-prompts {inputs() / 'heldout.jsonl'} --eval-interval 2 --eval-samples 4"
-    return rl_argv(save, f"{LAG} --save-interval 3 {evaluation} {flags}", warm_start=EXPERTS not in flags)
+    return rl_argv(save, f"{LAG} --save-interval 3 {evaluation} {flags}")
 
 
 @functools.cache
@@ -97,11 +78,6 @@ def test_every_response_is_as_old_as_the_lag(folder):
     assert [warm_up[step]["rollout/staleness"] for step in range(1, STEPS + 1)] == [0, 0, 0, 1, 2]
 
 
-@pytest.mark.parametrize("name", ["the first rank generates", long("roles of their own")])
-def test_no_layout_of_the_ranks_changes_a_byte(name, folder):
-    assert_same_steps(run_of(folder, name), run_of(folder, "ppo"), range(1, STEPS + 1))
-
-
 @pytest.mark.long
 def test_replicas_of_both_sides_generate_the_same_responses_while_the_weights_are_equal(folder):
     """Sums of several replicas round differently, so only responses of the first weights are equal."""
@@ -110,13 +86,10 @@ def test_replicas_of_both_sides_generate_the_same_responses_while_the_weights_ar
     assert [samples(run, step) == samples(expected, step) for step in (1, 2, 3)] == [True] * 3
 
 
-@pytest.mark.parametrize("name", by_default(RUNS, ["reward of the trained ranks"]))
-def test_a_resumed_run_trains_on_the_batches_that_were_generated(name, folder, tmp_path):
-    whole, (size, flags) = run_of(folder, name), RUNS[name]
-    start = whole / "checkpoints" / "step_00000003"
-    assert sorted(path.name for path in start.glob("queued*")) or name == "waiting groups"
-    train("rl", argv(tmp_path / "resumed", f"{flags} --load {start}"), size)
-    assert_same_steps(tmp_path / "resumed", whole, range(4, STEPS + 1))
+def test_a_run_with_batches_that_wait_resumes_with_its_lag_alone(folder, tmp_path):
+    size, flags = RUNS["ppo"]
+    start = run_of(folder, "ppo") / "checkpoints" / "step_00000003"
+    assert sorted(path.name for path in start.glob("queued*"))
     with pytest.raises(UsageError, match=r"--generation-lag 1: the checkpoint of --load .*; allowed is --generation-l"):
         RLInputs(program("rl", argv(tmp_path / "other", f"{flags} --generation-lag 1 --load {start}"), size))
 
@@ -186,7 +159,7 @@ def slowed(rank: int, parsed, place: str):
     in_world(rank, "rl", parsed)
 
 
-@pytest.mark.parametrize("place", ["update", long("reward"), long("rollout"), long("weights")])
+@pytest.mark.parametrize("place", [long("update"), long("reward"), long("rollout"), long("weights")])
 def test_no_speed_changes_a_byte(place, folder, tmp_path):
     name = "partial rollouts of two replicas"
     size, flags = RUNS[name]

@@ -9,7 +9,6 @@ import pytest
 from megarl.rollout.waiting_groups import GROUPS, KeptRecords
 from tests.helpers.programs import (
     addition,
-    assert_close,
     coarse_reward,
     in_world,
     metrics,
@@ -20,13 +19,12 @@ from tests.helpers.programs import (
     train,
     write_lines,
 )  # fmt: skip
-from tests.helpers.tiers import by_default, long
+from tests.helpers.tiers import long
 from tests.helpers.worlds import RankFailed, run_world
 
 GRPO = "--advantage grpo --kl-coefficient 0 --lr 1e-4 --reward tests.helpers.programs:coarse_reward"
 FILTER = f"{GRPO} --group-filter reward"
 DYNAMIC = f"{FILTER} --dynamic-sampling"
-DISJOINT = "--role-map actor=0-1;reward=2 --actor-tensor-model-parallel-size 2"
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +76,6 @@ def test_a_step_without_groups_that_differ_trains_nothing(folder):
 
 # -- dynamic sampling --------------------------------------------------------------------------------------------
 
-LAYOUTS = {"two replicas": (2, ""), "TP2 apart from the reward": (3, DISJOINT), "four replicas": (4, "")}
-
 
 def test_dynamic_sampling_fills_the_batch(folder):
     save = run_of(folder, DYNAMIC)
@@ -92,20 +88,10 @@ def test_dynamic_sampling_fills_the_batch(folder):
         assert row["sampling/kept_fraction"] == 6 / len(groups)
 
 
-@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("TP2 apart from the reward",)))
-def test_no_layout_changes_which_groups_are_kept(layout, folder):
-    expected, found = run_of(folder, DYNAMIC), run_of(folder, DYNAMIC, *LAYOUTS[layout])
-    assert samples(found, 1) == samples(expected, 1)
-    rows, reference = metrics(found), metrics(expected)
-    names = [name for name in reference[1] if name.startswith(("sampling/", "reward/"))]
-    for step in (1, 2, 3):
-        assert_close(rows[step], reference[step], [*names, "actor/loss", "actor/grad_norm", "rollout/tokens"], 2e-5)
-
-
 WAITS = f"{DYNAMIC} --max-sampling-rounds 1 --save-interval 1"
 
 
-def test_an_unfinished_batch_waits_and_survives_a_resume_in_any_layout(folder):
+def test_an_unfinished_batch_waits(folder):
     whole = run_of(folder, WAITS, steps=4)
     rows = metrics(whole)
     waiting = [rows[step]["sampling/waiting_groups"] for step in (1, 2, 3, 4)]
@@ -113,18 +99,7 @@ def test_an_unfinished_batch_waits_and_survives_a_resume_in_any_layout(folder):
     assert any("actor/loss" in row for row in rows.values())
     for step, before in enumerate([0, *waiting[:-1]], start=1):
         assert rows[step]["sampling/groups"] == 6 - before, "as many prompts as groups are missing"
-    for size, layout in ((1, ""), (3, DISJOINT)):
-        save = folder / f"resumed{size}"
-        start = whole / "checkpoints" / "step_00000001"
-        assert KeptRecords(start).has(GROUPS)
-        train("rl", rl_argv(save, f"--train-iters 4 --lr-decay-iters 9 {WAITS} {layout} --load {start}"), size)
-        for step in (2, 3, 4):
-            if size == 1:
-                assert samples(save, step) == samples(whole, step)
-                assert timeless(metrics(save)[step]) == timeless(rows[step])
-            else:
-                assert metrics(save)[step]["sampling/groups"] == rows[step]["sampling/groups"]
-                assert metrics(save)[step].get("reward/mean") == rows[step].get("reward/mean")
+    assert KeptRecords(whole / "checkpoints" / "step_00000001").has(GROUPS)
 
 
 def test_buffered_groups_are_rejected_by_an_incompatible_run(folder):
@@ -178,13 +153,6 @@ def test_a_baseline_is_the_reward_of_the_greedy_answer(size, tmp_path):
     found = run_world(baselines, size, parsed)
     assert all(one == other for one, other in found)
     assert {value for one, _ in found for value in one} == {0.0, 1.0}
-
-
-@pytest.mark.long
-def test_remax_updates_do_not_depend_on_the_layout(folder):
-    one, two = metrics(run_of(folder, REMAX, steps=2)), metrics(run_of(folder, REMAX, 2, steps=2))
-    for step in (1, 2):
-        assert_close(two[step], one[step], ["actor/loss", "actor/grad_norm", "rollout/tokens"], 2e-5)
 
 
 # -- the on-policy shortcut --------------------------------------------------------------------------------------

@@ -71,32 +71,6 @@ def test_a_checkpoint_holds_what_is_trained_alone(run):
     assert set(manifest["lora"]) == {"actor", "critic"}
 
 
-@pytest.mark.parametrize("size, flags", [long((1, "")), (2, f"{TP2} --sequence-parallel")])
-def test_a_run_resumes_exactly(run, tmp_path, size, flags):
-    again = tmp_path / "again"
-    argv = rl_argv(again, f"{GRADED} {LORA} {STEPS} --load {folders.step_folder(run, 1)} {flags}")
-    train("rl", argv, size)
-    if size == 1:
-        assert timeless_rows(again, [2]) == timeless_rows(run, [2])
-        assert samples(again, 2) == samples(run, 2)
-        assert_same_checkpoints(folders.step_folder(again, 2), folders.step_folder(run, 2))
-    else:
-        found, expected = metrics(again)[2], metrics(run)[2]
-        assert found["rollout/logprob_gap_max"] <= largest_gap_allowed()
-        for name in ("reward/mean", "actor/loss", "critic/loss", "actor/grad_norm", "kl/reference"):
-            assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
-
-
-def test_the_shared_reference_equals_one_with_its_own_model(run, tmp_path):
-    places = "--role-map actor=0;critic=0;reward=0;reference=1"
-    train("rl", rl_argv(tmp_path, f"{GRADED} {LORA} {STEPS} {places}"), 2)
-    found, expected = timeless_rows(tmp_path, [1, 2]), timeless_rows(run, [1, 2])
-    for step in (1, 2):
-        assert found[step]["kl/reference"] == expected[step]["kl/reference"]
-        assert found[step]["actor/loss"] == expected[step]["actor/loss"]
-    assert_same_checkpoints(folders.step_folder(tmp_path, 2), folders.step_folder(run, 2))
-
-
 @pytest.mark.long
 def test_a_rollout_in_its_own_layout_gets_the_factors(run, tmp_path):
     flags = f"--rollout-tensor-model-parallel-size 2 --verify-weights {TP2.replace('2', '1')}"
@@ -190,13 +164,6 @@ def test_a_reward_model_and_a_critic_from_factors(tmp_path, size, sharded):
     assert metrics(tmp_path / "run")[1]["reward/std"] > 0
 
 
-@pytest.mark.parametrize("flags", ["", long("--critic-lora-rank 2 --actor-offload --critic-offload")])
-def test_offloaded_roles(run, tmp_path, flags):
-    """Factors, and the weights under them, move to the host and back."""
-    train("rl", rl_argv(tmp_path, f"{GRADED} {LORA} {STEPS} --offload {flags}"))
-    assert_same_checkpoints(folders.step_folder(tmp_path, 2), folders.step_folder(run, 2))
-
-
 # -- 16 bits -----------------------------------------------------------------------------------------------------
 
 
@@ -269,13 +236,6 @@ def test_16_bits_learn_with_a_rollout_in_its_own_layout(tmp_path):
         assert row["rollout/logprob_gap_max"] <= 0.1  # tensor-parallel sums are rounded to 16 bits
         assert row["actor/ppo_kl_first"] == row["actor/updates_skipped"] == 0
     assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 0.3
-
-
-@pytest.mark.long
-def test_recomputation_changes_nothing(run, tmp_path):
-    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    train("rl", rl_argv(tmp_path, f"{GRADED} {LORA} {STEPS} {recompute}"))
-    assert_same_checkpoints(folders.step_folder(tmp_path, 2), folders.step_folder(run, 2))
 
 
 # -- sharded parameters ------------------------------------------------------------------------------------------

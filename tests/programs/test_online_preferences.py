@@ -13,7 +13,6 @@ from tests.helpers.programs import (
     preference_argv,
     rl_argv,
     samples,
-    timeless,
     train,
     write_lines,
 )
@@ -58,13 +57,6 @@ def test_a_step_is_one_of_train_preference_on_the_same_pairs(loss, tmp_path):
     assert online["actor/grad_norm"] == pytest.approx(offline["preference/grad_norm"], rel=1e-5)
 
 
-LAYOUTS = {
-    "two replicas": (2, ""),
-    "TP2 apart from the rest": (3, "--role-map actor=0-1;reward=2;reference=2 --actor-tensor-model-parallel-size 2"),
-    "small micro-batches": (1, "--max-tokens-per-microbatch 20"),
-}
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
     """A run with ties, in which the policy has left the reference after the first step."""
@@ -81,20 +73,3 @@ def test_groups_of_equal_rewards_have_no_pair_and_are_counted(alone):
         assert row["preference/ties"] == sum(equal) and row["preference/pairs"] == 6 - sum(equal)
     assert sum(row["preference/ties"] for row in metrics(alone).values()) > 0
     assert metrics(alone)[3]["preference/loss"] != math.log(2)
-
-
-@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("TP2 apart from the rest",)))
-def test_every_layout_trains_the_same(layout, alone, tmp_path):
-    size, flags = LAYOUTS[layout]
-    reward = "--reward tests.helpers.programs:coarse_reward"
-    train("rl", rl_argv(tmp_path / "run", f"{FLAGS} {reward} --train-iters 3 {flags}"), size)
-    for step in (1, 2, 3):
-        assert_close(metrics(tmp_path / "run")[step], metrics(alone)[step], NAMES, 2e-5)
-
-
-@pytest.mark.long
-def test_a_run_resumes_with_its_reference(alone, tmp_path):
-    start = alone / "checkpoints" / "step_00000002"
-    reward = "--reward tests.helpers.programs:coarse_reward"
-    train("rl", rl_argv(tmp_path / "run", f"{FLAGS} {reward} --train-iters 3 --load {start}"))
-    assert timeless(metrics(tmp_path / "run")[3]) == timeless(metrics(alone)[3])

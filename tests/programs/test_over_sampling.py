@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.engines import NEVER, make_engine, make_requests, settings_of
-from tests.helpers.programs import metrics, program, rl_argv, samples, timeless, train
-from tests.helpers.tiers import long
+from tests.helpers.programs import metrics, program, rl_argv, samples, train
 from tests.helpers.worlds import SAFETY, run_world, wait_until
 
 LONG = (
@@ -48,25 +47,6 @@ def test_the_groups_that_end_first_are_kept(folder):
     kept = groups_of(run_of(folder, TWICE), 1)
     assert essence(kept) == essence([everything[i] for i in first])
     assert metrics(run_of(folder, TWICE))[1]["rollout/tokens"] == sum(row["length"] for group in kept for row in group)
-
-
-@pytest.mark.parametrize("size, flags", [
-    (2, ""), long((2, "--rollout-dispatch static")),
-    long((2, "--tensor-model-parallel-size 2 --rollout-prefix-caching")),
-])  # fmt: skip
-def test_the_kept_groups_do_not_depend_on_the_layout(size, flags, folder):
-    found, expected = run_of(folder, f"{TWICE} {flags}", size), run_of(folder, TWICE)
-    assert samples(found, 1) == samples(expected, 1)
-    if "tensor" not in flags:
-        other = run_of(folder, f"{TWICE} --rollout-dispatch static", 2)
-        assert timeless(metrics(found)[2]) == timeless(metrics(other)[2]) and samples(found, 2) == samples(other, 2)
-
-
-def test_a_resumed_run_equals_the_uninterrupted_one(folder):
-    whole = run_of(folder, TWICE)
-    resumed = run_of(folder, f"{TWICE} --load {whole / 'checkpoints' / 'step_00000001'}")
-    assert samples(resumed, 2) == samples(whole, 2)
-    assert timeless(metrics(resumed)[2]) == timeless(metrics(whole)[2])
 
 
 # -- the race ----------------------------------------------------------------------------------------------------

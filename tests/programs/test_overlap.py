@@ -20,47 +20,18 @@ from megarl.observe.timers import Timers
 from megarl.trainers.rl_trainer import RLInputs
 from megarl.trainers.step_reports import AsyncMetrics, StepReport
 from tests.helpers.batches import create_mesh, random_batch, sequences
-from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.programs import in_world, metrics, program, rl_argv, samples, timeless, train
-from tests.helpers.tiers import long
-from tests.helpers.worlds import RankFailed, run_world
+from tests.helpers.programs import in_world, program, rl_argv
+from tests.helpers.worlds import run_world
 from tools.bench import overlap
 
 GRADED = "--reward tests.helpers.programs:graded_reward"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 
 
-def assert_same_step(one, other, step: int):
-    """Two runs agree in a step to the bit, in samples and metrics."""
-    first, second = (timeless(metrics(save)[step]) for save in (one, other))
-    assert {name for name in first | second if first.get(name) != second.get(name)} <= {"weights/sync_s"}
-    assert samples(one, step) == samples(other, step)
-
-
 # -- a batch generated ahead -------------------------------------------------------------------------------------
 
 AHEAD = f"{GRADED} --role-map actor=0;critic=0;reward=1;reference=1;rollout=1 --rollout-correction tis"
 AHEAD += " --lr-decay-iters 3"
-
-
-@pytest.mark.parametrize("model", ["", long(EXPERTS)], ids=["dense", "experts"])
-def test_a_batch_generated_ahead_survives_an_interruption(model, tmp_path):
-    whole, resumed, plain = (tmp_path / name for name in ("whole", "resumed", "plain"))
-    ahead, warm_start = f"{AHEAD} {model}", not model
-    train("rl", rl_argv(whole, f"--train-iters 3 --save-interval 2 {ahead} --generation-lag 1", warm_start), 2)
-    start = whole / "checkpoints" / "step_00000002"
-    train("rl", rl_argv(resumed, f"--train-iters 3 {ahead} --generation-lag 1 --load {start}", warm_start), 2)
-    assert_same_step(whole, resumed, 3)
-    rows = metrics(whole)
-    assert [rows[step]["rollout/staleness"] for step in (1, 2, 3)] == [0, 1, 1]
-    assert rows[1]["rollout/logprob_gap_max"] <= largest_gap_allowed() < 1e-3 < rows[2]["rollout/logprob_gap_max"]
-    assert all(row["actor/ppo_kl_first"] == 0 for row in rows.values())
-    train("rl", rl_argv(plain, f"--train-iters 1 {ahead}", warm_start), 2)
-    assert samples(plain, 1) == samples(whole, 1) and samples(whole, 2) != samples(whole, 3)
-    for name in ("actor/loss", "critic/loss", "actor/grad_norm", "kl/reference"):
-        assert metrics(plain)[1][name] == rows[1][name]
-    with pytest.raises(RankFailed, match="--load .* holds batches that were generated ahead; allowed is --g"):
-        train("rl", rl_argv(tmp_path / "refused", f"--train-iters 3 {ahead} --load {start}", warm_start), 2)
 
 
 # -- meetings of a step ------------------------------------------------------------------------------------------

@@ -77,43 +77,17 @@ def test_the_policy_is_that_of_a_run_without_the_layer(name, folder, tmp_path):
     assert any((before[key] != after[key]).any() for key in after) and after
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["tensor", "context", "offload", "other ranks"])
-def test_the_loss_does_not_depend_on_the_layout(name, folder):
-    found, expected = metrics(run_of(folder, name)), metrics(run_of(folder, "rl"))
-    for step in (1, 2):
-        for metric in ("actor/mtp_loss", "actor/mtp_grad_norm"):
-            assert found[step][metric] == pytest.approx(expected[step][metric], rel=1e-3), (step, metric)
-
-
 # -- resume --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", by_default(("rl", "bf16", "tensor", "experts", "expert ranks", "generation ahead"), ("rl",))
-)
-def test_a_resumed_run_is_the_whole_one(name, folder, tmp_path):
-    save, (size, flags) = run_of(folder, name), RUNS[name]
-    train("rl", argv(tmp_path, f"{flags} --mtp-train --load {folders.step_folder(save, 2)}"), size)
-    for step in (3, 4):
-        one, other = (timeless(metrics(run)[step]) for run in (save, tmp_path))
-        assert without_drafts(one) == without_drafts(other) and one["actor/mtp_loss"] == other["actor/mtp_loss"]
-    one, other = stored_weights(save, STEPS, "actor_mtp"), stored_weights(tmp_path, STEPS, "actor_mtp")
-    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("size, flags", [
-    (2, "--tensor-model-parallel-size 2 --sequence-parallel"), (1, "--bf16 --use-distributed-optimizer"), (1, ""),
-])  # fmt: skip
-def test_the_layer_goes_on_in_another_layout(size, flags, folder, tmp_path):
+def test_the_layer_goes_on_in_16_bits(folder, tmp_path):
     start = folders.step_folder(run_of(folder, "rl"), 2)
-    flags = f"{flags} --mtp-train --load {start} --train-iters 3 --lr-decay-iters {STEPS}"
-    if "bf16" in flags:  # a policy of 16 bits would write other texts
-        flags += f" --load-rollouts {run_of(folder, 'rl')} --debug-train-only"
-    train("rl", argv(tmp_path / "on", flags), size)
+    flags = f"--bf16 --use-distributed-optimizer --mtp-train --load {start} --train-iters 3 --lr-decay-iters {STEPS}"
+    # A policy of 16 bits would write other texts.
+    train("rl", argv(tmp_path / "on", f"{flags} --load-rollouts {run_of(folder, 'rl')} --debug-train-only"))
     expected, found = (metrics(run)[3]["actor/mtp_loss"] for run in (run_of(folder, "rl"), tmp_path / "on"))
-    assert found == pytest.approx(expected, rel=2e-2 if "bf16" in flags else 1e-3)
+    assert found == pytest.approx(expected, rel=2e-2)
 
 
 def test_a_layer_may_begin_in_a_resumed_run(folder, tmp_path, capfd):

@@ -92,6 +92,7 @@ def check(numbers: range, folder: Path) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.long
 def test_some_cases(tmp_path):
     """The machinery: a few cases, among them accepted ones and refused ones."""
     counts = check(range(6), tmp_path)

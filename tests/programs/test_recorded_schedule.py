@@ -33,7 +33,7 @@ from tests.helpers.tiers import by_default, long
 from tests.helpers.waiting import wait_until
 from tests.helpers.worlds import RankFailed, run_world
 
-DEFAULT = ("partial rollouts",)
+DEFAULT = ("two replicas",)
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from megarl.checkpoint import folders
 from megarl.errors import UsageError
 from megarl.planning import traffic
 from megarl.trainers.rl_trainer import RLInputs
-from tests.helpers.programs import GRADED, metrics, program, rl_argv, samples, timeless, train
-from tests.helpers.tiers import by_default, long
+from tests.helpers.programs import GRADED, metrics, program, rl_argv, train
+from tests.helpers.tiers import by_default
 from tools._tensor_sources import CheckpointTensors
 
 STEPS = 5
@@ -73,19 +73,6 @@ def test_after_a_refresh_the_reference_is_the_policy(name, folder):
         assert kl[2] < 0.5 * kl[1] and kl[4] < 0.5 * kl[3]
 
 
-def without_bytes(row: dict) -> dict:
-    return {name: value for name, value in timeless(row).items() if name != "weights/reference_bytes"}
-
-
-@pytest.mark.parametrize("name", ["other ranks", long("offload")])
-def test_no_placement_changes_a_number(name, folder):
-    one, other = metrics(run_of(folder, "same ranks")), metrics(run_of(folder, name))
-    for step in range(1, STEPS + 1):
-        memory = {"memory/actor/offloaded_bytes", "memory/reference/offloaded_bytes"}
-        row = {key: value for key, value in without_bytes(other[step]).items() if key not in memory}
-        assert row == without_bytes(one[step])
-
-
 @pytest.mark.parametrize("name", by_default(
     ("same ranks", "other ranks", "other stages", "factors, other ranks", "bf16"), ("same ranks", "other ranks")
 ))  # fmt: skip
@@ -110,18 +97,6 @@ def stored(save: Path, step: int, role: str) -> dict:
 
 def frozen(save: Path, step: int) -> str:
     return folders.read_manifest(folders.step_folder(save, step), "")["frozen"]["reference"]
-
-
-@pytest.mark.parametrize("name", by_default(EXACT, ("other ranks",)))
-def test_a_resumed_run_has_the_reference_of_the_last_refresh(name, folder, tmp_path):
-    whole, (size, flags) = run_of(folder, name), EXACT[name]
-    start = whole / "checkpoints" / "step_00000003"
-    train("rl", argv(tmp_path, f"{flags} --load {start}"), size)
-    found, wanted = metrics(tmp_path), metrics(whole)
-    assert found[4]["reference/step"] == 2 and found[4]["kl/reference"] != 0
-    for step in (4, 5):
-        assert timeless(found[step]) == timeless(wanted[step]) and samples(tmp_path, step) == samples(whole, step)
-    assert frozen(tmp_path, 5) == frozen(whole, 5) != frozen(whole, 3)
 
 
 def test_a_mixture_is_of_the_policy_and_the_reference_before(tmp_path):

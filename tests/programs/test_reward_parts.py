@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from megarl import arguments
-from tests.helpers.programs import assert_close, metrics, rl_argv, samples, train
+from tests.helpers.programs import rl_argv, samples, train
 from tests.helpers.tiers import by_default
 
 SAMPLES = 4
@@ -52,16 +52,6 @@ def test_advantages_are_sums_over_parts(name, tmp_path):
         for row in tokens:
             advantages = row["advantages"]
             assert advantages == pytest.approx([expected[row["sequence"]]] * len(advantages), rel=1e-4, abs=1e-5)
-
-
-@pytest.mark.long
-def test_updates_do_not_depend_on_the_layout(tmp_path):
-    flags = FLAGS.replace("--whiten-advantages false", "")
-    for size, more in ((1, ""), (2, "--max-tokens-per-microbatch 20")):
-        train("rl", rl_argv(tmp_path / str(size), f"{flags} {more}"), size)
-    one, two = metrics(tmp_path / "1"), metrics(tmp_path / "2")
-    for step in (1, 2):
-        assert_close(two[step], one[step], ["reward/mean", "actor/loss", "actor/grad_norm"], 2e-5)
 
 
 def test_a_reward_of_one_part_is_said():

@@ -55,7 +55,7 @@ def numbers(row: dict) -> dict:
 
 
 @pytest.mark.parametrize(
-    "size, flags, recompute", [(1, "", FULL), long((2, PP2, SELECTIVE))], ids=["full", "selective"]
+    "size, flags, recompute", [long((1, "", FULL)), long((2, PP2, SELECTIVE))], ids=["full", "selective"]
 )
 def test_backward_recomputes_with_the_same_routes(size, flags, recompute, tmp_path):
     """Live routes would differ from the first pass's, and so would the gradient."""

@@ -44,7 +44,7 @@ def recomputed(step: int, sequences: list[list[int]], flags: str, size: int) -> 
 
 
 @pytest.mark.parametrize(("size", "flags"), [
-    long((1, "")), long((2, "--tensor-model-parallel-size 2")), (2, ""),
+    (1, ""), long((2, "--tensor-model-parallel-size 2")), long((2, "")),
 ])  # fmt: skip
 def test_weights_change_under_load_and_every_token_has_its_version(size, flags):
     folder = checkpoint() / "checkpoints"

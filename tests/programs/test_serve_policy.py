@@ -15,7 +15,7 @@ from megarl.mcore.inference.generation import GenerationRequest
 from megarl.rollout.remote_generator import RemoteGenerator
 from tests.helpers.evaluation import MODEL
 from tests.helpers.programs import GRADED, environment, inputs, metrics, rl_argv, timeless, train
-from tests.helpers.servers import ANNOUNCED, scores
+from tests.helpers.servers import ANNOUNCED, ForkedLauncher, scores
 from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY_SECONDS, wait_until
 
@@ -60,28 +60,28 @@ def run_and_ask(argv: list[str], size: int, first_asked: Path):
 
     The first step ends only after the client's first requests are there: `first_asked` is made then.
     """
-    command = [sys.executable, "-m", "megarl.launcher", "--nproc-per-node", str(size), "train_rl", *argv]
-    env = environment(MEGARL_TEST_AWAITED=str(first_asked))
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    log = first_asked.with_name("log")
+    process = ForkedLauncher(["--nproc-per-node", str(size), "train_rl", *argv], log)
     try:
         found = next(filter(None, map(ANNOUNCED.match, process.stdout)), None)
-        assert found, process.stderr.read()
+        assert found, log.read_text()
         client = Asking(found[2])
         client.start()
         assert wait_until(lambda: queued(found[2]) == len(ASKED))
         first_asked.touch()
-        out, err = process.communicate(timeout=SAFETY_SECONDS)
+        process.stdout.read()  # until the run ends
+        assert process.wait(SAFETY_SECONDS) == 0, log.read_text()
         client.join(SAFETY_SECONDS)
-        assert process.returncode == 0 and not client.is_alive(), err
+        assert not client.is_alive()
         return client.answers, client.ended
     finally:
         process.kill()
-        process.communicate()
 
 
 @pytest.mark.parametrize(("size", "more"), LAYOUTS)
-def test_answers_between_updates_change_nothing_of_the_run(tmp_path, size, more):
+def test_answers_between_updates_change_nothing_of_the_run(tmp_path, monkeypatch, size, more):
     train("rl", rl_argv(tmp_path / "alone", flags(more)), size)
+    monkeypatch.setenv("MEGARL_TEST_AWAITED", str(tmp_path / "asked"))
     served = rl_argv(tmp_path / "served", f"{flags(more)} --serve-policy --port 0")
     answers, ended = run_and_ask(served, size, tmp_path / "asked")
     rows = [metrics(tmp_path / name) for name in ("alone", "served")]

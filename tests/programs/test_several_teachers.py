@@ -15,8 +15,6 @@ from megarl.planning.parameters import parameter_totals
 from megarl.trainers import input_summary
 from tests.helpers import hf_folders
 from tests.helpers.programs import (
-    GRADED,
-    assert_close,
     in_world,
     inputs,
     metrics,
@@ -31,8 +29,6 @@ from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 from tools.train_tokenizer import train as train_tokenizer
 
-COMPARED = ["distill/divergence", "distill/forward_kl", "distill/reverse_kl", "distill/top1_agreement",
-            "teacher/logprob"]  # fmt: skip
 ONLY_DISTILS = "--advantage none --kl-coefficient 0 --entropy-coefficient 0 --reward none --ppo-epochs 1"
 # Depth, width, head and softcap differ from the policy's, and from each other.
 SHAPES = {
@@ -175,73 +171,6 @@ def test_two_names_of_one_folder_are_one_teacher_to_the_byte(folder, tmp_path, f
 
 
 # -- training ----------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def run_of(folder: Path, flags: str, size: int = 1) -> dict[int, dict]:
-    save = folder / f"run{size}{flags}".replace("/", "")[-150:].strip()
-    train("rl", argv_of(folder, save, f"{teachers(folder, math='math', code='code')} {flags}"), size)
-    return metrics(save)
-
-
-def names_of(row: dict) -> list[str]:
-    own = [f"{name}/{teacher}" for name in COMPARED for teacher in ("math", "code")]
-    return [name for name in [*COMPARED, *own, "actor/loss", "actor/grad_norm"] if name in row]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("size, form, layout", [
-    (2, "loss", "--role-map actor=0-1;reward=0;teacher=0-1 --actor-tensor-model-parallel-size 2"
-     " --actor-sequence-parallel"),
-    (2, "loss", ""), (2, "loss", APART), (2, "loss", "--context-parallel-size 2"),
-    (2, "loss", "--actor-pipeline-model-parallel-size 2"),
-    (2, "loss", "--max-tokens-per-microbatch 20"), (2, "reward", ""), (2, "reward", TP2),
-    (4, "loss", "--role-map actor=0-1;reward=0;teacher=2-3 --teacher-tensor-model-parallel-size 2"
-          " --actor-context-parallel-size 2"),
-])  # fmt: skip
-def test_updates_are_the_same_in_every_layout(folder, size, form, layout):
-    alone, found = run_of(folder, f"--distill {form}"), run_of(folder, f"--distill {form} {layout}", size)
-    assert len(names_of(found[1])) >= 8
-    for step, row in found.items():
-        assert_close(row, alone[step], names_of(row), 2e-5)
-
-
-@pytest.mark.long
-def test_a_run_ahead_and_beside_rewards_has_metrics_of_each_teacher(folder):
-    ahead = "--role-map actor=0;reward=1;teacher=1;rollout=1 --generation-lag 1 --rollout-correction tis"
-    found = run_of(folder, f"--distill loss {ahead} {GRADED} --advantage grpo", 2)
-    assert found[2]["rollout/staleness"] > 0 and found[2]["distill/divergence/code"] > 0
-
-
-@functools.cache
-def sft_run(folder: Path, flags: str = "", size: int = 1) -> dict[int, dict]:
-    save = folder / f"sft{size}{flags}".replace("/", "")[:150].strip()
-    own = "--distill loss --distill-divergence forward --distill-sft-coefficient 0.3 --train-iters 3 --eval-interval 3"
-    sets = f"--prompts {lines(folder, ('math', None, 'default'))}"
-    held_out = lines(folder, (None, "math"), "heldout.jsonl")
-    named = teachers(folder, default="code", math="math")
-    train("sft", sft_argv(save, f"{own} --eval-prompts {held_out} {sets} {named} {flags}"), size)
-    return metrics(save)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("size, layout", [(2, "--actor-tensor-model-parallel-size 2"), (2, "")])
-def test_supervised_distillation_has_several_teachers_too(folder, size, layout):
-    alone, found = sft_run(folder), sft_run(folder, layout, size)
-    own = [f"{name}/{teacher}" for name in COMPARED for teacher in ("math", "default")]
-    for step, row in found.items():
-        assert_close(row, alone[step], [*COMPARED, *own, "sft/loss", "sft/grad_norm"], 2e-5)
-    assert_close(found[3], alone[3], [f"eval/divergence{name}" for name in ("", "/math", "/default")], 2e-5)
-    assert alone[1]["distill/divergence/math"] != alone[1]["distill/divergence/default"]
-
-
-@pytest.mark.long
-def test_a_resumed_run_has_the_numbers_of_one_that_never_stopped(folder, tmp_path):
-    flags = f"--distill loss {teachers(folder, math='math', code='code')} --minibatch-size 6 --lr-decay-iters 3"
-    train("rl", argv_of(folder, tmp_path / "whole", f"{flags} --train-iters 3"))
-    train("rl", argv_of(folder, tmp_path / "a", f"{flags} --train-iters 2"))
-    train("rl", argv_of(folder, tmp_path / "b", f"{flags} --train-iters 3 --load {tmp_path}/a"))
-    assert timeless_rows(tmp_path / "b", (3,)) == timeless_rows(tmp_path / "whole", (3,))
 
 
 # -- folders -----------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from statistics import fmean
 import pytest
 
 from tests.helpers.programs import rl_argv, samples, train
-from tests.helpers.tiers import by_default
 
 SAMPLES, LIMIT = 4, 3  # responses to a prompt; tokens of a response, which truncate some
 FLAGS = (
@@ -14,11 +13,6 @@ FLAGS = (
     f" --train-iters 1 --max-response-length {LIMIT} --reward-ngram 2 --reward-length 2"
     " --reward 0*exact-match+cosine+length+0.5*repetition+0.25*truncated+0.5*adaptive-length"
 )
-LAYOUTS = {
-    "two replicas": (2, ""),
-    "more replicas than the actor": (3, "--role-map actor=0;reward=0-2"),
-    "TP2 apart": (3, "--role-map actor=0-1;reward=2 --actor-tensor-model-parallel-size 2"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +39,3 @@ def test_the_terms_add_up(alone):
             assert row["reward"] == pytest.approx(expected)
     found = [row["reward_values"] for row in rows]
     assert all(len({row[name] for row in found}) > 1 for name in ("cosine", "truncated", "adaptive-length"))
-
-
-@pytest.mark.parametrize("layout", by_default(LAYOUTS, ["two replicas"]))
-def test_every_layout_scores_the_same(layout, alone, tmp_path):
-    size, flags = LAYOUTS[layout]
-    train("rl", rl_argv(tmp_path / "run", f"{FLAGS} {flags}"), size)
-    assert samples(tmp_path / "run", 1) == alone

@@ -1,6 +1,5 @@
 """A teacher that reads a correct sibling's response: which one, its numbers, layouts, resume, and what is said."""
 
-import functools
 import json
 import re
 from pathlib import Path
@@ -21,7 +20,6 @@ from tests.helpers.programs import (
     program,
     rl_argv,
     sft_argv,
-    timeless_rows,
     train,
     write_lines,
 )
@@ -126,42 +124,6 @@ def with_warnings(rank: int, parsed) -> str:
     return printed.getvalue()
 
 
-@functools.cache
-def run_of(folder: Path, flags: str, size: int = 1) -> dict[int, dict]:
-    save = folder / f"{size}{flags}".replace("/", "")[-150:].strip()
-    train("rl", argv_of(folder, save, f"{GRADED} {flags}"), size)
-    return metrics(save)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("size, form, layout", [
-    (2, "loss", "--role-map actor=0-1;reward=0;reference=0;teacher=0-1 --actor-tensor-model-parallel-size 2"),
-    (2, "loss", APART), (2, "reward", APART), (2, "loss", "--tensor-model-parallel-size 2"),
-    (4, "loss", "--role-map actor=0-1;reward=1;reference=0;teacher=2-3 --teacher-pipeline-model-parallel-size 2"),
-    (2, "loss", "--context-parallel-size 2"), (3, "loss", ""),
-    (2, "loss", "--group-filter reward --dynamic-sampling"),
-])  # fmt: skip
-def test_updates_are_the_same_in_every_layout(folder, size, form, layout):
-    common = layout if "filter" in layout else ""
-    alone, found = run_of(folder, f"--distill {form} {common}"), run_of(folder, f"--distill {form} {layout}", size)
-    for step, row in found.items():
-        names = [name for name in [*COMPARED, "actor/loss", "actor/grad_norm"] if name in row]
-        assert len(names) >= 5
-        assert_close(row, alone[step], names, 2e-5)
-        assert row["teacher/context_fraction"] == alone[step]["teacher/context_fraction"] > 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("size, teacher, reward, rollout", [(2, "0", "1", "1"), (3, "2", "1", "1"), (4, "2", "1", "3")])
-def test_a_run_ahead_has_the_same_numbers_wherever_teacher_and_reward_are(folder, size, teacher, reward, rollout):
-    ahead = "--generation-lag 1 --rollout-correction tis --train-iters 4"
-    first = run_of(folder, f"--distill loss {ahead} --role-map actor=0;reward=1;teacher=1;rollout=1", 2)
-    places = f"--role-map actor=0;reward={reward};teacher={teacher};rollout={rollout}"
-    for step, row in run_of(folder, f"--distill loss {ahead} {places}", size).items():
-        assert_close(row, first[step], [*COMPARED, "actor/loss", "actor/grad_norm"], 2e-5)
-        assert row["teacher/context_fraction"] == first[step]["teacher/context_fraction"] > 0
-
-
 @pytest.mark.long
 def test_several_teachers_read_siblings_too(folder):
     default = inputs() / "sft"
@@ -186,21 +148,6 @@ def named(folder: Path) -> Path:
     rows = [json.loads(line) for line in (inputs() / "train.jsonl").read_text().splitlines()]
     others = [row | ({"teacher": "other"} if number % 2 else {}) for number, row in enumerate(rows)]
     return write_lines(folder / "named.jsonl", others)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("flags", [
-    "", "--teacher ema --ema-decay 0.5", "--reward-failure drop",
-    "--role-map actor=0;reward=1;teacher=1;rollout=1 --generation-lag 1 --rollout-correction tis",
-])  # fmt: skip
-def test_a_resumed_run_has_the_numbers_of_one_that_never_stopped(folder, tmp_path, flags):
-    size = 2 if "role-map" in flags else 1
-    flags = f"--distill loss {GRADED} {flags} --train-iters 4"
-    train("rl", argv_of(folder, tmp_path / "whole", f"{flags} --save-interval 1"), size)
-    start = tmp_path / "whole" / "checkpoints" / "step_00000002"
-    train("rl", argv_of(folder, tmp_path / "b", f"{flags} --load {start}"), size)
-    assert timeless_rows(tmp_path / "b", (3, 4)) == timeless_rows(tmp_path / "whole", (3, 4))
-    assert timeless_rows(tmp_path / "b", (4,))[4]["teacher/context_fraction"] > 0
 
 
 def test_rewards_must_be_known_before_the_teacher_reads(folder, tmp_path):

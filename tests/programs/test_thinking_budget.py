@@ -227,6 +227,7 @@ def test_a_budget_that_cannot_work_is_refused(flags, says, tmp_path):
         RLInputs(program("rl", thinking_argv(tmp_path / "none", flags), 1))
 
 
+@pytest.mark.long
 def test_unfinished_groups_go_on_with_their_budget(folder):
     start = run_of(folder, LONG, 1) / "checkpoints" / "step_00000002"
     turns = run_of(folder, f"{TURNS} {PARTIAL}", 1) / "checkpoints" / "step_00000002"

@@ -10,7 +10,6 @@ import torch
 
 from megarl.errors import UsageError
 from tests.helpers.programs import (
-    assert_close,
     in_world,
     inputs,
     metrics,
@@ -18,16 +17,11 @@ from tests.helpers.programs import (
     preferences,
     program,
     rl_argv,
-    timeless,
     train,
     write_lines,
 )
-from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
-NAMES = [f"preference/{name}" for name in ("loss", "chosen_logprob", "rejected_logprob", "grad_norm")]
-EVALUATED = ["eval/loss", "eval/accuracy", "eval/chosen_logprob"]
-MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 STEPS = 30
 
 
@@ -62,35 +56,6 @@ def test_reinforcement_learning_starts_from_it(folder, tmp_path):
     start = f"--pretrained-checkpoint {dpo_run(folder)} --advantage grpo --train-iters 1 --kl-coefficient 0"
     train("rl", rl_argv(tmp_path, start, warm_start=False))
     assert metrics(tmp_path)[1]["rollout/logprob_gap_max"] == 0
-
-
-@functools.cache
-def run_of(folder: Path, shape: str = "", layout: str = "", size: int = 1) -> dict[int, dict]:
-    """Metrics of three steps of three pairs. With experts it starts from random weights."""
-    save = folder / f"{size}{shape}{layout}".replace("/", "")
-    argv = preference_argv(
-        save, f"--train-iters 3 --global-batch-size 3 {held_out()} --preference-loss rpo {shape} {layout}"
-    )
-    if shape:
-        start = argv.index("--pretrained-checkpoint")
-        del argv[start : start + 2]
-    train("preference", argv, size)
-    return metrics(save)
-
-
-@pytest.mark.parametrize("size, shape, layout", [
-    long((1, "", "--max-tokens-per-microbatch 20")),
-    long((2, "", "--pipeline-model-parallel-size 2 --max-tokens-per-microbatch 20")),
-    long((4, "", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --max-tokens-per-microbatch 20")),
-    long((2, "", "--tensor-model-parallel-size 2 --sequence-parallel")), long((2, "", "--context-parallel-size 2")),
-    long((2, "", "--use-distributed-optimizer")),
-    long((2, MOE, "--expert-model-parallel-size 2")), long((2, "--lora-rank 4", "")),
-])  # fmt: skip
-def test_updates_are_the_same_in_every_layout(size, shape, layout, folder):
-    expected, found = run_of(folder, shape), run_of(folder, shape, layout, size)
-    for step, row in found.items():
-        assert_close(row, expected[step], NAMES, 1e-5)
-    assert_close(found[3], expected[3], EVALUATED, 1e-5)
 
 
 # -- the loss ----------------------------------------------------------------------------------------------------
@@ -161,19 +126,6 @@ def test_losses_equal_the_formula(tmp_path):
 
 
 # -- resume ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("flags", ["", long("--lora-rank 4"), long("--preference-loss simpo")])
-def test_a_run_resumes_exactly(flags, tmp_path):
-    flags = f"--lr-decay-iters 6 --weight-decay 0.1 {held_out()} --eval-interval 2 {flags}"
-    train("preference", preference_argv(tmp_path / "whole", f"--train-iters 6 {flags}"))
-    train("preference", preference_argv(tmp_path / "part", f"--train-iters 4 {flags}"))
-    train("preference", preference_argv(tmp_path / "part", f"--train-iters 6 --load {tmp_path}/part {flags}"), 2)
-    whole, part = metrics(tmp_path / "whole"), metrics(tmp_path / "part")
-    assert sorted(part) == list(range(1, 7)) and whole[6]["preference/loss"] != whole[1]["preference/loss"]
-    for step, row in part.items():  # two replicas add up gradients in another order
-        assert_close(row, whole[step], NAMES, 1e-5)
-    assert all(timeless(part[step]) == timeless(whole[step]) for step in range(1, 5))
 
 
 # -- wrong input -------------------------------------------------------------------------------------------------

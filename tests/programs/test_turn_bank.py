@@ -66,7 +66,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", by_default(CASES, ("an agent",)))
+@pytest.mark.parametrize("case", by_default(CASES, ("an environment",)))
 def test_turns_of_a_killed_run_are_not_generated_again(case, tmp_path):
     environment, flags, size, killed_at = CASES[case]
     whole, save = tmp_path / "whole", tmp_path / "run"

@@ -21,7 +21,18 @@ from tests.helpers.hf_damage import (
     text_config,
     transposed_experts,
 )
-from tests.helpers.hf_layouts import DENSE, FAMILIES, LONG, MOE, RECURRENT, REWARD, SHORT, SUPPORTED, run_cases
+from tests.helpers.hf_layouts import (
+    DENSE,
+    FAMILIES,
+    GENERATED,
+    LONG,
+    MOE,
+    RECURRENT,
+    REWARD,
+    SHORT,
+    SUPPORTED,
+    run_cases,
+)
 from tests.helpers.hf_prediction import add_module, with_prediction
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import RankFailed, run_world
@@ -74,10 +85,10 @@ def folder_of(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", by_default(LAYOUTS, ("one rank", "tp2", "sharded", "cp2")))
 def test_every_layout_computes_what_transformers_computes_and_exports_the_same_bytes(layout, folder_of, tmp_path):
-    check(layout, quick_cases(layout), SHORT, folder_of, tmp_path)
+    check(layout, quick_cases(layout), SHORT, folder_of, tmp_path, GENERATED)
 
 
-@pytest.mark.long  # five minutes
+@pytest.mark.long  # five minutes; on one rank with the rollouts of all families
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_further_cases_in_every_layout(layout, folder_of, tmp_path):
     """On one rank all of them, with responses of another length."""
@@ -92,15 +103,17 @@ def quick_cases(layout):
     return [case for case in LAYOUTS[layout][2] if case in chosen]
 
 
-def check(layout, cases, count, folder_of, tmp_path):
-    """Compares what a layout finds of the cases; `count`: tokens of a rollout, where its engine runs."""
+def check(layout, cases, count, folder_of, tmp_path, chosen=SUPPORTED):
+    """Compares what a layout finds of the cases; `count`: tokens of a rollout of the `chosen` ones, where its engine
+    runs."""
     size, flags, _, generates = LAYOUTS[layout]
     folders = {case: folder_of(case) for case in cases}
-    for found in run_world(run_cases, size, flags, folders, tmp_path, count if generates else 0):
+    generating = {case for case in cases if generates and case in chosen}
+    for found in run_world(run_cases, size, flags, folders, tmp_path, count, generating):
         for case, result in found.items():
             stored = hf_folders.reference(case)
             assert result.difference <= 1e-5, (case, result.difference)
-            if generates and case not in REWARD:
+            if case in generating and case not in REWARD:
                 assert result.greedy == stored.greedy[:count], case
                 assert result.gap <= largest_gap_allowed(), (case, result.gap)
     for case, folder in folders.items():

@@ -1,0 +1,1 @@
+"""Laws that hold for every feature, over the rows of one table."""

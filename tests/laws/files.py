@@ -1,0 +1,124 @@
+"""The files that the flags of features name, each made once, when a run first needs it."""
+
+import functools
+import json
+import string
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.helpers.judges import judge_flags, write
+from tests.helpers.programs import addition, inputs, preferences, sft_argv, train, write_lines
+from tests.helpers.thinkers import thinkers
+from tests.laws.plug_ins import REWARDS, SHORT
+
+
+@functools.cache
+def folder() -> Path:
+    """Of what is made here; removed with the inputs of all small runs."""
+    (inputs() / "laws").mkdir()
+    return inputs() / "laws"
+
+
+def _mixture(name: str, **files: str) -> Path:
+    """A mixture of prompt files; {file: its entry}."""
+    path = folder() / f"{name}.yaml"
+    path.write_text("".join(f"{file}:\n  prompts: {entry}\n" for file, entry in files.items()))
+    return path
+
+
+def _few(count: int) -> Path:
+    return write_lines(folder() / f"few-{count}.jsonl", [addition(35, n) for n in range(count)])
+
+
+def _rewards() -> Path:
+    """Three files; the answers of `free` and `shaped` are missing, and only `free` has metadata."""
+    rows: dict[str, list] = {"known": [addition(n, 3) for n in range(9)]}
+    for name, first in (("free", 30), ("shaped", 40)):
+        rows[name] = [{"prompt": addition(first + n, 4)["prompt"]} for n in range(5)]
+    rows["free"] = [row | {"metadata": {"file": "free"}} for row in rows["free"]]
+    paths = {name: write_lines(folder() / f"{name}.jsonl", lines) for name, lines in rows.items()}
+    own = {name: f"\n  reward: {REWARDS[name]}" for name in ("free", "shaped")}
+    return _mixture("rewards", **{name: f"{path}{own.get(name, '')}\n  weight: 2" for name, path in paths.items()})
+
+
+def _labelled() -> Path:
+    """Labelled responses. The same one is desirable after every prompt, so that it also becomes more likely where it is
+    mismatched."""
+    lines = [json.loads(line) for line in (preferences() / "preferences.jsonl").read_text().splitlines()]
+    rows = [{"prompt": line["prompt"], "completion": text, "label": text == "4"}
+            for line in lines for text in ("4", line["rejected"], "4")]  # fmt: skip
+    return write_lines(folder() / "labelled.jsonl", rows)
+
+
+def _hinted() -> Path:
+    """Prompts, of which every second one has another prompt for the teacher: with a worked sum before it."""
+    rows = [json.loads(line) for line in (inputs() / "train.jsonl").read_text().splitlines()[:40]]
+    hints = [row | {"teacher_prompt": f"1+{i}={i + 1}{row['prompt']}"} for i, row in enumerate(rows[::2])]
+    return write_lines(folder() / "hinted.jsonl", [row for pair in zip(rows[1::2], hints, strict=True) for row in pair])
+
+
+# Depth, width, head and softcap differ from the policy's, and from each other.
+TEACHERS = {
+    "math": "--num-layers 3 --hidden-size 48 --ffn-hidden-size 96 --untie-embeddings-and-output-weights",
+    "code": "--num-layers 1 --hidden-size 40 --ffn-hidden-size 64 --final-logit-softcapping 5",
+}
+
+
+@functools.cache
+def teacher_run(name: str) -> Path:
+    """The run folder of a teacher."""
+    train("sft", sft_argv(folder() / name, f"{TEACHERS[name]} --train-iters 20"))
+    return folder() / name
+
+
+def _teacher() -> str:
+    """Flags of one teacher."""
+    return f"{TEACHERS['math'].replace('--', '--teacher-')} --teacher-pretrained-checkpoint {teacher_run('math')}"
+
+
+def _teachers() -> str:
+    """Flags of two teachers, and of prompts that name one, the other or none."""
+    rows = [json.loads(line) for line in (inputs() / "train.jsonl").read_text().splitlines()]
+    named = [{"teacher": "math"}, {}, {"teacher": "default"}]
+    path = write_lines(folder() / "teachers.jsonl", [row | named[i % 3] for i, row in enumerate(rows)])
+    return f"--prompts {path} --teachers math={teacher_run('math')} default={teacher_run('code')}"
+
+
+def _judge() -> str:
+    """Flags of a judge that compares pairs."""
+    path = write(folder() / "judge.yaml", mode="pair", messages=[{"role": "user", "content": "{first}{second}="}])
+    return judge_flags(path)
+
+
+def _template() -> Path:
+    """What a teacher reads before a question: the response of a sibling."""
+    (folder() / "template.txt").write_text("{response}={question}\n")
+    return folder() / "template.txt"
+
+
+MAKERS: dict[str, Callable[[], Path | str]] = {
+    "heldout": lambda: inputs() / "heldout.jsonl",
+    "heldout_pairs": lambda: preferences() / "heldout-preferences.jsonl",
+    "mixture": lambda: _mixture("mixture", many=f"{inputs()}/train.jsonl\n  weight: 3",
+                                few=f"{_few(5)}\n  max-response-length: {SHORT}"),
+    "plain_mixture": lambda: _mixture("plain", many=f"{inputs()}/train.jsonl\n  weight: 3", few=f"{_few(5)}"),
+    "short_prompts": lambda: _mixture("own", few=f"{_few(5)}\n  max-prompt-length: 4"),
+    # Few prompts, so that a run has several epochs.
+    "pool": lambda: write_lines(folder() / "pool.jsonl", [addition(n, 3) for n in range(4, 15)]),
+    "sizes": lambda: _mixture("sizes", many=f"{inputs()}/train.jsonl", few=f"{_few(6)}\n  samples-per-prompt: 2"),
+    "one": lambda: _mixture("one", many=f"{inputs()}/train.jsonl", few=f"{_few(6)}\n  samples-per-prompt: 1"),
+    "eight": lambda: _mixture("eight", many=f"{inputs()}/train.jsonl", few=f"{_few(6)}\n  samples-per-prompt: 8"),
+    "rewards": _rewards, "labelled": _labelled, "hinted": _hinted, "teacher": _teacher, "teachers": _teachers,
+    "judge": _judge, "template": _template, "thinkers": thinkers,
+}  # fmt: skip
+
+
+@functools.cache
+def _made(name: str) -> str:
+    return str(MAKERS[name]())
+
+
+def named(flags: str, **own: object) -> str:
+    """Flags with what {NAME} stands for: `own`, or what is made for all runs."""
+    names = {name for _, name, _, _ in string.Formatter().parse(flags) if name}
+    return flags.format(**{name: own[name] if name in own else _made(name) for name in names})

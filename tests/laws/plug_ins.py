@@ -1,0 +1,159 @@
+"""Rewards of the features, and what holds for every run with them, whatever its layout."""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.rewards import Score, grouped
+from tests.helpers.programs import metrics, samples
+
+
+def steps_of(save: Path) -> Iterator[tuple[dict, list[dict]]]:
+    """(metrics, samples) of each step of a run."""
+    for step, row in metrics(save).items():
+        yield row, [json.loads(line) for line in samples(save, step).splitlines()]
+
+
+def picky(sample) -> float:
+    """Cannot score what begins with one of two digits."""
+    if sample.response[:1] in set("26"):
+        raise ValueError("a bad digit")
+    return len(sample.response) / 10
+
+
+def is_even(sample) -> float:
+    """1 if the first digit of the response is even: early end tokens, which come now and then, decide too."""
+    return float(sample.response[:1] in ("0", "2", "4", "6", "8"))
+
+
+# -- a mixture of files: shares and limits --------------------------------------------------------------------------
+
+FEW = {f"35+{n}=" for n in range(5)}
+SHORT = 2  # tokens of a response to one of these
+
+
+def check_shares(save: Path):
+    """One draw in four is of the short file, whose responses end at its limit, with a penalty if it cuts them."""
+    drawn: Counter = Counter()
+    for row, rows in steps_of(save):
+        share = row["mixture/few/prompts"], row["mixture/many/prompts"]
+        assert share[1] == 3 * share[0] and share[0] > 0
+        drawn.update("few" if each["prompt"] in FEW else "many" for each in rows)
+        few = [each for each in rows if each["prompt"] in FEW]
+        cut = [each for each in few if each["length"] == SHORT and not each["finished"]]
+        assert cut and all(each["length"] <= SHORT for each in few)
+        assert all(each["reward_parts"]["overlong"] == -1.0 for each in cut)
+        assert any(each["length"] > SHORT for each in rows if each["prompt"] not in FEW)
+    assert drawn["few"] / sum(drawn.values()) == 0.25
+
+
+# -- files with groups of their own sizes ---------------------------------------------------------------------------
+
+
+@grouped
+def places(samples) -> list[float]:
+    """The place of each response in its group, which is whole."""
+    assert len(samples) == (2 if samples[0].prompt.startswith("35+") else 4)
+    return [place / len(samples) for place in range(len(samples))]
+
+
+def check_sizes(save: Path):
+    """Groups of `few` have two responses, others four; all prompts of a step differ."""
+    seen = set()
+    for _, rows in steps_of(save):
+        for prompt, group in itertools.groupby(rows, lambda row: row["prompt"]):
+            is_few = prompt.startswith("35+") and len(prompt) == 5
+            assert len(list(group)) == (2 if is_few else 4)
+            seen.add(is_few)
+    assert seen
+
+
+# -- rewards of groups -----------------------------------------------------------------------------------------------
+
+
+@grouped
+def novelty(samples) -> list:
+    """Which responses the group has not had before, and how many came before: it depends on order and completeness."""
+    assert len({sample.prompt for sample in samples}) == 1, "of several prompts"
+    texts = [sample.response for sample in samples]
+    assert not any(text.startswith("0") for text in texts), "a response that no group may have"
+    scores = _novelties(texts)
+    return scores if len(samples) % 2 else [Score(score, score >= 1.0) for score in scores]
+
+
+def _novelties(texts: list[str]) -> list[float]:
+    return [(text not in texts[:i]) + i / 10 + len(texts) / 100 for i, text in enumerate(texts)]
+
+
+def check_groups(save: Path, size: int = 4):
+    """Every group was scored as a whole, or failed as a whole."""
+    for row, rows in steps_of(save):
+        failed = check_scored(rows, size)
+        counted = row["reward/tests.laws.plug_ins:novelty/failures"]
+        assert row["actor/grad_norm"] > 0 and (counted == failed * size or "sampling/groups" in row or counted > failed)
+
+
+def check_scored(rows: list[dict], size: int) -> int:
+    """As `check_groups` for the rows of a step or of an evaluation; how many groups failed, which are not all."""
+    failed = 0
+    assert [row["sequence"] for row in rows] == list(range(len(rows))) and rows and len(rows) % size == 0
+    for start in range(0, len(rows), size):
+        group = rows[start : start + size]
+        texts = [row["turns"][-1]["text"] if "turns" in row else row["response"] for row in group]
+        if any(text.startswith("0") for text in texts):
+            assert all("a response that no group may have" in row["failure"] for row in group)
+            failed += 1
+        else:
+            assert [row["reward_values"]["tests.laws.plug_ins:novelty"] for row in group] == _novelties(texts)
+            assert "failure" not in group[0]
+    assert failed < len(rows) // size
+    return failed
+
+
+# -- rewards by file -------------------------------------------------------------------------------------------------
+
+OF_ONE_FILE = "tests.laws.plug_ins:of_one_file"
+REWARDS = {"known": "exact-match", "free": f"0.5*{OF_ONE_FILE}+length", "shaped": "0*regex+cosine+0.5*adaptive-length"}
+
+
+def of_one_file(sample) -> float:
+    """Fails on a prompt that is not of its file, as verifiers do that read metadata."""
+    assert sample.metadata["file"] == "free"
+    return len(sample.response) / 10
+
+
+def file_of(row: dict) -> str:
+    """The file of a row's prompt."""
+    first = int(row["prompt"].split("+")[0])
+    return "known" if first < 30 else "free" if first < 40 else "shaped"
+
+
+def check_terms(rows: list[dict]):
+    """The terms of each row are those of its file, and what they add up to."""
+    for row in rows:
+        values, name = row["reward_values"], file_of(row)
+        if name == "known":
+            assert values == {"exact-match": float(row["correct"])} and row["reward"] == values["exact-match"]
+        elif name == "free":
+            assert values.keys() == {OF_ONE_FILE, "length"} and values[OF_ONE_FILE] == len(row["response"]) / 10
+            assert row["reward"] == pytest.approx(0.5 * values[OF_ONE_FILE] + values["length"])
+        else:
+            assert values.keys() == {"regex", "cosine", "adaptive-length"}
+            assert row["reward"] == pytest.approx(values["cosine"] + 0.5 * values["adaptive-length"])
+            assert row["correct"] == (values["regex"] == 1.0) == (row["finished"] and "1" in row["response"])
+        assert "failure" not in row
+    assert {file_of(row) for row in rows} == set(REWARDS)
+
+
+def check_rewards(save: Path):
+    """Each response is scored by the reward of its file alone."""
+    for row, rows in steps_of(save):
+        check_terms(rows)
+        for name in ("exact-match", OF_ONE_FILE, "cosine"):
+            own = [each["reward_values"][name] for each in rows if name in each["reward_values"]]
+            assert len(own) == 8 and row[f"reward/{name}/mean"] == pytest.approx(sum(own) / len(own))
+        assert row[f"reward/{OF_ONE_FILE}/failures"] == 0 and row["actor/grad_norm"] > 0

@@ -1,0 +1,243 @@
+"""What holds for every feature: a resume, another layout, a kill, a replay or a neutral flag changes nothing of a run.
+
+By default one row of a kind: that of a feature whose state no other one has. `-m long` runs all.
+"""
+
+import functools
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from megarl.checkpoint import folders
+from tests.helpers import faults
+from tests.helpers.engine_records import generated
+from tests.helpers.programs import (
+    assert_close,
+    inputs,
+    metrics,
+    preference_argv,
+    reward_argv,
+    rl_argv,
+    samples,
+    sft_argv,
+    timeless,
+    train,
+)
+from tests.helpers.replays import played
+from tests.helpers.tiers import by_default
+from tests.laws import files
+from tests.laws.features import FEATURES, NEUTRAL
+from tests.laws.features.feature import DISJOINT, TP2, TWO, Feature
+from tools import record_runs
+
+# What is compared of two layouts: rewards, losses, and what they are made of.
+NUMBERS = re.compile(
+    "reward/(mean|std|accuracy|margin)|.*/(loss|grad_norm|entropy|mtp_loss|mtp_grad_norm|learning_rate|explained_variance)"
+    "|rollout/tokens|kl/(reference|coefficient)|(distill|teacher|sampling|eval)/.*"
+    "|preference/(kl|chosen_logprob|rejected_logprob)"
+)
+# What a layout, a resume or drafts may change without a number of the policy.
+OTHERWISE = re.compile(
+    "agent/.*|environment/shared_turns|rollout/lead|.*(draft|accept|decode_steps).*|.*mtp_(depth|speed).*"
+    "|.*(waiting_share|sync_s|sync_bytes|staged_bytes|reference_bytes|offloaded_bytes)"
+)
+
+# The rows that run by default: one of each kind of state, of way to lay out, and of replay.
+RESUMED = (
+    "adaptive kl, epochs", "waiting groups", "partial rollouts, a filter", "lag, reward of the trained ranks", "pools",
+    "average of factors", "drafts", "refresh of other ranks", "frozen, rates, sgd", "shared turns over rounds, late",
+)  # fmt: skip
+ALSO_ELSEWHERE = [("adaptive kl, epochs", *TP2)]
+LAID_OUT = [
+    ("ppo", *DISJOINT), ("mixture", *TWO), ("grouped reward", *TWO), ("rewards by file", *TWO),
+    ("carried turns", *FEATURES["carried turns"].layouts[1]),
+]  # fmt: skip
+KILLED = (
+    "waiting groups", "partial rollouts", "lag", "lag, partial rollouts", "pools", "mixture", "average of factors",
+    "drafts", "refresh", "frozen, rates, sgd", "factors", "turns", "an agent's turns", "branching agent",
+    "carried turns", "carried agent", "shared turns over rounds", "siblings",
+)  # fmt: skip
+TRAINED_AGAIN = (
+    "waiting groups", "ppo", "routes ahead", "routes of two stages", "greedy baselines, a filter", "sizes, partial",
+    "turns of experts", "partial rollouts, a filter", "carried turns of experts",
+)  # fmt: skip
+PLAYED = (
+    "turns", "waiting groups", "opening turns of two stages", "turns ahead", "branching agent", "mixture", "drafts",
+    "turns of factors", "thoughts", "thoughts in turns", "carried turns",
+)  # fmt: skip
+PARALLEL = "model-parallel-size 2"
+
+
+def argv(feature: Feature, save: Path, more: str = "") -> list[str]:
+    """Command line of a feature's run, with a checkpoint of each step."""
+    flags = f"--save-interval 1 --lr-decay-iters 9 {feature.flags} --train-iters {feature.steps} {more}"
+    flags = files.named(flags, save=save)
+    if feature.program == "rl":
+        return rl_argv(save, f"--save-rollouts {flags}", feature.warm_start)
+    found = {"sft": sft_argv, "reward": reward_argv, "preference": preference_argv}[feature.program](save, flags)
+    if not feature.warm_start and "--pretrained-checkpoint" in found:
+        place = found.index("--pretrained-checkpoint")
+        del found[place : place + 2]
+    return found
+
+
+def run(feature: Feature, save: Path, more: str = "", ranks: int = 0) -> Path:
+    train(feature.program, argv(feature, save, more), ranks or feature.ranks)
+    if feature.check:
+        feature.check(save)
+    return save
+
+
+@functools.cache
+def whole(name: str) -> Path:
+    """A feature's run that nothing disturbs."""
+    if FEATURES[name].needs:
+        pytest.importorskip(FEATURES[name].needs)
+    return run(FEATURES[name], inputs() / "laws-runs" / name.replace(" ", "-").replace(",", ""))
+
+
+def numbers(save: Path, step: int) -> dict:
+    """The metrics of a step without times, and without `OTHERWISE`."""
+    return {name: value for name, value in timeless(metrics(save)[step]).items() if not OTHERWISE.fullmatch(name)}
+
+
+def assert_same_texts(found: Path, expected: Path, steps):
+    for step in steps:
+        if (expected / "samples").exists():
+            assert samples(found, step) == samples(expected, step), step
+
+
+def assert_same(found: Path, expected: Path, steps):
+    """Metrics and samples of these steps, and the checkpoint of the last one, are equal to the bit."""
+    assert_same_texts(found, expected, steps)
+    for step in steps:
+        assert numbers(found, step) == numbers(expected, step)
+    name = folders.step_folder(expected, steps[-1]).name
+    one, other = (record_runs.checkpoints_of(save, name) for save in (found, expected))
+    assert one == other and len(one) > 20
+
+
+# -- resume ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", by_default([name for name in FEATURES if FEATURES[name].resumed], RESUMED))
+def test_a_resumed_run_is_the_whole_one_to_the_bit(name, tmp_path):
+    feature, expected = FEATURES[name], whole(name)
+    found = run(feature, tmp_path, f"--load {folders.step_folder(expected, feature.resumed)}")
+    assert_same(found, expected, range(feature.resumed + 1, feature.steps + 1))
+
+
+def other_layouts(kind: str) -> list[tuple[str, int, str]]:
+    """(feature, ranks, flags) of all `layouts`, or of those in which runs go on (`moved`)."""
+    return [(name, *layout) for name, feature in FEATURES.items() for layout in getattr(feature, kind)]
+
+
+@pytest.mark.parametrize("name, ranks, flags", by_default(other_layouts("moved"), ALSO_ELSEWHERE), ids=str)
+def test_a_run_goes_on_in_another_layout(name, ranks, flags, tmp_path):
+    feature, expected = FEATURES[name], whole(name)
+    found = run(feature, tmp_path, f"--load {folders.step_folder(expected, feature.resumed)} {flags}", ranks)
+    step = feature.resumed + 1
+    assert_same_texts(found, expected, [step])
+    assert_close_steps(feature, found, expected, [step])
+
+
+# -- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def assert_close_steps(feature: Feature, found: Path, expected: Path, steps):
+    """The metrics of these steps are equal up to rounding, or to the bit if the feature has no tolerance."""
+    for step in steps if feature.numbers else ():
+        one, other = numbers(found, step), numbers(expected, step)
+        if feature.tolerance == 0:
+            assert one == other
+        else:
+            names = [name for name in other if NUMBERS.fullmatch(name) and other[name] is not None]
+            assert names
+            assert_close(one, other, names, feature.tolerance)
+
+
+def state_of(save: Path, step: int) -> dict[str, str]:
+    """Digests of a checkpoint, without what each rank or replica has for itself."""
+    found = record_runs.checkpoints_of(save, folders.step_folder(save, step).name)
+    return {key: value for key, value in found.items() if not re.search("/rng/|/manifest|/waiting|/parts", key)}
+
+
+@pytest.mark.parametrize("name, ranks, flags", by_default(other_layouts("layouts"), LAID_OUT), ids=str)
+def test_no_layout_changes_a_run(name, ranks, flags, tmp_path):
+    feature, expected = FEATURES[name], whole(name)
+    found = run(feature, tmp_path, flags, ranks)
+    assert_same_texts(found, expected, range(1, min(feature.texts, feature.steps) + 1))
+    assert_close_steps(feature, found, expected, range(1, min(feature.numbers, feature.steps) + 1))
+    if feature.tolerance == 0:
+        assert state_of(found, feature.steps) == state_of(expected, feature.steps)
+    elif feature.program == "rl" and "-parallel" not in flags:  # whose sums are others, and so the log-probs
+        assert generated(found) == generated(expected)
+
+
+# -- kills -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["rollout", "update"])
+@pytest.mark.parametrize("name", KILLED)
+@pytest.mark.long  # by default tests/programs/test_faults.py
+def test_a_killed_run_is_started_again_and_is_the_whole_one(name, phase, tmp_path):
+    """The rollout's rank, or the actor's, is killed in the second step."""
+    feature, where = FEATURES[name], ("rollout", "rollout") if phase == "rollout" else ("actor", "update")
+
+    def prepare():
+        if faults.attempt() == 0:
+            faults.in_phase(where, min(2, feature.steps), lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+    assert faults.run(argv(feature, tmp_path), feature.ranks, prepare, restarts=1) == 0
+    assert_same(tmp_path, whole(name), range(1, feature.steps + 1))
+
+
+# -- replays ---------------------------------------------------------------------------------------------------------
+
+
+def weights(save: Path, step: int) -> dict:
+    """SHA-256 of the files with the weights and optimizers of a checkpoint."""
+    manifest = folders.read_manifest(folders.step_folder(save, step), "")
+    return {name: seal["sha256"] for name, seal in manifest["files"].items() if name.endswith(".distcp")}
+
+
+@pytest.mark.parametrize("name", by_default(TRAINED_AGAIN, TRAINED_AGAIN[:1]))
+def test_saved_rollouts_are_trained_on_again_with_the_same_bits(name, tmp_path):
+    feature, expected = FEATURES[name], whole(name)
+    start = folders.step_folder(expected, feature.resumed)
+    found = run(
+        feature, tmp_path, f"--load {start} --load-rollouts {expected} --debug-train-only --save-rollouts false"
+    )
+    for step in range(feature.resumed + 1, feature.steps + 1):
+        one, other = ({name: value for name, value in numbers(save, step).items() if not name.startswith("weights/")}
+                      for save in (found, expected))  # fmt: skip
+        assert one == other and samples(found, step) == samples(expected, step)
+        assert weights(found, step) == weights(expected, step) != {}
+
+
+@pytest.mark.parametrize("name", by_default(PLAYED, PLAYED[:1]))
+def test_a_saved_response_is_generated_again(name):
+    save, feature = whole(name), FEATURES[name]
+    ranks = feature.ranks if PARALLEL in feature.flags else 1
+    status, text = played(save, ["--step", f"{feature.steps}", "--sample", "1"], ranks)
+    lines = [line for line in text.splitlines() if line.startswith("turn ")]
+    assert status == 0 and lines
+    of_record = "from the record alone: earlier policies have written some of it" in text
+    assert of_record or all(line.endswith("the same tokens and log-probs") for line in lines), text
+
+
+# -- neutral flags ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", by_default([" ".join(NEUTRAL), *NEUTRAL], [" ".join(NEUTRAL)]))
+@pytest.mark.parametrize("name", by_default(["ppo", "turns", "waiting groups"], ["ppo"]))
+def test_neutral_flags_change_nothing(name, flags, tmp_path):
+    feature, expected = FEATURES[name], whole(name)
+    found = run(feature, tmp_path, flags)
+    for step in range(1, feature.steps + 1):
+        one, other = numbers(found, step), numbers(expected, step)
+        assert {name: one[name] for name in other} == other
+        assert samples(found, step) == samples(expected, step)
