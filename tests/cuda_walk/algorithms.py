@@ -7,7 +7,7 @@ import torch
 from megarl.groups import PromptGroups
 from tests.cuda_walk.device import CUDA, Walk
 from tests.cuda_walk.training import device_batch, host_batch
-from tests.helpers.tiny_models import join_actor
+from tests.helpers.models.tiny_models import join_actor
 
 
 class Step(dict):

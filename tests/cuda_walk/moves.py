@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from tests.cuda_walk.device import CUDA, Walk
 from tests.cuda_walk.training import device_batch, host_batch
-from tests.helpers.tiny_models import SAFETY, VOCAB, join_actor, parse_roles
+from tests.helpers.models.tiny_models import SAFETY, VOCAB, join_actor, parse_roles
 
 
 def offload(walk: Walk) -> dict:

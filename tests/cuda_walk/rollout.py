@@ -4,8 +4,8 @@ import dataclasses
 import functools
 
 from tests.cuda_walk.device import Walk
-from tests.helpers.engines import make_requests, settings_of
-from tests.helpers.tiny_models import VOCAB, join_actor
+from tests.helpers.models.tiny_models import VOCAB, join_actor
+from tests.helpers.rollout.engines import make_requests, settings_of
 
 GRAPHS = {"captures": True, "limit": 12}
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm"

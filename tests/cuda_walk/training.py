@@ -5,7 +5,7 @@ import functools
 import torch
 
 from tests.cuda_walk.device import CUDA, Walk
-from tests.helpers.tiny_models import VOCAB, join_actor
+from tests.helpers.models.tiny_models import VOCAB, join_actor
 
 LENGTHS = [7, 2, 11, 1, 4, 9]
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

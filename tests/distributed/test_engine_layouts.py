@@ -4,9 +4,9 @@ import functools
 
 import pytest
 
-from tests.helpers.engine_layouts import EXPERTS, generate_in_layout
-from tests.helpers.engines import NEVER, texts
 from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.rollout.engine_layouts import EXPERTS, generate_in_layout
+from tests.helpers.rollout.engines import NEVER, texts
 from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import run_world
 

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import distribute_tensor
 
-from tests.helpers.layouts import CP2, DENSE, EP2, LATENT_LAYOUTS, LAYOUTS, MOE, PP2, RECURRENT_LAYOUTS, SP, TP2
+from tests.helpers.models.layouts import CP2, DENSE, EP2, LATENT_LAYOUTS, LAYOUTS, MOE, PP2, RECURRENT_LAYOUTS, SP, TP2
+from tests.helpers.models.tiny_models import VOCAB, build, join_actor, parse_roles, ragged_tokens, whole_tensor
+from tests.helpers.models.updates import batch_of, clipped_loss, forward_of, split_microbatches, whole_weights
 from tests.helpers.tiers import by_default, long
-from tests.helpers.tiny_models import VOCAB, build, join_actor, parse_roles, ragged_tokens, whole_tensor
-from tests.helpers.updates import batch_of, clipped_loss, forward_of, split_microbatches, whole_weights
 from tests.helpers.worlds import run_world
 
 

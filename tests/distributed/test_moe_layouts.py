@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.checkpoints import save_state
-from tests.helpers.layouts import CP2, EP2, PP2, RECOMPUTE, SP, TP2, VP2
+from tests.helpers.models.layouts import CP2, EP2, PP2, RECOMPUTE, SP, TP2, VP2
+from tests.helpers.models.tiny_models import VOCAB, join_actor, parse_roles
+from tests.helpers.models.updates import batch_of, clipped_loss, split_microbatches, whole_weights
 from tests.helpers.tiers import by_default
-from tests.helpers.tiny_models import VOCAB, join_actor, parse_roles
-from tests.helpers.updates import batch_of, clipped_loss, split_microbatches, whole_weights
 from tests.helpers.worlds import run_world
 
 # No division by tiny second moments, and steps of about the gradient's size: what differs in it differs in the weights.

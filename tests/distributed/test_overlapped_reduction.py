@@ -5,9 +5,9 @@ import torch
 
 from megarl.arguments import parse
 from megarl.flags import config_files
-from tests.helpers.gradient_accumulation import accumulate, wrapped_model
+from tests.helpers.models.gradient_accumulation import accumulate, wrapped_model
+from tests.helpers.models.tiny_models import SHAPES
 from tests.helpers.tiers import by_default
-from tests.helpers.tiny_models import SHAPES
 from tests.helpers.worlds import run_world
 
 TP2, CP2 = "--tensor-model-parallel-size 2", "--context-parallel-size 2"

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.layouts import CP2, DENSE, EP2, MOE, PP2, SP, TP2, VP2
+from tests.helpers.models.layouts import CP2, DENSE, EP2, MOE, PP2, SP, TP2, VP2
+from tests.helpers.models.tiny_models import VOCAB, draw_vectors, farthest, join_actor, ragged_tokens
+from tests.helpers.models.updates import split_microbatches
 from tests.helpers.tiers import by_default
-from tests.helpers.tiny_models import VOCAB, draw_vectors, farthest, join_actor, ragged_tokens
-from tests.helpers.updates import split_microbatches
 from tests.helpers.worlds import run_world
 
 FSDP = "--use-torch-fsdp2"

@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from megarl.batch import Batch, SharedPrefix, common_prefix_lengths
 from megarl.comm import microbatches as mb
-from tests.helpers.layouts import CP2, DENSE, EP2, LAYOUTS, MOE, SP, TP2
+from tests.helpers.models.layouts import CP2, DENSE, EP2, LAYOUTS, MOE, SP, TP2
+from tests.helpers.models.tiny_models import VOCAB, build, join_actor, parse_roles
+from tests.helpers.models.updates import clipped_loss
 from tests.helpers.tiers import long
-from tests.helpers.tiny_models import VOCAB, build, join_actor, parse_roles
-from tests.helpers.updates import clipped_loss
 from tests.helpers.worlds import run_world
 
 EXPERTS = (

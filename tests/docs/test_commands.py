@@ -5,8 +5,8 @@ import re
 import pytest
 
 from megarl.errors import UsageError
-from tests.helpers import commands, documents
-from tests.helpers.command_flags import WrongCommand, all_flags
+from tests.helpers.pages import commands, documents
+from tests.helpers.pages.command_flags import WrongCommand, all_flags
 from tests.helpers.programs import ROOT
 
 PAGES = {documents.name_of(page): page for page in documents.pages()}

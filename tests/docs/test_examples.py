@@ -12,10 +12,10 @@ from megarl import arguments
 from megarl.environments.protocol import Task
 from megarl.environments.turn_parsing import parse_turn
 from megarl.errors import UsageError
-from tests.helpers import documents
-from tests.helpers.played_environments import play
+from tests.helpers.envs.played_environments import play
+from tests.helpers.envs.session_driver import free_port
+from tests.helpers.pages import documents
 from tests.helpers.programs import ROOT, environment, metrics, rl_argv, samples, train
-from tests.helpers.session_driver import free_port
 from tests.helpers.tiers import long
 from tools._metric_catalog import METRICS
 

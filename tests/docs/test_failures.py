@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from tests.helpers import documents
+from tests.helpers.pages import documents
 from tests.helpers.programs import ROOT
 
 PAGE = ROOT / "docs" / "failures.md"

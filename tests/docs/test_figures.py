@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.helpers import documents
+from tests.helpers.pages import documents
 from tests.helpers.programs import RL_RECIPES, ROOT
 from tools import make_figures
 

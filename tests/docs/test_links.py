@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.helpers import documents
+from tests.helpers.pages import documents
 from tests.helpers.programs import ROOT
 
 PAGES = {documents.name_of(page): page for page in documents.pages()}

@@ -11,8 +11,9 @@ import pytest
 from pyarrow import parquet
 
 from megarl.flags import parser
-from tests.helpers import documents, hf_folders
+from tests.helpers.folders import hf_folders
 from tests.helpers.forked_programs import accepted
+from tests.helpers.pages import documents
 from tests.helpers.programs import ROOT
 from tests.references import peer_settings
 

@@ -11,8 +11,10 @@ import torch
 
 from megarl.mcore.weights.hf import families
 from megarl.mcore.weights.hf.config_flags import model_flags
-from tests.helpers import documents, hf_layouts, small_tokenizers
+from tests.helpers.folders import hf_layouts
+from tests.helpers.pages import documents
 from tests.helpers.programs import ROOT
+from tests.helpers.texts import small_tokenizers
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 

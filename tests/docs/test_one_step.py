@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tests.helpers import documents
+from tests.helpers.pages import documents
 from tests.helpers.programs import ROOT, in_world, program, rl_argv, samples
 from tests.helpers.worlds import run_world
 

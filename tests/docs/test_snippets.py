@@ -1,7 +1,7 @@
 """Every fenced block of the documentation is what its language says: shell runs, files are read, Python runs.
 
-Of a shell block, bash runs all but the programs, which are recorded (`tests.helpers.pasted`) and then parsed by their
-own parsers (`tests.helpers.pasted_calls`). `test_commands.py` has the commands in prose.
+Of a shell block, bash runs all but the programs, which are recorded (`helpers.pages.pasted`) and then parsed by their
+own parsers (`tests.helpers.pages.pasted_calls`). `test_commands.py` has the commands in prose.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ from megarl.rewards.base import only_turn
 from megarl.rewards.build import build_verifiers
 from megarl.rewards.judge.config import read_config
 from megarl.roles.scored import sample_of
-from tests.helpers import documents, pasted
-from tests.helpers.command_flags import WrongCommand
-from tests.helpers.pasted_calls import GAP, check_call
+from tests.helpers.pages import documents, pasted
+from tests.helpers.pages.command_flags import WrongCommand
+from tests.helpers.pages.pasted_calls import GAP, check_call
 from tests.helpers.programs import ROOT
 
 PAGES = {documents.name_of(page): page for page in [*documents.pages(), ROOT / "SECURITY.md"]}

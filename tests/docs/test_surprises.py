@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.helpers import documents
+from tests.helpers.pages import documents
 from tests.helpers.programs import ROOT
 
 TEXT = documents.text_of(ROOT / "docs" / "migrating.md").partition("## Surprises of libraries")[2]

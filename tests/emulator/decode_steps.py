@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from tests.emulator import nccl
-from tests.helpers.engines import make_requests, settings_of
-from tests.helpers.tiny_models import VOCAB, build
+from tests.helpers.models.tiny_models import VOCAB, build
+from tests.helpers.rollout.engines import make_requests, settings_of
 
 STEPS = 8  # of a response
 SHAPE = (

@@ -14,7 +14,7 @@ _library = torch.library.Library("megarl", "IMPL")
 def install(interprets: bool):
     """`interprets`: all kernels, else those that have no reference here."""
     from megarl.mcore.recurrence import fused_chunks
-    from tests.helpers import interpreted_kernels
+    from tests.helpers.models import interpreted_kernels
 
     GridExecutor.__call__ = _interpreted(GridExecutor.__call__)
     if fused_chunks.version() is not None:
@@ -61,7 +61,7 @@ def _install_references():
         segment_attention,
         swiglu_rows,
     )
-    from tests.helpers import reference_kernels
+    from tests.helpers.models import reference_kernels
 
     for name in ("paged_decode", "sample_rows", "head_sums", "rotate_heads", "expert_pairs", "sum_pairs"):
         _library.impl(name, _computing(name, getattr(reference_kernels, name)), "CUDA")

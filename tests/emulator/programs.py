@@ -15,7 +15,7 @@ import pytest
 
 from tests.emulator import build
 from tests.helpers.programs import ROOT
-from tests.helpers.servers import ANNOUNCED
+from tests.helpers.server.servers import ANNOUNCED
 from tests.helpers.worlds import wait_until
 
 needs_emulator = pytest.mark.skipif(build.absence() is not None, reason=f"the emulator {build.absence()}")

@@ -5,7 +5,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.helpers import forked_programs, seeded_clock
+from tests.helpers import forked_programs
+from tests.helpers.rollout import seeded_clock
 
 
 def run(name: str, argv: list[str], variables: dict[str, str]):

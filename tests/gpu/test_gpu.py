@@ -95,7 +95,7 @@ def test_offload_on_a_cuda_device_is_exact_and_uses_pinned_memory():
 )
 def test_graphs_change_no_token_and_no_logprob(flags):
     script = (
-        "import torch; from tests.helpers.engines import NEVER, make_engine, make_requests, settings_of\n"
+        "import torch; from tests.helpers.rollout.engines import NEVER, make_engine, make_requests, settings_of\n"
         "from megarl.comm import role_mesh; from tests.helpers.worlds import SAFETY\n"
         "role_mesh.join_process_group(SAFETY)\n"
         f"engine, *_ = make_engine('--bf16 {flags}'); decode, found = engine.engine.device_decode, []\n"

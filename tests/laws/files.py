@@ -6,9 +6,9 @@ import string
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.helpers.judges import judge_flags, write
+from tests.helpers.envs.judges import judge_flags, write
 from tests.helpers.programs import addition, inputs, preferences, sft_argv, train, write_lines
-from tests.helpers.thinkers import thinkers
+from tests.helpers.rollout.thinkers import thinkers
 from tests.laws.plug_ins import REWARDS, SHORT
 
 

@@ -13,7 +13,6 @@ import pytest
 
 from megarl.checkpoint import folders
 from tests.helpers import faults
-from tests.helpers.engine_records import generated
 from tests.helpers.programs import (
     assert_close,
     inputs,
@@ -26,7 +25,8 @@ from tests.helpers.programs import (
     timeless,
     train,
 )
-from tests.helpers.replays import played
+from tests.helpers.rollout.engine_records import generated
+from tests.helpers.rollout.replays import played
 from tests.helpers.tiers import by_default
 from tests.laws import files
 from tests.laws.features import FEATURES, NEUTRAL

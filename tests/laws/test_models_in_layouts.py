@@ -5,8 +5,8 @@ import contextlib
 import pytest
 
 from megarl.errors import UsageError
-from tests.helpers import combinations
-from tests.helpers.combinations import AXES, LATENT, PP2, TP2, with_groups_that_fit
+from tests.helpers.pages import combinations
+from tests.helpers.pages.combinations import AXES, LATENT, PP2, TP2, with_groups_that_fit
 from tests.helpers.programs import GRADED, assert_close, metrics, program, rl_argv, samples, train
 
 NUMBERS = ["reward/mean", "actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm", "kl/reference"]

@@ -9,9 +9,9 @@ import pytest
 
 from megarl.confine.agent_sandbox import ProgramSandbox
 from megarl.environments.agents.program import ProgramEnvironment
-from tests.helpers import agent_programs, odd_agents
-from tests.helpers.engine_records import asked_and_written, generated, recorded, turns_in_rows
+from tests.helpers.envs import agent_programs, odd_agents
 from tests.helpers.programs import metrics, program, rl_argv
+from tests.helpers.rollout.engine_records import asked_and_written, generated, recorded, turns_in_rows
 from tests.helpers.worlds import run_world
 
 pytestmark = pytest.mark.nightly

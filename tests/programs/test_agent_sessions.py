@@ -13,10 +13,10 @@ import pytest
 
 from megarl.errors import UsageError
 from megarl.replay import prepared
-from tests.helpers.engine_records import generated
+from tests.helpers.envs.session_driver import free_port
 from tests.helpers.programs import environment, inputs, metrics, rl_argv, samples, timeless, train
-from tests.helpers.replays import played
-from tests.helpers.session_driver import free_port
+from tests.helpers.rollout.engine_records import generated
+from tests.helpers.rollout.replays import played
 from tests.helpers.tiers import long
 from tests.helpers.worlds import RankFailed
 
@@ -32,7 +32,7 @@ KEY = "0123456789abcdef"
 def driver(kind: str = "sums", key: str = "") -> Iterator[str]:
     """Flags of a run whose sessions a driver in another process plays; at the end the driver has ended, too."""
     port = free_port()
-    command = [sys.executable, "-m", "tests.helpers.session_driver", f"http://127.0.0.1:{port}", key, kind]
+    command = [sys.executable, "-m", "tests.helpers.envs.session_driver", f"http://127.0.0.1:{port}", key, kind]
     process = subprocess.Popen(command, env=environment())
     try:
         yield f"--agent-sessions --port {port}"
@@ -50,7 +50,7 @@ def run(save: Path, flags: str, size: int = 1) -> Path:
 @functools.cache
 def in_the_run() -> Path:
     """The same agent as a coroutine of the run."""
-    return run(inputs() / "sums-in-the-run", "--environment tests.helpers.agents:sums")
+    return run(inputs() / "sums-in-the-run", "--environment tests.helpers.envs.agents:sums")
 
 
 def record(save: Path) -> list[dict]:

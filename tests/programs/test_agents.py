@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.engine_records import asked_and_written, generated, recorded, turns_in_rows
 from tests.helpers.programs import metrics, program, rl_argv, train
+from tests.helpers.rollout.engine_records import asked_and_written, generated, recorded, turns_in_rows
 from tests.helpers.worlds import RankFailed, run_world
 
-AGENTS = "tests.helpers.agents"
+AGENTS = "tests.helpers.envs.agents"
 FLAGS = (
     "--advantage rloo --kl-coefficient 0 --train-iters 2 --save-interval 1 --max-response-length 18 --max-turns 3"
     " --max-turn-length 4 --max-tokens-per-microbatch 100 --rollout-max-requests 64 --environment-timeout 60"
@@ -62,5 +62,5 @@ def test_groups_whose_agents_need_the_fewest_tokens_are_taken_at_any_speed(agent
 
 
 def test_some_settings_are_refused_with_agents(tmp_path):
-    with pytest.raises(RankFailed, match=r"--credit turns: not with an agent, which tests.helpers.agents:sums is"):
+    with pytest.raises(RankFailed, match=r"--credit turns: not with an agent, which tests.helpers.envs.agents:sums is"):
         run(tmp_path / "run", "sums", "--credit turns")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megarl.errors import UsageError
 from megarl.flags.settings import Settings
-from tests.helpers.flag_cases import flag_of
+from tests.helpers.pages.flag_cases import flag_of
 from tests.helpers.programs import inputs, preferences, reward_argv, rl_argv, sft_argv
 from tests.helpers.worlds import run_world
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tests.helpers.engine_layouts import EXPERTS, generate_in_layout
-from tests.helpers.engines import NEVER
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.programs import metrics, rl_argv, train
+from tests.helpers.rollout.engine_layouts import EXPERTS, generate_in_layout
+from tests.helpers.rollout.engines import NEVER
 from tests.helpers.tools import SMALL
 from tests.helpers.worlds import run_world
 from tools.bench import precision

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megarl.rollout.episodes.source import SharedTurns
-from tests.helpers.engine_records import generated, recorded, turn_spans
+from tests.helpers.envs.sum_environments import FOLDER
 from tests.helpers.programs import inputs, metrics, program, rl_argv, samples, timeless, train
-from tests.helpers.replays import played
-from tests.helpers.sum_environments import FOLDER
+from tests.helpers.rollout.engine_records import generated, recorded, turn_spans
+from tests.helpers.rollout.replays import played
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
@@ -21,10 +21,10 @@ SHAPE = (
     " --save-rollouts --prompts-per-step 4 --samples-per-prompt 5 --minibatch-size 20 --branch-samples 2"
 )
 SUMS, LATE, OPENING = (
-    f"--environment tests.helpers.sum_environments:{name}"
+    f"--environment tests.helpers.envs.sum_environments:{name}"
     for name in ("Sums", "LateSums", "OpeningSums --max-prompt-length 8")
 )
-AGENT = "--environment tests.helpers.agents:late_sums"
+AGENT = "--environment tests.helpers.envs.agents:late_sums"
 BRANCHES = [range(2), range(2, 4), range(4, 5)]  # of a group of five
 PARTIAL = (
     "--over-sampling 2 --partial-rollouts --rollout-correction tis --max-response-length 60 --max-turn-length 16"

@@ -9,7 +9,7 @@ from megarl.rollout.waiting_groups import UNFINISHED, KeptRecords
 from tests.helpers.programs import inputs, metrics, rl_argv, train
 from tests.helpers.worlds import RankFailed
 
-AGENTS = "tests.helpers.agents"
+AGENTS = "tests.helpers.envs.agents"
 STEPS = 4
 PARTIAL = (
     f"--advantage grpo --kl-coefficient 0 --lr 1e-4 --temperature 1 --train-iters {STEPS} --save-interval 1"

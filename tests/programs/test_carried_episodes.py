@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from megarl.rollout.waiting_groups import UNFINISHED, KeptRecords
+from tests.helpers.envs.sum_environments import FOLDER
 from tests.helpers.programs import in_world, inputs, metrics, program, rl_argv, samples, timeless, train
-from tests.helpers.sum_environments import FOLDER
 from tests.helpers.tiers import long
 from tests.helpers.worlds import RankFailed, run_world
 from tools import record_runs
 
-SUMS = "tests.helpers.sum_environments"
+SUMS = "tests.helpers.envs.sum_environments"
 STEPS = 4
 OVER = (
     f"--advantage grpo --kl-coefficient 0 --lr 1e-4 --temperature 1 --train-iters {STEPS} --save-interval 1"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.helpers import hf_folders
-from tests.helpers.hf_damage import (
+from tests.helpers.folders import hf_folders
+from tests.helpers.folders.hf_damage import (
     CONFIG,
     config,
     cut,
@@ -16,7 +16,7 @@ from tests.helpers.hf_damage import (
     text_config,
     without,
 )
-from tests.helpers.hf_layouts import SUPPORTED
+from tests.helpers.folders.hf_layouts import SUPPORTED
 
 # -- config.json -------------------------------------------------------------------------------------------------
 

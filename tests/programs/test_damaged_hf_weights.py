@@ -7,8 +7,8 @@ import struct
 import pytest
 import torch
 
-from tests.helpers import hf_folders
-from tests.helpers.hf_damage import (
+from tests.helpers.folders import hf_folders
+from tests.helpers.folders.hf_damage import (
     FIRST,
     INDEX,
     SECOND,

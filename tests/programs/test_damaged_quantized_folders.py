@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tests.helpers import hf_folders
+from tests.helpers.folders import hf_folders
+from tests.helpers.folders.hf_damage import argv, config, drop, in_order, replace, tensors
+from tests.helpers.folders.hf_quantized import FP8_OF_LIBRARIES, fp8, mxfp4, widen_experts
 from tests.helpers.forked_programs import check
-from tests.helpers.hf_damage import argv, config, drop, in_order, replace, tensors
-from tests.helpers.hf_quantized import FP8_OF_LIBRARIES, fp8, mxfp4, widen_experts
 from tests.helpers.tiers import by_default
 
 DOWN = "model.layers.1.mlp.down_proj.weight"  # [64, 128], in blocks of [32, 48]

@@ -14,7 +14,7 @@ from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.forked_programs import error_line, launch
-from tests.helpers.lora_models import stored_tensors
+from tests.helpers.models.lora_models import stored_tensors
 from tests.helpers.programs import (
     GRADED,
     PLACED,

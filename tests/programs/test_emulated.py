@@ -8,8 +8,8 @@ import pytest
 
 from megarl.mcore.recurrence import fused_chunks
 from tests.emulator.programs import needs_emulator
-from tests.helpers.combinations import MAMBA, RECURRENT
-from tests.helpers.judges import judge_flags, rows, write
+from tests.helpers.envs.judges import judge_flags, rows, write
+from tests.helpers.pages.combinations import MAMBA, RECURRENT
 from tests.helpers.programs import GRADED, ROOT, inputs, metrics, rl_argv, samples, timeless, train
 from tests.helpers.tiers import by_default, long
 from tools.gpu.programs import texts_of

@@ -5,7 +5,7 @@ import torch
 
 from megarl.checkpoint import folders
 from tests.emulator.programs import needs_emulator
-from tests.helpers.lora_models import stored_tensors
+from tests.helpers.models.lora_models import stored_tensors
 from tests.helpers.programs import metrics, preference_argv, reward_argv, rl_argv, sft_argv, timeless
 
 pytestmark = needs_emulator

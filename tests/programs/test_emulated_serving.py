@@ -7,8 +7,8 @@ import pytest
 
 from tests.emulator.programs import needs_emulator
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
-from tests.helpers.server_clients import ServerClient
-from tests.helpers.servers import (
+from tests.helpers.server.server_clients import ServerClient
+from tests.helpers.server.servers import (
     ADMIN_KEY,
     MOE,
     SERVED,

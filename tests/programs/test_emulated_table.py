@@ -3,7 +3,7 @@
 import pytest
 
 from tests.emulator.programs import needs_emulator
-from tests.helpers import combinations
+from tests.helpers.pages import combinations
 from tests.helpers.programs import (
     RL_RECIPES,
     metrics,
@@ -95,7 +95,7 @@ def test_a_resumed_run_is_the_whole_one_to_the_bit(flags, ranks, emulator, tmp_p
 
 
 EPISODES = (
-    "--environment tests.helpers.sum_environments:Sums --max-turns 3 --max-turn-length 4 --max-prompt-length 8"
+    "--environment tests.helpers.envs.sum_environments:Sums --max-turns 3 --max-turn-length 4 --max-prompt-length 8"
     " --max-response-length 18 --max-tokens-per-microbatch 100 --environment-timeout 600"
 )
 
@@ -113,7 +113,7 @@ def test_episodes_are_those_of_a_cpu_and_in_bf16_the_same_with_graphs_and_withou
 
 # Prompts have whole blocks of a device, of 64 tokens.
 STATES = (
-    "--advantage grpo --environment tests.helpers.sum_environments:Sums --max-turns 4"
+    "--advantage grpo --environment tests.helpers.envs.sum_environments:Sums --max-turns 4"
     " --max-turn-length 70 --max-prompt-length 90 --max-response-length 300 --max-tokens-per-microbatch 400"
     " --environment-timeout 600 --rollout-buffer-gb 0.02 --rollout-max-requests 16 --rollout-prefix-caching"
     " --samples-per-prompt 4 --reward environment"

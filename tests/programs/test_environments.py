@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.engine_records import recorded, saved_fields
+from tests.helpers.envs.sum_environments import FOLDER
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.forked_programs import accepted, launch, refusal
 from tests.helpers.programs import in_world, inputs, metrics, program, rl_argv, samples, timeless, train
-from tests.helpers.sum_environments import FOLDER
+from tests.helpers.rollout.engine_records import recorded, saved_fields
 from tests.helpers.tiers import long
 from tests.helpers.worlds import RankFailed, run_world
 
-SUMS = "tests.helpers.sum_environments"
+SUMS = "tests.helpers.envs.sum_environments"
 FLAGS = (
     "--advantage rloo --kl-coefficient 0 --train-iters 2 --save-interval 1 --max-response-length 18 --max-turns 3"
     " --max-turn-length 4 --max-tokens-per-microbatch 100 --rollout-max-requests 64 --environment-timeout 60"
@@ -57,7 +57,9 @@ def assert_same_text(found: Path, expected: Path):
 
 def test_a_check_measures_prompts_with_what_their_environments_add(tmp_path):
     """Others are in tests/unit/trainers/test_first_prompts.py."""
-    flags = "--environment tests.helpers.greeting_environments:Greets --max-turns 2 --max-tokens-per-microbatch 500"
+    flags = (
+        "--environment tests.helpers.envs.greeting_environments:Greets --max-turns 2 --max-tokens-per-microbatch 500"
+    )
     (note,) = (line for line in accepted(rl_argv(tmp_path, f"{flags} --max-prompt-length 200")) if "at most" in line
                and "--environment" in line)  # fmt: skip
     longest = int(re.search(r"prompts have at most (\d+) tokens with the first message of --environment", note)[1])
@@ -66,7 +68,7 @@ def test_a_check_measures_prompts_with_what_their_environments_add(tmp_path):
         .rstrip()
         .endswith(
             f": the prompt has {longest} tokens with the first message of --environment "
-            "tests.helpers.greeting_environments:Greets; "
+            "tests.helpers.envs.greeting_environments:Greets; "
             f"--max-prompt-length allows {longest - 1}; --filter-long-prompts drops such lines"
         )
     )

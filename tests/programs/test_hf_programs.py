@@ -15,15 +15,16 @@ from megarl.arguments import parse
 from megarl.errors import UsageError
 from megarl.trainers.exports import text_files
 from megarl.trainers.setup import build_role_encoder, check_training_flags
-from tests.helpers import hf_folders, small_tokenizers
 from tests.helpers.converter import converted
 from tests.helpers.evaluation import run_evaluate
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.hf_damage import in_order
-from tests.helpers.hf_layouts import build, logprobs
-from tests.helpers.hf_prediction import of_case, with_prediction
-from tests.helpers.hf_quantized import fp8, mxfp4, widen_experts
+from tests.helpers.folders import hf_folders
+from tests.helpers.folders.hf_damage import in_order
+from tests.helpers.folders.hf_layouts import build, logprobs
+from tests.helpers.folders.hf_prediction import of_case, with_prediction
+from tests.helpers.folders.hf_quantized import fp8, mxfp4, widen_experts
 from tests.helpers.programs import inputs, metrics, samples, timeless, train, write_lines
+from tests.helpers.texts import small_tokenizers
 from tests.helpers.worlds import run_world
 
 LENGTHS = "--max-prompt-length 48 --max-response-length 8 --max-tokens-per-microbatch 256"

@@ -17,10 +17,11 @@ from pyarrow import parquet
 from safetensors.torch import save_file
 
 from megarl.flags import parser
-from tests.helpers import hf_folders, judges
+from tests.helpers.envs import judges
 from tests.helpers.evaluation import MODEL
+from tests.helpers.folders import hf_folders
+from tests.helpers.folders.hostile_files import KINDS, NO_TEXT, PLACES, damage, outcome
 from tests.helpers.forked_programs import check
-from tests.helpers.hostile_files import KINDS, NO_TEXT, PLACES, damage, outcome
 from tests.helpers.programs import ROOT, inputs, rl_argv, train
 from tests.helpers.tiers import by_default
 

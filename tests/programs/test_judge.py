@@ -5,10 +5,10 @@ import json
 import pytest
 
 from megarl.checkpoint import resume
-from tests.helpers import hf_folders
+from tests.helpers.envs.judges import judge_flags, rows, write
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
+from tests.helpers.folders import hf_folders
 from tests.helpers.forked_programs import accepted, check, refusal
-from tests.helpers.judges import judge_flags, rows, write
 from tests.helpers.programs import inputs, metrics, program, rl_argv, sft_argv, train
 from tests.helpers.tiers import by_default
 
@@ -113,8 +113,8 @@ BESIDE = {  # ranks, changes of the file, flags
                             " --role-map actor=0;reference=0;rollout=1;reward=2"),
     "greedy baselines": (2, {}, "--advantage remax --greedy-baseline"),
     "partial rollouts": (2, PAIR, f"{GROUPS} --over-sampling 2 --partial-rollouts --rollout-correction tis"),
-    "episodes": (2, {}, "--environment tests.helpers.sum_environments:Sums --max-response-length 48 --max-turn-length 4"
-                 " --max-tokens-per-microbatch 100 --judge-max-length 120 --reward-max-failures 1"),
+    "episodes": (2, {}, "--environment tests.helpers.envs.sum_environments:Sums --max-response-length 48"
+                 " --max-turn-length 4 --max-tokens-per-microbatch 100 --judge-max-length 120 --reward-max-failures 1"),
 }  # fmt: skip
 
 

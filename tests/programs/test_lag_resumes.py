@@ -8,7 +8,7 @@ import pytest
 from megarl.errors import UsageError
 from megarl.trainers.rl_trainer import RLInputs
 from tests.helpers.programs import metrics, samples, timeless
-from tests.helpers.recorded_runs import GRPO, ONE, RECORDED, TWO, layout_free, parsed_of, run
+from tests.helpers.rollout.recorded_runs import GRPO, ONE, RECORDED, TWO, layout_free, parsed_of, run
 
 LAST, CUT, END = 5, 3, 8  # steps: of the runs that are resumed, of their checkpoint with batches, of those that resume
 CARRIED = f"{GRPO} --over-sampling 1.5 --partial-rollouts"

@@ -6,8 +6,8 @@ import shutil
 import pytest
 from safetensors.torch import load_file
 
-from tests.helpers import hf_folders
 from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.folders import hf_folders
 from tests.helpers.programs import GRADED, metrics, samples, timeless, train, write_lines
 from tests.helpers.tiers import by_default
 

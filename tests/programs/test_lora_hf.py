@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.checkpoint import folders
-from tests.helpers import hf_folders
 from tests.helpers.evaluation import run_evaluate
 from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.folders import hf_folders
 from tests.helpers.forked_programs import refusal
-from tests.helpers.lora_models import stored_tensors
+from tests.helpers.models.lora_models import stored_tensors
 from tests.helpers.programs import metrics, timeless_rows, train, write_lines
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world

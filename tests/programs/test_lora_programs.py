@@ -13,7 +13,7 @@ from megarl.mcore.weights import dist_checkpoint
 from megarl.roles.reference import shares_base
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.lora_models import stored_tensors
+from tests.helpers.models.lora_models import stored_tensors
 from tests.helpers.programs import (
     GRADED,
     inputs,

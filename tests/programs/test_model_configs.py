@@ -12,8 +12,8 @@ import pytest
 
 from megarl import arguments
 from megarl.planning.parameters import parameter_totals
+from tests.helpers.folders.published_configs import PUBLISHED
 from tests.helpers.programs import ROOT
-from tests.helpers.published_configs import PUBLISHED
 
 FOLDER = ROOT / "launch" / "models"
 # Not of the shape: where weights come from, and the length that rotary embeddings do not need.

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.helpers import hf_folders
+from tests.helpers.folders import hf_folders
+from tests.helpers.folders.hf_damage import argv, config, tensors, text_config
 from tests.helpers.forked_programs import check
-from tests.helpers.hf_damage import argv, config, tensors, text_config
 from tests.helpers.programs import write_lines
 from tests.helpers.tiers import by_default
 

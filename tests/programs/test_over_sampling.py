@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.engines import NEVER, make_engine, make_requests, settings_of
 from tests.helpers.programs import metrics, program, rl_argv, samples, train
+from tests.helpers.rollout.engines import NEVER, make_engine, make_requests, settings_of
 from tests.helpers.worlds import SAFETY, run_world, wait_until
 
 LONG = (

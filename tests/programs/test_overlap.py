@@ -19,7 +19,7 @@ from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
 from megarl.trainers.rl_trainer import RLInputs
 from megarl.trainers.step_reports import AsyncMetrics, StepReport
-from tests.helpers.batches import create_mesh, random_batch, sequences
+from tests.helpers.models.batches import create_mesh, random_batch, sequences
 from tests.helpers.programs import in_world, program, rl_argv
 from tests.helpers.worlds import run_world
 from tools.bench import overlap

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.engines import NEVER, make_requests, settings_of
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.policy_versions import gaps_of, rows_of
 from tests.helpers.programs import metrics, program, rl_argv, samples, train
+from tests.helpers.rollout.engines import NEVER, make_requests, settings_of
+from tests.helpers.rollout.policy_versions import gaps_of, rows_of
 from tests.helpers.tiers import long
 from tests.helpers.worlds import RankFailed, run_world
 
@@ -200,7 +200,7 @@ def test_nothing_is_generated_once_enough_groups_are_complete():
 def chunked(rank: int):
     """Completions with a bound that falls, of an engine that reads 12 tokens a step."""
     from megarl.mcore.inference.engine import RequestList, RolloutEngine
-    from tests.helpers.tiny_models import VOCAB, build
+    from tests.helpers.models.tiny_models import VOCAB, build
 
     model, _, place = build()
     engine = RolloutEngine(model, place.pg_collection, VOCAB, 48, 0.005, 8, chunked_prefill=True, step_tokens=12)

@@ -16,8 +16,8 @@ from megarl.mcore.model.weight_table import padded_vocab_size
 from megarl.mcore.parallel.process_groups import fake_world
 from megarl.planning import summary
 from megarl.planning.changes import FULL_RECOMPUTE
-from tests.helpers import judges
-from tests.helpers.tiny_models import LENGTHS, SHAPES
+from tests.helpers.envs import judges
+from tests.helpers.models.tiny_models import LENGTHS, SHAPES
 
 SMALL = f"--vocab-size 20 {SHAPES['llama']} {LENGTHS} --max-tokens-per-microbatch 48".split()
 LARGE = (

@@ -8,8 +8,8 @@ import torch
 
 from megarl.checkpoint import folders
 from tests.helpers.checkpoints import stored_weights
-from tests.helpers.combinations import RECURRENT
 from tests.helpers.forked_programs import refusal
+from tests.helpers.pages.combinations import RECURRENT
 from tests.helpers.programs import GRADED, metrics, rl_argv, samples, sft_argv, timeless, train
 from tests.helpers.tiers import by_default, long
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import UsageError
-from tests.helpers.combinations import AXES, NEUTRAL, argv_of
+from tests.helpers.pages.combinations import AXES, NEUTRAL, argv_of
 from tests.helpers.programs import metrics, program, samples, train
 from tests.helpers.worlds import RankFailed
 

@@ -14,7 +14,7 @@ import pytest
 from megarl.checkpoint import folders
 from megarl.rollout import schedule, waiting_groups
 from megarl.rollout.schedule import Recording
-from tests.helpers.recorded_runs import ONE, RECORDED, RUNS, TWO, assert_same, clocked, lines_of, parsed_of, run
+from tests.helpers.rollout.recorded_runs import ONE, RECORDED, RUNS, TWO, assert_same, clocked, lines_of, parsed_of, run
 from tests.helpers.waiting import wait_until
 from tests.helpers.worlds import RankFailed, run_world
 

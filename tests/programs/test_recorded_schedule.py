@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megarl.errors import UsageError
 from megarl.trainers.rl_trainer import RLInputs
 from tests.helpers.programs import in_world, inputs, metrics, samples, timeless
-from tests.helpers.recorded_runs import (
+from tests.helpers.rollout.recorded_runs import (
     GRPO,
     ONE,
     RECORDED,

@@ -2,13 +2,13 @@
 
 import pytest
 
-from tests.helpers.combinations import RECURRENT
 from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.pages.combinations import RECURRENT
 from tests.helpers.programs import metrics, rl_argv, samples, train
 from tests.helpers.tiers import long
 
 TURNS = (
-    "--environment tests.helpers.sum_environments:Sums --max-turns 4 --max-turn-length 16 --max-response-length 80"
+    "--environment tests.helpers.envs.sum_environments:Sums --max-turns 4 --max-turn-length 16 --max-response-length 80"
     " --max-tokens-per-microbatch 200 --rollout-max-requests 32 --rollout-buffer-gb 0.01 --environment-timeout 60"
     " --samples-per-prompt 8 --reward environment --advantage grpo --kl-coefficient 0 --train-iters 2 --lr 1e-2"
 )

@@ -12,21 +12,21 @@ import pytest
 from megarl.environments.protocol import Task, Turn
 from megarl.errors import UsageError
 from megarl.replay import ReplayRequest, prepared
+from tests.helpers.envs.sum_environments import Sums
 from tests.helpers.programs import rl_argv, samples, train
-from tests.helpers.replays import played
-from tests.helpers.sum_environments import Sums
+from tests.helpers.rollout.replays import played
 from tests.helpers.worlds import RankFailed
 
 SHAPE = (
     "--advantage rloo --kl-coefficient 0 --max-turn-length 4 --max-response-length 18 --max-tokens-per-microbatch 100"
 )
-TURNS = f"{SHAPE} --environment tests.helpers.sum_environments:Sums --max-turns 3"
+TURNS = f"{SHAPE} --environment tests.helpers.envs.sum_environments:Sums --max-turns 3"
 RUNS = {  # flags; others are in tests/laws
     "turns": TURNS,
     "one turn and filter": "--advantage rloo --kl-coefficient 0 --dynamic-sampling --group-filter reward"
     " --reward tests.helpers.programs:coarse_reward",
-    "agent with rows": f"{SHAPE} --environment tests.helpers.agents:branching --max-turns 8 --max-response-length 80"
-    " --max-prompt-length 20 --max-tokens-per-microbatch 400",
+    "agent with rows": f"{SHAPE} --environment tests.helpers.envs.agents:branching --max-turns 8"
+    " --max-response-length 80 --max-prompt-length 20 --max-tokens-per-microbatch 400",
 }
 SAME = "the same tokens and log-probs"
 

@@ -11,7 +11,7 @@ from megarl.arguments import Settings
 from megarl.checkpoint import folders, manifest, resume
 from megarl.errors import UsageError
 from tests.helpers.checkpoints import WAITING
-from tests.helpers.lora_models import stored_tensors
+from tests.helpers.models.lora_models import stored_tensors
 from tests.helpers.programs import (
     addition,
     in_world,

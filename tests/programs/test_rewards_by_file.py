@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.envs.judges import judge_flags, write
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
-from tests.helpers.judges import judge_flags, write
 from tests.helpers.programs import metrics, reward_argv, rl_argv, samples, train
 from tests.helpers.tiers import by_default
 from tests.laws.files import named

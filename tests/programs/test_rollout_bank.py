@@ -10,7 +10,7 @@ import pytest
 
 from megarl.errors import UsageError
 from tests.helpers.programs import in_world, metrics, program, rl_argv, samples, timeless
-from tests.helpers.thinkers import BUDGET, FILES, TEXT, with_thinkers
+from tests.helpers.rollout.thinkers import BUDGET, FILES, TEXT, with_thinkers
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import RankFailed, run_world
 

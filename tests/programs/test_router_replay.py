@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.helpers.models.router_watch import run_watched
 from tests.helpers.programs import assert_close, metrics, program, rl_argv, timeless
-from tests.helpers.router_watch import run_watched
 from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import run_world
 

@@ -12,10 +12,9 @@ import torch.distributed as dist
 
 from megarl.batch import generated_fields
 from megarl.flags.settings import Settings
-from tests.helpers import documents
 from tests.helpers.checkpoints import WAITING
-from tests.helpers.engine_records import saved_fields
 from tests.helpers.forked_programs import launch
+from tests.helpers.pages import documents
 from tests.helpers.programs import (
     GRADED,
     PLACED,
@@ -30,6 +29,7 @@ from tests.helpers.programs import (
     train,
     write_lines,
 )
+from tests.helpers.rollout.engine_records import saved_fields
 from tests.helpers.worlds import run_world
 
 STEPS = "--train-iters 3 --save-interval 1 --lr-decay-iters 9"
@@ -37,7 +37,7 @@ EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 AHEAD = "--role-map actor=0;critic=0;reward=1;reference=1;rollout=1 --rollout-correction tis --generation-lag 1"
 COARSE = "--reward tests.helpers.programs:coarse_reward"
 TURNS = (
-    "--advantage rloo --kl-coefficient 0 --environment tests.helpers.sum_environments:Sums --max-turns 3"
+    "--advantage rloo --kl-coefficient 0 --environment tests.helpers.envs.sum_environments:Sums --max-turns 3"
     " --max-turn-length 4 --max-response-length 18 --max-tokens-per-microbatch 100"
 )
 FILE = "replica_00000.log"

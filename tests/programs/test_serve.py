@@ -14,12 +14,12 @@ import torch
 from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.mcore.inference.generation import GenerationRequest
 from megarl.serving.sampling import stream_key
-from tests.helpers import documents
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.forked_programs import error_line, launch
+from tests.helpers.pages import documents
 from tests.helpers.programs import ROOT, inputs
-from tests.helpers.server_clients import ServerClient, completions_of
-from tests.helpers.servers import (
+from tests.helpers.server.server_clients import ServerClient, completions_of
+from tests.helpers.server.servers import (
     API_KEY,
     MOE,
     SERVED,
@@ -150,7 +150,9 @@ def test_evaluate_gives_the_same_bytes_with_a_server(case, tmp_path):
     flags = f"--eval-responses 2 --eval-temperature 0.8 {EVALUATED[case].replace('FOLDER', str(tmp_path))}"
     entry = f"{{}}:\n  prompts: {inputs() / 'heldout.jsonl'}\n  {{}}\n"
     short = entry.format("a", "max-response-length: 2") + entry.format("b", "reward: length+exact-match")
-    played = entry.format("a", "environment: tests.helpers.agents:sums") + entry.format("b", "max-prompt-length: 6")
+    played = entry.format("a", "environment: tests.helpers.envs.agents:sums") + entry.format(
+        "b", "max-prompt-length: 6"
+    )
     (tmp_path / "short.yaml").write_text(short)
     (tmp_path / "played.yaml").write_text(played)
     run_evaluate(evaluate_argv(tmp_path / "own", flags))

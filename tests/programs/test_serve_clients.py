@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import hf_folders
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
+from tests.helpers.folders import hf_folders
 from tests.helpers.launch_scripts import launch
 from tests.helpers.programs import environment, inputs, write_lines
-from tests.helpers.servers import ADMIN_KEY, scores, serve_argv, served
+from tests.helpers.server.servers import ADMIN_KEY, scores, serve_argv, served
 
 pytestmark = pytest.mark.nightly
 

@@ -19,8 +19,8 @@ from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.checkpoint import manifest
 from megarl.errors import UsageError
 from tests.helpers.programs import inputs
-from tests.helpers.server_clients import ServerClient, completions_of
-from tests.helpers.servers import (
+from tests.helpers.server.server_clients import ServerClient, completions_of
+from tests.helpers.server.servers import (
     ADMIN_KEY,
     MOE,
     SERVED,

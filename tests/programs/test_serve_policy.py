@@ -15,7 +15,7 @@ from megarl.mcore.inference.generation import GenerationRequest
 from megarl.rollout.remote_generator import RemoteGenerator
 from tests.helpers.evaluation import MODEL
 from tests.helpers.programs import GRADED, environment, inputs, metrics, rl_argv, timeless, train
-from tests.helpers.servers import ANNOUNCED, ForkedLauncher, scores
+from tests.helpers.server.servers import ANNOUNCED, ForkedLauncher, scores
 from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY_SECONDS, wait_until
 

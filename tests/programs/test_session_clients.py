@@ -14,11 +14,11 @@ import pytest
 from megarl.environments.calls import Asked, Reply
 from megarl.environments.pool import Event
 from megarl.environments.turn_parsing import parse_turn
-from tests.helpers import agent_programs
-from tests.helpers.engine_records import asked_and_written, generated, recorded, turns_in_rows
-from tests.helpers.open_sessions import LOGPROBS, PROMPT, TOKENS, open_sessions
+from tests.helpers.envs import agent_programs
+from tests.helpers.envs.open_sessions import LOGPROBS, PROMPT, TOKENS, open_sessions
+from tests.helpers.envs.session_driver import free_port
 from tests.helpers.programs import metrics, program, rl_argv
-from tests.helpers.session_driver import free_port
+from tests.helpers.rollout.engine_records import asked_and_written, generated, recorded, turns_in_rows
 from tests.helpers.worlds import run_world
 
 pytestmark = pytest.mark.nightly

@@ -13,7 +13,7 @@ from megarl.errors import UsageError
 from megarl.planning import summary, traffic
 from megarl.planning.parameters import parameter_totals
 from megarl.trainers import input_summary
-from tests.helpers import hf_folders
+from tests.helpers.folders import hf_folders
 from tests.helpers.programs import (
     in_world,
     inputs,

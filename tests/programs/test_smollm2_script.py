@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megarl import arguments
-from tests.helpers.hf_folders import write_folder
+from tests.helpers.folders.hf_folders import write_folder
 from tests.helpers.launch_scripts import launch
 from tests.helpers.programs import ROOT
 

@@ -19,7 +19,7 @@ RUN = (
 )
 PARTIAL = "--over-sampling 2 --partial-rollouts --rollout-correction tis"
 TURNS = (
-    "--environment tests.helpers.sum_environments:Sums --max-turns 3 --max-turn-length 6 --max-response-length 34"
+    "--environment tests.helpers.envs.sum_environments:Sums --max-turns 3 --max-turn-length 6 --max-response-length 34"
     " --max-tokens-per-microbatch 100 --environment-timeout 60 --reward environment"
 )
 

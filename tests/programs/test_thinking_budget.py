@@ -12,10 +12,10 @@ from megarl.errors import UsageError
 from megarl.rollout.waiting_groups import UNFINISHED, KeptRecords
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.policy_versions import rows_of
 from tests.helpers.programs import inputs, metrics, program, samples, timeless, train
-from tests.helpers.servers import serve_argv, served
-from tests.helpers.thinkers import BUDGET, FORCED, LONG_TEXT, TEXT, TURNS, thinkers, thinking_argv
+from tests.helpers.rollout.policy_versions import rows_of
+from tests.helpers.rollout.thinkers import BUDGET, FORCED, LONG_TEXT, TEXT, TURNS, thinkers, thinking_argv
+from tests.helpers.server.servers import serve_argv, served
 from tests.helpers.tiers import long
 from tests.helpers.worlds import RankFailed, run_world
 
@@ -160,7 +160,7 @@ def test_partial_rollouts_change_no_response(folder):
 
 @pytest.mark.parametrize("flags", [
     "--top-k 9", f"{TURNS} --max-response-length 60",
-    f"{TURNS} --max-response-length 60 --environment tests.helpers.agents:thinking_sums",
+    f"{TURNS} --max-response-length 60 --environment tests.helpers.envs.agents:thinking_sums",
 ], ids=["one turn", "turns", "an agent"])  # fmt: skip
 @pytest.mark.long
 def test_a_server_forces_what_an_evaluation_of_its_own_forces(flags, folder, tmp_path):

@@ -3,8 +3,8 @@
 import pytest
 import torch.distributed as dist
 
-from tests.helpers import seeded_clock
 from tests.helpers.programs import in_world, program, rl_argv
+from tests.helpers.rollout import seeded_clock
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 
@@ -94,7 +94,7 @@ FAULTS = {
 FACTORS = "--lora-rank 4"
 FACTOR_FAULTS = ("none", "weights of a step are lost")  # checked with low-rank factors, too
 TURNS = (
-    "--environment tests.helpers.sum_environments:Sums --max-turns 3 --max-turn-length 16 --max-response-length 60"
+    "--environment tests.helpers.envs.sum_environments:Sums --max-turns 3 --max-turn-length 16 --max-response-length 60"
     " --max-tokens-per-microbatch 100 --rollout-max-requests 64 --environment-timeout 60"
 )
 
@@ -104,7 +104,7 @@ def stamped(rank: int, parsed, fault: str) -> tuple[list[dict], list[dict], floa
     found in the cache); `fault`: what goes wrong."""
     from megarl.rollout.group_collector import GroupCollector
     from megarl.trainers.rl_trainer import RLTrainer
-    from tests.helpers.policy_versions import rows_of
+    from tests.helpers.rollout.policy_versions import rows_of
 
     weights, rows, reused = [], [], [0]
     evaluate, collect = RLTrainer.evaluate, GroupCollector.collect
@@ -137,7 +137,7 @@ BY_DEFAULT = [("none", TURNS)]
 
 @pytest.mark.parametrize("fault, kind", by_default(CHECKED, BY_DEFAULT))
 def test_each_token_has_the_log_prob_of_the_weights_that_its_version_names(fault, kind, tmp_path):
-    from tests.helpers.policy_versions import largest_gaps
+    from tests.helpers.rollout.policy_versions import largest_gaps
 
     flags = f"{FLAGS} {kind}" if kind == RECORDED else f"{FLAGS} {PARTIAL} {kind}"
     parsed = program("rl", rl_argv(tmp_path, flags, warm_start=kind == TURNS), 2)

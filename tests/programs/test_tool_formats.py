@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests.helpers.family_templates import FAMILY_TEMPLATES
 from tests.helpers.programs import metrics, samples, train, write_lines
+from tests.helpers.texts.family_templates import FAMILY_TEMPLATES
 
 SHAPE = (
     "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 256 --swiglu --normalization RMSNorm"

@@ -24,7 +24,7 @@ from tests.helpers.programs import (
     torchrun,
     train,
 )  # fmt: skip
-from tests.helpers.servers import ForkedLauncher
+from tests.helpers.server.servers import ForkedLauncher
 from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY_SECONDS, RankFailed, run_world
 

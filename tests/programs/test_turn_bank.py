@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.engine_records import generated
 from tests.helpers.programs import in_world, metrics, program, rl_argv, samples, timeless
+from tests.helpers.rollout.engine_records import generated
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import RankFailed, run_world
 
-AGENTS = "tests.helpers.agents"
+AGENTS = "tests.helpers.envs.agents"
 FLAGS = (
     "--advantage rloo --kl-coefficient 0 --train-iters 2 --save-interval 1 --max-response-length 18 --max-turns 3"
     " --max-turn-length 4 --max-tokens-per-microbatch 100 --rollout-max-requests 4 --environment-timeout 60"

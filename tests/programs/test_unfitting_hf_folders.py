@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import hf_folders
+from tests.helpers.folders import hf_folders
+from tests.helpers.folders.hf_damage import SINGLE, argv, line_of, smaller_vocabulary
 from tests.helpers.forked_programs import accepted, error_line, refusal
-from tests.helpers.hf_damage import SINGLE, argv, line_of, smaller_vocabulary
 from tests.helpers.programs import environment
 from tests.helpers.worlds import SAFETY_SECONDS
 

@@ -1,5 +1,5 @@
 """Records what transformers computes from small models of every family: writes hf_models/CASE.json for
-tests/helpers/hf_folders.py.
+tests/helpers/folders/hf_folders.py.
 
     python -m venv scratch && scratch/bin/pip install transformers==5.23.0 sentencepiece==0.2.3 torch safetensors
     PYTHONPATH=. scratch/bin/python tests/references/hf_models.py [CASE ...]
@@ -17,7 +17,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from tests.helpers import hf_folders
+from tests.helpers.folders import hf_folders
 from tests.references import hf_model_configs
 from tests.references.hf_model_configs import Case
 

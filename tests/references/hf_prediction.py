@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from tests.helpers.hf_damage import SINGLE
-from tests.helpers.hf_prediction import MODULE, ROWS, STORED, of_case
+from tests.helpers.folders.hf_damage import SINGLE
+from tests.helpers.folders.hf_prediction import MODULE, ROWS, STORED, of_case
 
 OF_MODULE = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "post_norm"}
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.helpers.small_tokenizers import HUGGING_FACE
+from tests.helpers.texts.small_tokenizers import HUGGING_FACE
 
 CONVERSATIONS = [
     [("user", "Hello world")],

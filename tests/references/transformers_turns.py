@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.helpers.chat_templates import RECORDED
+from tests.helpers.texts.chat_templates import RECORDED
 
 TOOLS = [{"type": "function", "function": {
     "name": "look", "description": "Looks <b>around</b>.",

@@ -9,10 +9,10 @@ if "MEGARL_TE" not in os.environ:  # only in a process of their own: Megatron wo
     pytest.skip("run by tools/te_check.sh", allow_module_level=True)
 import transformer_engine.pytorch  # noqa: F401  before megarl hides it without a device
 
-from tests.helpers.engines import NEVER, largest_gap, make_requests, settings_of
-from tests.helpers.te_models import IMPLS, build, fill, mesh
-from tests.helpers.te_products import plain_products
-from tests.helpers.tiny_models import VOCAB, farthest, ragged_tokens
+from tests.helpers.models.te_models import IMPLS, build, fill, mesh
+from tests.helpers.models.te_products import plain_products
+from tests.helpers.models.tiny_models import VOCAB, farthest, ragged_tokens
+from tests.helpers.rollout.engines import NEVER, largest_gap, make_requests, settings_of
 from tests.helpers.worlds import run_world
 
 pytestmark = pytest.mark.te

@@ -10,8 +10,8 @@ if "MEGARL_TE" not in os.environ:  # only in a process of their own: Megatron wo
     pytest.skip("run by tools/te_check.sh", allow_module_level=True)
 import transformer_engine.pytorch  # noqa: F401  before megarl hides it without a device
 
-from tests.helpers import te_models
-from tests.helpers.te_models import IMPLS, build, empty, expected, fill, mesh, wrong
+from tests.helpers.models import te_models
+from tests.helpers.models.te_models import IMPLS, build, empty, expected, fill, mesh, wrong
 from tests.helpers.worlds import run_world
 
 pytestmark = pytest.mark.te

@@ -9,7 +9,7 @@ if "MEGARL_TE" not in os.environ:  # only in a process of their own: Megatron wo
     pytest.skip("run by tools/te_check.sh", allow_module_level=True)
 import transformer_engine.pytorch  # noqa: F401  before megarl hides it without a device
 
-from tests.helpers.te_models import IMPLS, build, mesh
+from tests.helpers.models.te_models import IMPLS, build, mesh
 from tests.helpers.worlds import run_world
 
 pytestmark = pytest.mark.te

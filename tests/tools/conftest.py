@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.small_prompts import SHORT, SUMS, make
+from tests.helpers.texts.small_prompts import SHORT, SUMS, make
 
 
 @pytest.fixture(scope="module")

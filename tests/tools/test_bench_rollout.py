@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tests.helpers import hf_folders
+from tests.helpers.folders import hf_folders
 from tests.helpers.tools import SMALL
 from tests.helpers.worlds import run_world
 from tools.bench import common, logprob, lora_step, rollout, step, tables

@@ -51,8 +51,8 @@ JUDGED_AHEAD = [*AHEAD[2:], "--generation-lag", "1", "--role-map",
                 "actor=0;critic=1;reference=1;rollout=2;reward=3"]  # fmt: skip
 
 CARRIED = (
-    "--environment tests.helpers.sum_environments:LateSums --max-turns 3 --max-turn-length 12 --max-response-length 48"
-    " --max-tokens-per-microbatch 200 --over-sampling 2 --partial-rollouts --generation-lag 1"
+    "--environment tests.helpers.envs.sum_environments:LateSums --max-turns 3 --max-turn-length 12"
+    " --max-response-length 48 --max-tokens-per-microbatch 200 --over-sampling 2 --partial-rollouts --generation-lag 1"
 ).split()
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.worlds import run_world
 from tools import compare_answers, smollm2_folder
 
-small_gguf = pytest.importorskip("tests.helpers.small_gguf")  # imports gguf
+small_gguf = pytest.importorskip("tests.helpers.folders.small_gguf")  # imports gguf
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import torch
 
 from megarl.mcore.attention.backends import varlen
 from megarl.mcore.recurrence import fused_chunks
-from tests.helpers import reference_kernels
+from tests.helpers.models import reference_kernels
 from tests.helpers.tools import load_tool
 from tests.helpers.worlds import run_world, wait_until_gone
 from tools.bench import common

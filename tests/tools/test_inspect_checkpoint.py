@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint import manifest as manifests
-from tests.helpers import hf_folders
 from tests.helpers.checkpoints import Attack
+from tests.helpers.folders import hf_folders
 from tests.helpers.programs import sft_argv, train
 from tools import inspect_checkpoint, record_runs
 from tools._tensor_sources import CheckpointTensors

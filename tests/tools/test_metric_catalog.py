@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import megarl
-from tests.helpers import documents
+from tests.helpers.pages import documents
 from tests.helpers.programs import metrics as rows_of_run
 from tools import _metric_catalog as metric_catalog
 from tools._metric_catalog import METRICS, Metric, is_reproducible

@@ -13,7 +13,7 @@ from tests.helpers.worlds import run_world
 from tools import smollm2_folder
 
 gguf = pytest.importorskip("gguf")  # the extra `smollm2`
-small_gguf = pytest.importorskip("tests.helpers.small_gguf")
+small_gguf = pytest.importorskip("tests.helpers.folders.small_gguf")
 IDS = [1, 80, 75, 263, 2, 30, 31, 32, 263, 110, 42, 42]
 
 

@@ -8,7 +8,7 @@ from megarl.data.conversations import build_encoder
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizers import build_tokenizer
-from tests.helpers.small_tokenizers import CHATML, PLAIN
+from tests.helpers.texts.small_tokenizers import CHATML, PLAIN
 from tests.helpers.tools import run_tool
 from tools import train_tokenizer
 

@@ -21,7 +21,7 @@ from megarl.batch import (
     generated_fields,
 )
 from megarl.flags.settings import Settings
-from tests.helpers.batches import random_batch, sequences
+from tests.helpers.models.batches import random_batch, sequences
 
 SEEDS = range(25)
 

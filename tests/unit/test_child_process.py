@@ -12,7 +12,7 @@ from megarl.confine import sandbox, warm_process
 from megarl.flags.settings import Settings
 from megarl.rewards.base import Sample
 from megarl.rewards.build import build_verifiers
-from tests.helpers.odd_environments import Plays
+from tests.helpers.envs.odd_environments import Plays
 from tests.helpers.processes import signalled_descendants
 from tests.helpers.tiers import long
 

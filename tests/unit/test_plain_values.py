@@ -17,8 +17,8 @@ from megarl.plain_values import is_unicode, whole_unicode
 from megarl.serving.answers import event
 from megarl.serving.errors import JSONResponse
 from megarl.trainers.prompt_inputs import print_notes
-from tests.helpers import small_tokenizers
 from tests.helpers.programs import write_lines
+from tests.helpers.texts import small_tokenizers
 
 HALVES = ["\ud800", "a\ud800b", "\udc00\ud800", "é\udfff", "\ud83d\ude42", "x\ud83d", "\ud800" * 30_000, "數\ud800 the"]
 TOKENIZERS = ("chatml", "llama", "mistral", "gemma", "unigram", "wordpiece", "characters", "sentence_piece")

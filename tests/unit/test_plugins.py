@@ -7,7 +7,7 @@ import pytest
 from megarl import plugins
 from megarl.arguments import parse
 from megarl.errors import UsageError
-from tests.helpers.tiny_models import SHAPES
+from tests.helpers.models.tiny_models import SHAPES
 
 SOURCE = """
 import functools

@@ -15,7 +15,7 @@ from megarl.flags.settings import Settings
 from megarl.rewards.base import Sample
 from megarl.rewards.build import build_verifiers
 from megarl.tool_formats.chosen_format import load_format
-from tests.helpers.tiny_models import SHAPES
+from tests.helpers.models.tiny_models import SHAPES
 
 FLAG = "--reward their:reward"
 

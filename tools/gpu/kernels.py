@@ -7,7 +7,7 @@ import torch
 from megarl.mcore.recurrence import fused_chunks
 from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs
 from megarl.mcore.recurrence.runs import NONE, Runs
-from tests.helpers import reference_kernels
+from tests.helpers.models import reference_kernels
 from tools.gpu import report, run_all
 from tools.gpu.decode import timed
 

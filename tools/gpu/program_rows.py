@@ -10,8 +10,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.helpers import combinations, hf_folders
 from tests.helpers import programs as small
+from tests.helpers.folders import hf_folders
+from tests.helpers.pages import combinations
 
 Row = tuple[str, Callable[[Path], list[str]]]  # program, and save folder -> command line
 ROUTED = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --router-replay rollout"
@@ -41,7 +42,7 @@ OTHERS = {  # name -> (program, its command line, flags)
 
 def flags_of_all() -> tuple[list[str], list[str]]:
     """The flags of each program on one rank: of the algorithm; of the model, its kernels and memory."""
-    agents = "--environment tests.helpers.agents"  # which need a package
+    agents = "--environment tests.helpers.envs.agents"  # which need a package
     needs_more = "--old-logprobs interpolate"
     apart = (needs_more, "--kernels blas", "--exact-rollout", "--verify-weights", "--generation-lag", agents)
     of_model = ("experts", "attention", "model", "optimizer", "recompute", "factors", "memory", "sampling")

@@ -1,6 +1,6 @@
 """Files of a mixture with limits, rewards and group sizes of their own, and rewards that see a group."""
 
-from tests.helpers.flag_cases import ONLINE
+from tests.helpers.pages.flag_cases import ONLINE
 from tests.helpers.programs import GRADED
 from tests.laws import plug_ins
 from tests.laws.features.feature import (
@@ -94,7 +94,7 @@ DATA = {
     "sizes, credit of turns": _of_sizes(f"{TURNS} --reward environment --advantage rloo --credit turns"),
     "sizes, partial turns": _of_sizes(f"{TURNS} --reward environment {PARTIAL}"),
     "sizes, partial agents": _of_sizes(
-        f"{TURNS} --reward environment {PARTIAL} --environment tests.helpers.agents:sums"),
+        f"{TURNS} --reward environment {PARTIAL} --environment tests.helpers.envs.agents:sums"),
     "sizes, greedy baselines": _of_sizes("--advantage remax --greedy-baseline"),
     "sizes, greedy, a filter": _of_sizes(f"{DYNAMIC} --max-sampling-rounds 2 --advantage remax --greedy-baseline"),
     "sizes, pools": _of_sizes(f"--pool-bounds 0.3,0.7 {COARSE}"),

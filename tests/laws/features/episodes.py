@@ -14,7 +14,7 @@ from tests.laws.features.feature import (
     Layout,
 )
 
-AGENTS, ENVIRONMENTS = "--environment tests.helpers.agents:", "--environment tests.helpers.sum_environments:"
+AGENTS, ENVIRONMENTS = "--environment tests.helpers.envs.agents:", "--environment tests.helpers.envs.sum_environments:"
 EPISODES = f"--advantage rloo --kl-coefficient 0 {TURNS} --rollout-max-requests 64"
 LATE, LATE_CACHED = (
     f"{ENVIRONMENTS}LateSums",

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.helpers.combinations import EXPERTS
+from tests.helpers.pages.combinations import EXPERTS
 
 Layout = tuple[int, str]  # ranks, and flags that say how they are used
 
@@ -51,7 +51,7 @@ OWN_EXPERTS = f"{EXPERTS} --router-replay rollout"
 BALANCED = (f"{EXPERTS} --moe-router-load-balancing-type none --moe-router-score-function sigmoid"
             " --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1")  # fmt: skip
 FACTORS = "--lora-rank 4 --lora-targets q_proj,up_proj"
-SUMS = "--environment tests.helpers.sum_environments:Sums"
+SUMS = "--environment tests.helpers.envs.sum_environments:Sums"
 TURN_LENGTHS = "--max-turns 3 --max-turn-length 4 --max-response-length 18 --max-tokens-per-microbatch 100"
 TURNS = f"{SUMS} {TURN_LENGTHS} --environment-timeout 60"
 EVALUATED = "--eval-prompts {heldout} --eval-interval 2 --eval-samples 4"

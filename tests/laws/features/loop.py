@@ -1,8 +1,8 @@
 """The loop of reinforcement learning: how responses are drawn, kept, filtered and generated ahead."""
 
 from tests.helpers.programs import GRADED
-from tests.helpers.thinkers import FLAGS as THOUGHTS
-from tests.helpers.thinkers import TURNS as THINKING_TURNS
+from tests.helpers.rollout.thinkers import FLAGS as THOUGHTS
+from tests.helpers.rollout.thinkers import TURNS as THINKING_TURNS
 from tests.laws.features.feature import (
     AHEAD,
     COARSE,

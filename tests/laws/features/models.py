@@ -1,6 +1,6 @@
 """What is trained and beside it: averages, drafts, references, optimizers, factors."""
 
-from tests.helpers.combinations import EXPERTS, RECURRENT
+from tests.helpers.pages.combinations import EXPERTS, RECURRENT
 from tests.helpers.programs import GRADED
 from tests.laws.features.feature import (
     AHEAD,

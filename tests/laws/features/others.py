@@ -1,6 +1,6 @@
 """Supervised training, preferences, reward models, teachers."""
 
-from tests.helpers.combinations import EXPERTS
+from tests.helpers.pages.combinations import EXPERTS
 from tests.helpers.programs import GRADED
 from tests.laws.features.feature import (
     AHEAD,

@@ -10,9 +10,9 @@ import torch
 from megarl.checkpoint import resume
 from megarl.errors import UsageError
 from tests.helpers.checkpoints import saved
+from tests.helpers.models.tiny_models import whole_tensor
 from tests.helpers.programs import inputs, program, reward_argv, rl_argv, sft_argv
 from tests.helpers.tiers import long
-from tests.helpers.tiny_models import whole_tensor
 from tests.helpers.worlds import SAFETY, run_world
 
 ARGV = {"sft": sft_argv, "reward": reward_argv, "rl": rl_argv}

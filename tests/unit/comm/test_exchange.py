@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megarl.batch import FIELDS, concatenate, empty_batch
 from megarl.comm import exchange
 from megarl.comm.exchange import HEADER, from_bytes, to_bytes
-from tests.helpers.batches import create_mesh, random_batch, sequences, share_of
+from tests.helpers.models.batches import create_mesh, random_batch, sequences, share_of
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 

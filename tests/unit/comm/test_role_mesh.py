@@ -16,7 +16,7 @@ from megarl.mcore.parallel.process_groups import (
     create_groups,
     fake_world,
 )
-from tests.helpers.tiny_models import parse_roles
+from tests.helpers.models.tiny_models import parse_roles
 from tests.helpers.worlds import SAFETY, run_world
 
 NAMES = [*DENSE, *EXPERT, "embd", "pos_embd"]

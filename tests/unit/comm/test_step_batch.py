@@ -8,7 +8,7 @@ from megarl.comm.step_batch import StepBatch
 from megarl.flags.settings import Settings
 from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
-from tests.helpers.batches import create_mesh, random_batch, sequences, share_of
+from tests.helpers.models.batches import create_mesh, random_batch, sequences, share_of
 from tests.helpers.worlds import run_world
 
 COUNT = 6

@@ -6,12 +6,12 @@ import pytest
 
 from megarl.confine import agent_sandbox
 from megarl.errors import UsageError
-from tests.helpers.confined_agents import PORT
-from tests.helpers.odd_agents import MARK, marked, play, pool_of
+from tests.helpers.envs.confined_agents import PORT
+from tests.helpers.envs.odd_agents import MARK, marked, play, pool_of
 from tests.helpers.tiers import long
 from tests.helpers.waiting import wait_until
 
-HERE = "tests.helpers.confined_agents"
+HERE = "tests.helpers.envs.confined_agents"
 
 
 @pytest.fixture(scope="module")

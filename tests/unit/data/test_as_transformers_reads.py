@@ -11,7 +11,7 @@ from megarl.data.conversations import Encoder, build_encoder
 from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
-from tests.helpers import small_tokenizers
+from tests.helpers.texts import small_tokenizers
 from tests.helpers.worlds import run_world
 
 # transformers starts threads when it encodes, so it does in a fork.

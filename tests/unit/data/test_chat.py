@@ -9,7 +9,7 @@ from megarl.data.chat import ChatTemplate, load_template
 from megarl.data.conversations import build_encoder
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
-from tests.helpers.small_tokenizers import CHATML, chatml, sentence_piece
+from tests.helpers.texts.small_tokenizers import CHATML, chatml, sentence_piece
 
 USER = {"role": "user", "content": "a"}
 HELLO = [{"role": "user", "content": "Hello <|im_end|>\n"}]

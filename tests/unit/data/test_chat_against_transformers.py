@@ -12,7 +12,7 @@ from megarl.data.conversations import build_encoder
 from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
-from tests.helpers.small_tokenizers import HUGGING_FACE
+from tests.helpers.texts.small_tokenizers import HUGGING_FACE
 from tests.references.transformers_chat import CONVERSATIONS, TEXTS, conversation
 
 RECORDED = json.loads((Path(__file__).parents[2] / "references" / "transformers_chat.json").read_text())["results"]

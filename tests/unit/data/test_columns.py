@@ -16,7 +16,7 @@ from megarl.data.preferences import preference_pairs
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
-from tests.helpers.character_tokenizer import CHAT, PLAIN
+from tests.helpers.texts.character_tokenizer import CHAT, PLAIN
 
 USER, ASSISTANT = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
 WRONG = {"role": "assistant", "content": "3"}

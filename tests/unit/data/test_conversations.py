@@ -11,7 +11,7 @@ from megarl.data.conversations import Encoder, build_encoder
 from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
-from tests.helpers.small_tokenizers import CHATML, HUGGING_FACE, PLAIN, sentence_piece
+from tests.helpers.texts.small_tokenizers import CHATML, HUGGING_FACE, PLAIN, sentence_piece
 
 QUICK = settings(max_examples=25, deadline=5000, derandomize=True, database=None,
                  suppress_health_check=[HealthCheck.too_slow])  # fmt: skip

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megarl.data.detokenizer import Vocabulary
 from megarl.data.tokenizers import build_tokenizer
-from tests.helpers import small_tokenizers
+from tests.helpers.texts import small_tokenizers
 
 NAMES = [*small_tokenizers.HUGGING_FACE, "characters", "sentence_piece", "sentence_piece_trimmed"]
 TEXTS = ["Hello world, Grüße 你好 \U0001f600!", " the  user\n\n\tthe", "é", "\u0301a\ufffdb\U0001f469\u200d\U0001f4bb"]

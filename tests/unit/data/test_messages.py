@@ -14,9 +14,9 @@ from megarl.data.prompt import Prompt
 from megarl.data.prompts import load_prompts
 from megarl.data.sft import sft_examples
 from megarl.errors import UsageError
-from tests.helpers.chat_encoders import encoder_of, spelled
-from tests.helpers.chat_templates import HERMES, QWEN25
-from tests.helpers.small_tokenizers import CHATML, chatml
+from tests.helpers.texts.chat_encoders import encoder_of, spelled
+from tests.helpers.texts.chat_templates import HERMES, QWEN25
+from tests.helpers.texts.small_tokenizers import CHATML, chatml
 
 USER = {"role": "user", "content": "How warm?"}
 CALL = {"id": "call_0_0", "type": "function", "function": {"name": "look", "arguments": {"b": 1, "a": "<|im_end|>"}}}

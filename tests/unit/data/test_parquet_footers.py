@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
-from tests.helpers.parquet_footers import field, join, lying, split
+from tests.helpers.folders.parquet_footers import field, join, lying, split
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 

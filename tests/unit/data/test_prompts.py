@@ -12,8 +12,8 @@ from megarl.data.prompts import load_prompts
 from megarl.data.sft import sft_examples
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
-from tests.helpers.character_tokenizer import CHAT, PLAIN, CharacterTokenizer
-from tests.helpers.small_tokenizers import chatml
+from tests.helpers.texts.character_tokenizer import CHAT, PLAIN, CharacterTokenizer
+from tests.helpers.texts.small_tokenizers import chatml
 
 
 def write(tmp_path, *lines):

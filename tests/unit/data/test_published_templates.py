@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import UsageError
-from tests.helpers.chat_encoders import encoder_of, spelled
-from tests.helpers.family_templates import tokenizer
-from tests.helpers.template_conversations import CONVERSATIONS, TOOLS, check_conversation, trained_turns
+from tests.helpers.texts.chat_encoders import encoder_of, spelled
+from tests.helpers.texts.family_templates import tokenizer
+from tests.helpers.texts.template_conversations import CONVERSATIONS, TOOLS, check_conversation, trained_turns
 
 SPEC = importlib.util.find_spec("trl")
 FOLDER = Path(SPEC.origin).parent / "chat_templates" if SPEC else Path()

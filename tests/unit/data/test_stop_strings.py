@@ -8,7 +8,7 @@ from megarl.data.stop_strings import StopMatcher
 from megarl.data.tokenizers import build_tokenizer
 from megarl.flags.fields import parse_ints
 from megarl.flags.generation import parse_stops
-from tests.helpers import small_tokenizers
+from tests.helpers.texts import small_tokenizers
 
 NAMES = [*small_tokenizers.HUGGING_FACE, "characters", "sentence_piece"]
 TEXT = "Hello world, Grüße 你好 \U0001f600! the user said </tool_call> and <|im_end|> and Hello world again"

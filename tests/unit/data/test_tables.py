@@ -19,8 +19,8 @@ from megarl.data import node_files
 from megarl.data.columns import REWARD, Columns
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
-from tests.helpers.character_tokenizer import PLAIN
 from tests.helpers.programs import environment
+from tests.helpers.texts.character_tokenizer import PLAIN
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 

@@ -7,10 +7,10 @@ from megarl.data.template_checks import check_template
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
 from megarl.tool_formats import FORMATS
-from tests.helpers.chat_encoders import encoder_of
-from tests.helpers.chat_templates import FORGETS, QWEN3, QWEN25, TEMPLATES
-from tests.helpers.family_templates import FAMILY_TEMPLATES
-from tests.helpers.small_tokenizers import chatml, sentence_piece
+from tests.helpers.texts.chat_encoders import encoder_of
+from tests.helpers.texts.chat_templates import FORGETS, QWEN3, QWEN25, TEMPLATES
+from tests.helpers.texts.family_templates import FAMILY_TEMPLATES
+from tests.helpers.texts.small_tokenizers import chatml, sentence_piece
 
 ROLES = ("user", "tool")
 

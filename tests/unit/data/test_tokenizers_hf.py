@@ -10,7 +10,7 @@ from megarl.data.tokenizer_files import difference
 from megarl.data.tokenizers import build_tokenizer
 from megarl.data.tokenizers_hf import LONG_TEXT
 from megarl.errors import UsageError
-from tests.helpers.small_tokenizers import CHATML, GEMMA, chatml, gemma, unigram, wordpiece
+from tests.helpers.texts.small_tokenizers import CHATML, GEMMA, chatml, gemma, unigram, wordpiece
 
 
 def build(path, flag_prefix=""):

@@ -9,10 +9,10 @@ from megarl.data.prompt import Prompt
 from megarl.data.prompts import load_prompts
 from megarl.data.sft import sft_examples
 from megarl.errors import UsageError
-from tests.helpers.chat_encoders import encoder_of, spelled
-from tests.helpers.family_templates import FAMILY_TEMPLATES
 from tests.helpers.programs import write_lines
-from tests.helpers.template_conversations import CONVERSATIONS, TOOLS, check_conversation, trained_turns
+from tests.helpers.texts.chat_encoders import encoder_of, spelled
+from tests.helpers.texts.family_templates import FAMILY_TEMPLATES
+from tests.helpers.texts.template_conversations import CONVERSATIONS, TOOLS, check_conversation, trained_turns
 
 ONE_CALL = {name for name, family in FAMILY_TEMPLATES.items() if family.calls == 1 and name != "gpt-oss"}
 

@@ -10,10 +10,10 @@ from megarl.data.conversations import Encoder
 from megarl.data.tokenizers import build_tokenizer
 from megarl.data.turns import TurnTokens
 from megarl.errors import UsageError
-from tests.helpers.chat_encoders import encoder_of, spelled, template_encoders
-from tests.helpers.chat_templates import GEMMA_TOOLS, LLAMA3, TEMPLATES
-from tests.helpers.family_templates import FAMILY_TEMPLATES
-from tests.helpers.small_tokenizers import HUGGING_FACE, chatml, gemma, llama, sentence_piece
+from tests.helpers.texts.chat_encoders import encoder_of, spelled, template_encoders
+from tests.helpers.texts.chat_templates import GEMMA_TOOLS, LLAMA3, TEMPLATES
+from tests.helpers.texts.family_templates import FAMILY_TEMPLATES
+from tests.helpers.texts.small_tokenizers import HUGGING_FACE, chatml, gemma, llama, sentence_piece
 
 QUICK = settings(max_examples=40, deadline=None, derandomize=True, database=None,
                  suppress_health_check=[HealthCheck.too_slow])  # fmt: skip

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megarl.data.turns import TurnTokens
-from tests.helpers.chat_encoders import encoder_of, spelled
-from tests.helpers.chat_templates import RECORDED
+from tests.helpers.texts.chat_encoders import encoder_of, spelled
+from tests.helpers.texts.chat_templates import RECORDED
 from tests.references.transformers_turns import SPECIAL_FROM, TOOLS, conversations, prompts
 
 FOUND = json.loads((Path(__file__).parents[2] / "references" / "transformers_turns.json").read_text())["results"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.odd_environments import Plays
+from tests.helpers.envs.odd_environments import Plays
 
 
 @pytest.fixture

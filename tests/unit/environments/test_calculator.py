@@ -17,7 +17,7 @@ from megarl.environments.calculator import (
     number_text,
 )
 from megarl.environments.protocol import Task
-from tests.helpers.played_environments import calling, play, said, written
+from tests.helpers.envs.played_environments import calling, play, said, written
 
 numbers = st.integers(0, 10**9).map(str) | st.floats(0, 1e6).map(lambda value: f"{value:.3f}")
 expressions = st.recursive(

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.environments.games import GuessNumber, guess_number_blind
 from megarl.environments.protocol import Task
-from tests.helpers.played_environments import check_replay, play, said, written
+from tests.helpers.envs.played_environments import check_replay, play, said, written
 
 
 def secret(task):

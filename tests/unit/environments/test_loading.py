@@ -7,11 +7,11 @@ from megarl.environments import ENVIRONMENTS
 from megarl.environments.loading import check_factories
 from megarl.errors import UsageError
 
-ODD = "tests.helpers.odd_environments"
+ODD = "tests.helpers.envs.odd_environments"
 
 
 def test_it_tells_who_answers():
-    agent = "tests.helpers.agents:sums"
+    agent = "tests.helpers.envs.agents:sums"
     found = check_factories(["guess-number", "calculator", f"{ODD}:Child", agent])
     assert found == {"guess-number": "user", "calculator": "tool", f"{ODD}:Child": "user", agent: "agent"}
 

@@ -64,7 +64,7 @@ def test_an_environment_that_cannot_be_replayed_is_tried_again_before_its_first_
 
 
 def test_a_factory_that_fails_is_a_failure_of_the_episode(play):
-    event = play("tests.helpers.odd_environments:_seen", retries=0).start(0)[0]
+    event = play("tests.helpers.envs.odd_environments:_seen", retries=0).start(0)[0]
     assert event.failure.startswith("TypeError: _seen() missing 1 required positional argument")
 
 
@@ -90,8 +90,8 @@ def test_other_texts_are_not_found_in_the_journal(play, tmp_path):
 
 
 def test_the_module_of_an_environment_is_not_imported_here(play, monkeypatch):
-    monkeypatch.delitem(sys.modules, "tests.helpers.sum_environments", raising=False)
-    plays = play("tests.helpers.sum_environments:Sums")
+    monkeypatch.delitem(sys.modules, "tests.helpers.envs.sum_environments", raising=False)
+    plays = play("tests.helpers.envs.sum_environments:Sums")
     plays.pool.start(0, Task([]))
     plays.collect([0])
-    assert "tests.helpers.sum_environments" not in sys.modules
+    assert "tests.helpers.envs.sum_environments" not in sys.modules

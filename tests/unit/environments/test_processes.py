@@ -72,7 +72,7 @@ def test_what_environments_start_ends_with_the_pool_and_prints_to_stderr(play, c
 def test_workers_end_with_their_parent(tmp_path):
     """Also when it is killed."""
     script = (
-        "from tests.helpers.odd_environments import Plays\n"
+        "from tests.helpers.envs.odd_environments import Plays\n"
         "plays = Plays('Echo'); plays.start(0)\n"
         "print(next(iter(plays.pool._processes)).process.pid, flush=True)\nimport time; time.sleep(1000)"
     )

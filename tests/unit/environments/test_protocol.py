@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.odd_environments import HERE, Wrong
+from tests.helpers.envs.odd_environments import HERE, Wrong
 
 
 @pytest.mark.parametrize("name", sorted(set(Wrong.ANSWERS) - {"surrogate"}))

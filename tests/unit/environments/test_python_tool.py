@@ -8,7 +8,7 @@ from megarl.environments import python_tool
 from megarl.environments.protocol import Task
 from megarl.environments.python_tool import MAX_OUTPUT, outcome_text, program_runner
 from megarl.errors import UsageError
-from tests.helpers.played_environments import calling, play, said, written
+from tests.helpers.envs.played_environments import calling, play, said, written
 
 pytestmark = pytest.mark.sandbox
 EASY = Limits(60.0, 256, 1 << 16)  # for programs that end by themselves

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.odd_environments import MEETING
+from tests.helpers.envs.odd_environments import MEETING
 from tests.helpers.worlds import wait_until
 
 

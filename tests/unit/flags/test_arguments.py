@@ -9,8 +9,8 @@ from megarl.arguments import Settings, build_parser, parse
 from megarl.errors import UsageError
 from megarl.flags.parser import MODULES, own_flags
 from megarl.flags.role_flags import ROLES
-from tests.helpers.flag_cases import FIELDS, OUTSIDE, flag_of, required_flags, value_of
-from tests.helpers.tiny_models import SHAPES
+from tests.helpers.models.tiny_models import SHAPES
+from tests.helpers.pages.flag_cases import FIELDS, OUTSIDE, flag_of, required_flags, value_of
 
 MODEL = SHAPES["llama"].split()
 

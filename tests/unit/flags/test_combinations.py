@@ -9,7 +9,8 @@ from megarl.arguments import parse
 from megarl.errors import UsageError
 from megarl.flags import combinations
 from megarl.flags.conditions import CRITIC, FlagContext
-from tests.helpers.flag_cases import (
+from tests.helpers.models.tiny_models import SHAPES
+from tests.helpers.pages.flag_cases import (
     CONTEXT,
     FAILS,
     FIELDS,
@@ -20,7 +21,6 @@ from tests.helpers.flag_cases import (
     named_conditions,
     value_of,
 )
-from tests.helpers.tiny_models import SHAPES
 
 MODEL = SHAPES["llama"].split()
 MINIMAL = dict.fromkeys(ESTIMATORS, "") | {"remax": "--greedy-baseline", "preference": ONLINE, "none": "--distill loss",

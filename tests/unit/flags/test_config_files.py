@@ -4,7 +4,7 @@ import pytest
 
 from megarl.arguments import parse
 from megarl.errors import UsageError
-from tests.helpers.tiny_models import SHAPES
+from tests.helpers.models.tiny_models import SHAPES
 
 MODEL = SHAPES["llama"].split()
 

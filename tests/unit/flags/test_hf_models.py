@@ -7,9 +7,10 @@ import pytest
 
 from megarl.arguments import Settings, parse
 from megarl.errors import UsageError
-from tests.helpers import hf_folders, small_tokenizers
-from tests.helpers.hf_damage import argv
+from tests.helpers.folders import hf_folders
+from tests.helpers.folders.hf_damage import argv
 from tests.helpers.programs import train
+from tests.helpers.texts import small_tokenizers
 
 PPO, GRPO = "--advantage gae --kl-coefficient 0.05", "--advantage grpo --kl-coefficient 0"
 SIZES = "--max-prompt-length 48 --max-response-length 16"

@@ -12,7 +12,7 @@ from megarl.mcore.lora.targets import (
     TARGETS,
     LoRASettings,
 )
-from tests.helpers.tiny_models import parse_roles
+from tests.helpers.models.tiny_models import parse_roles
 
 
 def lora_of(flags: str, role: str = "actor", size: int = 1, shape: str = "llama", program: str = "rl"):

@@ -12,8 +12,8 @@ from megarl.algorithms.policy_loss import PolicyTokens
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.arguments import build_parser, parse
 from megarl.errors import UsageError
+from tests.helpers.models.tiny_models import SHAPES
 from tests.helpers.programs import ROOT, metrics, rl_argv, train
-from tests.helpers.tiny_models import SHAPES
 
 MODEL = SHAPES["llama"].split()
 NEW_LOSS = '''

@@ -5,7 +5,7 @@ import pytest
 from megarl.arguments import parse
 from megarl.errors import UsageError
 from megarl.flags.role_flags import named_roles, parse_role_map, with_prefix
-from tests.helpers.tiny_models import SHAPES
+from tests.helpers.models.tiny_models import SHAPES
 
 MODEL = SHAPES["llama"].split()
 TP, PP, CP = (f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context"))

@@ -11,8 +11,8 @@ from safetensors import safe_open
 from megarl.data.conversations import build_encoder
 from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import build_tokenizer
-from tests.helpers.hf_folders import CASES, hash_of, largest_file, reference, uniform, weights, write_folder
-from tests.helpers.hf_layouts import RECURRENT
+from tests.helpers.folders.hf_folders import CASES, hash_of, largest_file, reference, uniform, weights, write_folder
+from tests.helpers.folders.hf_layouts import RECURRENT
 from tests.helpers.worlds import run_world
 
 OLD_STYLE = [case for case in CASES if case.endswith("_old_style")]

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 import megarl
-from tests.helpers.megatron_uses import private_names, uses_of
-from tests.helpers.python_source import (
+from tests.helpers.pages.megatron_uses import private_names, uses_of
+from tests.helpers.pages.python_source import (
     FUNCTIONS,
     Definition,
     Imported,

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from megarl.planning import activations
-from tests.helpers.planned_memory import build, check_weights, real_bytes
+from tests.helpers.models.planned_memory import build, check_weights, real_bytes
+from tests.helpers.models.tiny_models import VOCAB, ragged_tokens
 from tests.helpers.tiers import long
-from tests.helpers.tiny_models import VOCAB, ragged_tokens
 from tests.helpers.worlds import run_world
 
 MOE = "--num-experts 4 --moe-ffn-hidden-size 36 --moe-router-topk 2"

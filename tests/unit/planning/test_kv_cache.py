@@ -6,8 +6,8 @@ from megarl import arguments
 from megarl.errors import UsageError
 from megarl.planning import traffic
 from megarl.planning.kv_cache import cache_plan
+from tests.helpers.models.tiny_models import SHAPES, VOCAB, join_actor
 from tests.helpers.tiers import long
-from tests.helpers.tiny_models import SHAPES, VOCAB, join_actor
 from tests.helpers.worlds import run_world
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
@@ -24,7 +24,7 @@ def sizes_of_engine(
     from megarl.mcore.inference import built_engine
     from megarl.mcore.inference.engine import RolloutEngine
     from megarl.mcore.model.prediction_layer import PredictionLayer
-    from tests.helpers.engines import make_engine
+    from tests.helpers.rollout.engines import make_engine
 
     built_engine.BLOCK_TOKENS = 64
     assert join_actor(flags, shape)[1].is_member

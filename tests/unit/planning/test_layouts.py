@@ -8,7 +8,7 @@ from megarl.errors import UsageError
 from megarl.planning import changes, hardware, layouts, step_time
 from megarl.planning.memory import GIB
 from megarl.planning.question import Question
-from tests.helpers.tiny_models import LENGTHS, SHAPES
+from tests.helpers.models.tiny_models import LENGTHS, SHAPES
 
 CLUSTER = hardware.Cluster("test", hardware.GPU(80, 1e12, 1e11, 1e9), 0.5, 1e8, 4)
 GRPO = f"{SHAPES['llama']} {LENGTHS} --advantage grpo --bf16 --rollout-buffer-gb 0.001 --max-tokens-per-microbatch 8192"

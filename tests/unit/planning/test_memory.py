@@ -10,9 +10,9 @@ import torch.distributed as dist
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.model import weight_table
 from megarl.planning import memory, parameters
-from tests.helpers.planned_memory import build, check_weights, join_actor, real_bytes
+from tests.helpers.models.planned_memory import build, check_weights, join_actor, real_bytes
+from tests.helpers.models.tiny_models import VOCAB, parse_roles, ragged_tokens
 from tests.helpers.tiers import by_default
-from tests.helpers.tiny_models import VOCAB, parse_roles, ragged_tokens
 from tests.helpers.worlds import run_world
 
 MOE = "--num-experts 4 --moe-ffn-hidden-size 36 --moe-router-topk 2"

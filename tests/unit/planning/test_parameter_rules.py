@@ -8,7 +8,7 @@ from megarl import arguments
 from megarl.errors import UsageError
 from megarl.mcore.config.optimizer_flags import has_muon, multiplier
 from megarl.planning import parameter_rules
-from tests.helpers.tiny_models import LENGTHS, SHAPES
+from tests.helpers.models.tiny_models import LENGTHS, SHAPES
 
 PP2 = "--pipeline-model-parallel-size 2"
 EXPERTS = "--num-experts 4 --moe-router-topk 2"

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from megarl import arguments
 from megarl.comm import role_mesh
 from megarl.planning import memory, parameters, traffic
-from tests.helpers.deepseek_configs import DEEPSEEK_V3 as V3
-from tests.helpers.deepseek_configs import DEEPSEEK_YARN as YARN
+from tests.helpers.folders.deepseek_configs import DEEPSEEK_V3 as V3
+from tests.helpers.folders.deepseek_configs import DEEPSEEK_YARN as YARN
+from tests.helpers.models.tiny_models import VOCAB, parse_roles
 from tests.helpers.tiers import by_default, long
-from tests.helpers.tiny_models import VOCAB, parse_roles
 from tests.helpers.worlds import run_world
 
 MOE = "--num-experts 4 --moe-ffn-hidden-size 36 --moe-router-topk 2 --moe-layer-freq [0,1]"
@@ -115,7 +115,7 @@ def test_a_rollout_gets_the_factors_of_16_bits(flags, ranks):
 
 def sharded_bytes_of_rank(rank: int, flags: str, value_head: bool):
     """(real, planned) bytes of weights, gradients and optimizer states after an update, under FSDP."""
-    from tests.helpers.lora_models import trainable, update_once
+    from tests.helpers.models.lora_models import trainable, update_once
 
     model, _ = trainable(flags, value_head)
     update_once(model, model.role_groups, value_head=value_head)

@@ -4,8 +4,8 @@ import pytest
 
 from megarl.planning import layouts, memory, parameters, traffic
 from megarl.planning.question import Question
+from tests.helpers.models.tiny_models import LENGTHS, SHAPES
 from tests.helpers.tiers import long
-from tests.helpers.tiny_models import LENGTHS, SHAPES
 
 GRPO = f"{SHAPES['llama']} {LENGTHS} --advantage grpo --bf16 --rollout-buffer-gb 0.001 --max-tokens-per-microbatch 8192"
 SHARDED = ("--use-distributed-optimizer",)

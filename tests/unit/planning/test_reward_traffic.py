@@ -7,8 +7,8 @@ import pytest
 from megarl import arguments
 from megarl.planning import summary
 from megarl.rewards import grouped
-from tests.helpers.judges import write
-from tests.helpers.tiny_models import LENGTHS, SHAPES, VOCAB
+from tests.helpers.envs.judges import write
+from tests.helpers.models.tiny_models import LENGTHS, SHAPES, VOCAB
 from tests.helpers.worlds import run_world
 
 GROUPED = f"--reward {__name__}:ranks"

@@ -5,7 +5,7 @@ import pytest
 from megarl.planning import hardware, step_time
 from megarl.planning.hardware import BANDWIDTH_SHARE, LATENCY
 from megarl.planning.question import Question
-from tests.helpers.tiny_models import LENGTHS, SHAPES
+from tests.helpers.models.tiny_models import LENGTHS, SHAPES
 
 FLOPS = 5e11  # half of the sheet's
 WEIGHTS = 2 * (8 * 16 * 64 + 4 * 16 * 64 + 3 * 64 * 128 + 2 * 64) + 64 + 32 * 64  # embedding and head are one

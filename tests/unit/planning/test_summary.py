@@ -2,7 +2,7 @@
 
 from megarl.planning import summary, traffic
 from megarl.planning.question import Question
-from tests.helpers.tiny_models import LENGTHS, SHAPES
+from tests.helpers.models.tiny_models import LENGTHS, SHAPES
 
 WEIGHTS = 2 * (8 * 16 * 64 + 4 * 16 * 64 + 3 * 64 * 128 + 2 * 64) + 64 + 32 * 64  # embedding and head are one
 GRPO = (

@@ -21,9 +21,9 @@ from megarl.roles.reward import Reward
 from megarl.roles.teacher import Teachers
 from megarl.router_replay.route_exchange import RouteExchange
 from megarl.trainers.rl_trainer import RLTrainer
+from tests.helpers.models.tiny_models import LENGTHS as WRITTEN
+from tests.helpers.models.tiny_models import SHAPES, VOCAB, join_actor, parse_roles, ragged_tokens
 from tests.helpers.tiers import long
-from tests.helpers.tiny_models import LENGTHS as WRITTEN
-from tests.helpers.tiny_models import SHAPES, VOCAB, join_actor, parse_roles, ragged_tokens
 from tests.helpers.worlds import run_world
 
 LENGTHS = [40, 40, 32, 48, 1, 47, 48]  # 256 tokens

@@ -3,7 +3,7 @@
 from megarl.planning import changes, hardware, verdict
 from megarl.planning.memory import GIB
 from megarl.planning.question import Question
-from tests.helpers.tiny_models import LENGTHS, SHAPES
+from tests.helpers.models.tiny_models import LENGTHS, SHAPES
 
 GRPO = f"{SHAPES['llama']} {LENGTHS} --advantage grpo --kl-coefficient 0 --bf16 --max-tokens-per-microbatch 8192"
 

@@ -5,8 +5,8 @@ import torch
 
 from megarl.batch import Batch
 from megarl.groups import PromptGroups
+from tests.helpers.models.role_stubs import PLAIN, LocalStepBatch, experience, role_of
 from tests.helpers.programs import program, rl_argv
-from tests.helpers.role_stubs import PLAIN, LocalStepBatch, experience, role_of
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 

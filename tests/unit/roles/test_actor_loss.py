@@ -15,8 +15,8 @@ from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.rejection import kept_tokens, parse_bounds
 from megarl.mcore.model.forward_pass import TokenScores
 from megarl.roles.actor_loss import ActorLoss
+from tests.helpers.models.role_stubs import PLAIN, LocalStepBatch, experience, role_of
 from tests.helpers.programs import program, rl_argv
-from tests.helpers.role_stubs import PLAIN, LocalStepBatch, experience, role_of
 from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import run_world
 

@@ -10,8 +10,8 @@ from megarl.observe.timers import Timers
 from megarl.rewards.base import Score
 from megarl.rewards.build import build_verifiers
 from megarl.roles.reward import Reward
+from tests.helpers.models.role_stubs import SEQUENCES, LocalStepBatch, experience
 from tests.helpers.programs import program, rl_argv, write_lines
-from tests.helpers.role_stubs import SEQUENCES, LocalStepBatch, experience
 from tests.helpers.worlds import SAFETY, run_world
 from tools.train_tokenizer import train as train_tokenizer
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tests.helpers.models.role_stubs import PLAIN, LocalStepBatch, experience, role_of
 from tests.helpers.programs import program, rl_argv
-from tests.helpers.role_stubs import PLAIN, LocalStepBatch, experience, role_of
 from tests.helpers.worlds import run_world
 
 CLIP = 0.3

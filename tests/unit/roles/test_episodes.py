@@ -7,9 +7,9 @@ from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.batch import Batch
 from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
-from tests.helpers.episode_batches import COUNT, FAILED, FLAGS, SAMPLES, episodes
+from tests.helpers.envs.episode_batches import COUNT, FAILED, FLAGS, SAMPLES, episodes
+from tests.helpers.models.role_stubs import PLAIN, LocalStepBatch, role_of
 from tests.helpers.programs import program, rl_argv
-from tests.helpers.role_stubs import PLAIN, LocalStepBatch, role_of
 from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY, run_world
 

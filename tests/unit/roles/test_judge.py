@@ -7,8 +7,8 @@ from statistics import fmean
 
 import pytest
 
-from tests.helpers import hf_folders
-from tests.helpers.judges import LENGTH, judge_flags, rows, write
+from tests.helpers.envs.judges import LENGTH, judge_flags, rows, write
+from tests.helpers.folders import hf_folders
 from tests.helpers.programs import inputs, metrics, program, rl_argv, samples, timeless, train
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import SAFETY, run_world

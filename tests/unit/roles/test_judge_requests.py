@@ -15,7 +15,7 @@ from megarl.rewards.judge.config import read_config
 from megarl.roles.judge_requests import ArrivingResponses, JudgedText, Judgement, JudgeRequests
 from megarl.roles.reward import Reward
 from megarl.rollout.rollout import Rollout
-from tests.helpers.judges import judge_flags, rows, write
+from tests.helpers.envs.judges import judge_flags, rows, write
 from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
 from tools import record_runs
 
@@ -24,7 +24,7 @@ COMPARED = "--samples-per-prompt 3 --minibatch-size 6 --judge-max-length 160 --r
 PAIR = {"mode": "pair", "messages": [{"role": "user", "content": "{first}{second}="}]}
 GROUP = {"mode": "group", "messages": [{"role": "user", "content": "{responses}="}], "number": {"regex": "[0-9]"}}
 LAG = "--generation-lag 1 --rollout-correction tis --train-iters 3"
-SUMS = ("--environment tests.helpers.sum_environments:Sums --max-response-length 48 --max-turn-length 4"
+SUMS = ("--environment tests.helpers.envs.sum_environments:Sums --max-response-length 48 --max-turn-length 4"
         " --max-tokens-per-microbatch 100 --judge-max-length 120 --reward-max-failures 1")  # fmt: skip
 ROUNDS = "--advantage grpo --group-filter reward --dynamic-sampling --max-sampling-rounds 3"
 RUNS = {  # ranks, changes of the judge's file, flags

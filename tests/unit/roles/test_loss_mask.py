@@ -8,8 +8,8 @@ import torch
 from megarl.algorithms.aggregation import local_counts
 from megarl.algorithms.policy_loss import ClipOptions
 from megarl.algorithms.policy_losses import POLICY_LOSSES
+from tests.helpers.models.role_stubs import PLAIN, LocalStepBatch, experience, role_of
 from tests.helpers.programs import program, rl_argv
-from tests.helpers.role_stubs import PLAIN, LocalStepBatch, experience, role_of
 from tests.helpers.worlds import run_world
 
 MASK = "--mask-truncated-responses"

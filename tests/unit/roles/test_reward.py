@@ -12,8 +12,8 @@ from megarl.rewards.base import Score
 from megarl.rewards.build import build_verifiers
 from megarl.roles.reward import Reward
 from megarl.rollout import round_scores
+from tests.helpers.models.role_stubs import LocalStepBatch
 from tests.helpers.programs import inputs, program, rl_argv, timeless
-from tests.helpers.role_stubs import LocalStepBatch
 from tests.helpers.worlds import SAFETY, run_world
 
 # Prompt, then (text of a turn, its reward, the observation after it), verdict of the environment.

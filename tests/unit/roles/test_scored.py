@@ -5,7 +5,7 @@ import torch
 
 from megarl.arguments import Settings
 from megarl.roles.scored import Scored, no_rows
-from tests.helpers.batches import random_batch
+from tests.helpers.models.batches import random_batch
 
 PARTS = Settings(reward="format+length", advantage="gdpo")
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megarl.groups import PromptGroups
+from tests.helpers.models.role_stubs import PLAIN, SEQUENCES, LocalStepBatch, experience, role_of
 from tests.helpers.programs import program, rl_argv
-from tests.helpers.role_stubs import PLAIN, SEQUENCES, LocalStepBatch, experience, role_of
 from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import run_world
 

@@ -6,7 +6,7 @@ from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.groups import PromptGroups
 from megarl.rollout.response_log import Record
-from tests.helpers.tiny_models import parse_roles
+from tests.helpers.models.tiny_models import parse_roles
 from tests.helpers.worlds import SAFETY, run_world
 
 

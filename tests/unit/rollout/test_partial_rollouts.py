@@ -8,7 +8,7 @@ from megarl.mcore.inference.generation import GenerationRequest
 from megarl.rollout import waiting_groups
 from megarl.rollout.episodes.episode import Episode, EpisodeLimits
 from megarl.rollout.response_log import Record
-from tests.helpers.tiny_models import parse_roles
+from tests.helpers.models.tiny_models import parse_roles
 from tests.helpers.worlds import SAFETY, run_world
 
 GROUPS, SAMPLES = 5, 2

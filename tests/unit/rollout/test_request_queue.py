@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.engines import LIMIT, NEVER, make_requests, settings_of
+from tests.helpers.models.tiny_models import VOCAB, build_stages, parse_roles
 from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
+from tests.helpers.rollout.engines import LIMIT, NEVER, make_requests, settings_of
 from tests.helpers.tiers import long
-from tests.helpers.tiny_models import VOCAB, build_stages, parse_roles
 from tests.helpers.worlds import SAFETY, run_world
 
 END, COUNT = 3, 24

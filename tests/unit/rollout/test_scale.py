@@ -16,7 +16,7 @@ from megarl.data.conversations import Encoder
 from megarl.data.prompts import load_prompts
 from megarl.mcore.parallel.process_groups import fake_world
 from megarl.observe.timers import ALL_RANKS_EVENTS, MAX_EVENTS, last_events
-from tests.helpers.tiny_models import parse_roles
+from tests.helpers.models.tiny_models import parse_roles
 from tests.helpers.worlds import SAFETY, run_world
 
 PROMPTS, SAMPLES, PROMPT_LENGTH, RESPONSE_LENGTH = 4, 8, 200, 300  # of a rank

@@ -75,7 +75,7 @@ def waiting_in(flags: str):
     """(`GroupBuffer`, role groups) of a rollout with MoE layer 2 in the first of two stages, 3 and 4 in the other."""
     from megarl.comm.role_mesh import RoleMesh
     from megarl.rollout.group_buffer import GroupBuffer
-    from tests.helpers.tiny_models import join_actor
+    from tests.helpers.models.tiny_models import join_actor
 
     place = join_actor(flags)[1]
     stage, stages = dist.get_rank(place.pg_collection.pp), dist.get_world_size(place.pg_collection.pp)

@@ -12,7 +12,7 @@ from megarl.batch import Batch, concatenate
 from megarl.comm.exchange import PendingSends
 from megarl.router_replay.route_exchange import RouteExchange, check_rows
 from megarl.router_replay.router_state import RouteTable
-from tests.helpers.batches import create_mesh, random_batch, share_of
+from tests.helpers.models.batches import create_mesh, random_batch, share_of
 from tests.helpers.worlds import RankFailed, run_world
 
 TOPK, EXPERTS = 3, 300

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.serving import Served
+from tests.helpers.server.serving import Served
 
 
 @pytest.fixture(scope="package")

@@ -10,7 +10,7 @@ from megarl.data.detokenizer import Vocabulary
 from megarl.data.tokenizers import build_tokenizer
 from megarl.serving.answer_text import StopStrings, ToolCallParser, has_opened_thoughts
 from megarl.tool_formats import FORMATS
-from tests.helpers.small_tokenizers import chatml
+from tests.helpers.texts.small_tokenizers import chatml
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "<tool"}}</tool_call>'
 

@@ -4,7 +4,7 @@ import httpx
 
 from megarl.serving.app import PAGE
 from megarl.serving.replica_messages import Control
-from tests.helpers.serving import LIMIT
+from tests.helpers.server.serving import LIMIT
 
 ADMIN = {"Authorization": "Bearer root"}
 

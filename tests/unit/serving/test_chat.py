@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from megarl.serving.responses import ChatCompletionResponse
-from tests.helpers.serving import Answers, Served, openai_client, served
+from tests.helpers.server.serving import Answers, Served, openai_client, served
 
 TEMPLATE = """\
 {%- if tools %}

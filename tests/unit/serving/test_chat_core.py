@@ -5,8 +5,8 @@ import json
 import pytest
 
 from megarl.serving.responses import ChatCompletionResponse
-from tests.helpers.family_templates import FAMILY_TEMPLATES
-from tests.helpers.serving import Answers, Served, openai_client
+from tests.helpers.server.serving import Answers, Served, openai_client
+from tests.helpers.texts.family_templates import FAMILY_TEMPLATES
 
 THOUGHTS = "<|channel|>analysis<|message|>Let <b>me</b>.<|end|>"
 ANSWERS = {

@@ -7,7 +7,7 @@ import pytest
 
 from megarl.serving.responses import CompletionResponse
 from megarl.serving.sampling import stream_key
-from tests.helpers.serving import Answers, Served, openai_client, posted, without_leaders
+from tests.helpers.server.serving import Answers, Served, openai_client, posted, without_leaders
 
 ANSWERS = {"smile": "a\U0001f600b", "turns": "one\nUser: two", "double": "é" * 5, "list": "1, 2, 3"}
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from megarl.serving.errors import RequestError
-from tests.helpers.serving import without_leaders
+from tests.helpers.server.serving import without_leaders
 
 
 def test_lengths_and_prompts(tmp_path):

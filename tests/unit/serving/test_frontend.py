@@ -12,8 +12,8 @@ from megarl.data.conversations import build_encoder
 from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import build_tokenizer
 from megarl.serving.configuration import FrontendConfig
-from tests.helpers import small_tokenizers
-from tests.helpers.serving import Answers, served
+from tests.helpers.server.serving import Answers, served
+from tests.helpers.texts import small_tokenizers
 
 
 def test_a_port_in_use_is_one_line(tmp_path):

@@ -1,7 +1,7 @@
 """/generate: tokens with log-probs, versions and routes."""
 
 from megarl.serving.responses import GenerateResult
-from tests.helpers.serving import Answers
+from tests.helpers.server.serving import Answers
 
 
 def test_generate_gives_tokens_logprobs_versions_and_routes(server):

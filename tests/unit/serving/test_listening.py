@@ -13,8 +13,8 @@ from megarl.errors import UsageError
 from megarl.flags.serving import Serving
 from megarl.serving.listening import RESERVED, _while_open, listen_to_clients, max_connections
 from megarl.serving.replica_messages import Drain
-from tests.helpers import rude_clients
-from tests.helpers.serving import LIMIT, served
+from tests.helpers.server import rude_clients
+from tests.helpers.server.serving import LIMIT, served
 from tests.helpers.tiers import long
 
 

@@ -5,7 +5,7 @@ import openai
 import pytest
 
 from megarl.serving.middleware import MAX_VALUES, is_plain
-from tests.helpers.serving import LIMIT, posted, served, without_leaders
+from tests.helpers.server.serving import LIMIT, posted, served, without_leaders
 
 ADMIN = {"Authorization": "Bearer root"}
 

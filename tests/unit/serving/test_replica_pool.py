@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from megarl.serving.replica_messages import Abort, Control, Drain, Generate, RequestUpdate, Window
-from tests.helpers.serving import LIMIT, served, silent
+from tests.helpers.server.serving import LIMIT, served, silent
 from tests.helpers.tiers import by_default
 
 

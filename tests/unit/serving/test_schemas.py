@@ -29,8 +29,8 @@ from megarl.serving import schemas
 from megarl.serving.chat_core import conversation
 from megarl.serving.errors import RequestError, validation_error
 from megarl.serving.schemas import ChatCompletionRequest
-from tests.helpers.client_fields import fields_of
-from tests.helpers.odd_agents import CALL as CALL_TEXT
+from tests.helpers.envs.odd_agents import CALL as CALL_TEXT
+from tests.helpers.server.client_fields import fields_of
 
 TEXT = {"type": "text", "text": "t"}
 FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object"}}

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.helpers.engines import NEVER, make_engine, make_requests, settings_of
-from tests.helpers.served_engines import generate, steps
-from tests.helpers.server_clients import completions_of
+from tests.helpers.models.tiny_models import VOCAB
+from tests.helpers.rollout.engines import NEVER, make_engine, make_requests, settings_of
+from tests.helpers.rollout.served_engines import generate, steps
+from tests.helpers.server.server_clients import completions_of
 from tests.helpers.tiers import long
-from tests.helpers.tiny_models import VOCAB
 from tests.helpers.worlds import run_world
 
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"

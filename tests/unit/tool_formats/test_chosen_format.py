@@ -9,10 +9,10 @@ from megarl.data.turns import TurnTokens
 from megarl.environments.turn_parsing import parse_turn
 from megarl.tool_formats import FORMATS
 from megarl.tool_formats.chosen_format import format_of, name_of, unread_calls
-from tests.helpers.chat_encoders import encoder_of, spelled
-from tests.helpers.chat_templates import HERMES, QWEN25
-from tests.helpers.family_templates import FAMILY_TEMPLATES
-from tests.helpers.small_tokenizers import CHATML, PYTHONIC, chatml
+from tests.helpers.texts.chat_encoders import encoder_of, spelled
+from tests.helpers.texts.chat_templates import HERMES, QWEN25
+from tests.helpers.texts.family_templates import FAMILY_TEMPLATES
+from tests.helpers.texts.small_tokenizers import CHATML, PYTHONIC, chatml
 from tests.helpers.worlds import run_world
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "a", "parameters": {

@@ -15,7 +15,7 @@ from megarl.tool_formats import FORMATS
 from megarl.tool_formats.chosen_format import load_format
 from megarl.tool_formats.reader import CONTENT, REASONING, Said
 from megarl.tool_formats.thinking_budget import ThinkingBudget, ThoughtReader
-from tests.helpers.family_templates import FAMILY_TEMPLATES
+from tests.helpers.texts.family_templates import FAMILY_TEMPLATES
 
 # A turn that thinks, and one that begins with an answer, if the prompt has begun no thoughts.
 BEGINS = {"gpt-oss": ("<|channel|>analysis<|message|>ab", "<|channel|>final<|message|>ab"),

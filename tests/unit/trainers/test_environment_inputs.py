@@ -4,9 +4,9 @@ import pytest
 
 from megarl.errors import WARNED, UsageError, warn_as_first
 from megarl.trainers.environment_inputs import check_environments
-from tests.helpers.chat_encoders import encoder_of
 from tests.helpers.programs import program, rl_argv
-from tests.helpers.small_tokenizers import PYTHONIC, chatml
+from tests.helpers.texts.chat_encoders import encoder_of
+from tests.helpers.texts.small_tokenizers import PYTHONIC, chatml
 
 PROBLEM = "--tool-call-parser auto: no format reads the calls that --chat-template writes; name one of hermes,"
 
@@ -17,7 +17,7 @@ def checked(tmp_path, environment: str):
 
 
 def test_agents_hear_that_no_call_would_be_read(tmp_path, capfd):
-    checked(tmp_path, "tests.helpers.agents:sums")
+    checked(tmp_path, "tests.helpers.envs.agents:sums")
     (line,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("megarl: "))
     assert line.startswith(f"megarl: warning: {PROBLEM}") and line.endswith("or a function, if agents offer tools")
 

@@ -15,11 +15,11 @@ from megarl.mcore.inference.generation import GenerationRequest
 from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.episode import EpisodeLimits
 from megarl.trainers.first_prompts import _measured, fitting
-from tests.helpers.chat_encoders import encoder_of
-from tests.helpers.chat_templates import TEMPLATES
-from tests.helpers.greeting_environments import HERE, TOOL
+from tests.helpers.envs.greeting_environments import HERE, TOOL
 from tests.helpers.programs import write_lines
-from tests.helpers.small_tokenizers import PYTHONIC, chatml
+from tests.helpers.texts.chat_encoders import encoder_of
+from tests.helpers.texts.chat_templates import TEMPLATES
+from tests.helpers.texts.small_tokenizers import PYTHONIC, chatml
 from tests.helpers.waiting import SAFETY_SECONDS
 
 SHORT, MIDDLE, LONG = "Hi", "What is the answer to the question?", "the world and the world? " * 24

@@ -6,9 +6,9 @@ import pytest
 
 from megarl.trainers import input_summary
 from megarl.trainers.events import RunEvents
-from tests.helpers import hf_folders
+from tests.helpers.folders import hf_folders
+from tests.helpers.folders.hf_damage import argv as folder_argv
 from tests.helpers.forked_programs import accepted
-from tests.helpers.hf_damage import argv as folder_argv
 from tests.helpers.programs import inputs, metrics, reward_argv, rl_argv, sft_argv, train
 
 CONSTANT = "--lr-decay-style constant --lr-warmup-iters 0"

@@ -12,8 +12,8 @@ from megarl.observe.files import json_line
 from megarl.trainers import sample_rows
 from megarl.trainers.sample_rows import QUANTITIES, TokenSamples
 from megarl.trainers.step_reports import StepReport
-from tests.helpers.batches import random_batch
-from tests.helpers.small_tokenizers import sentence_piece
+from tests.helpers.models.batches import random_batch
+from tests.helpers.texts.small_tokenizers import sentence_piece
 
 TEXTS = ("1+2=", "7+8=")
 

@@ -10,7 +10,7 @@ import pytest
 from megarl.environments.adapters.gymnasium_env import FrozenLake, GymnasiumEnvironment, observation_text
 from megarl.environments.protocol import Task
 from megarl.errors import UsageError
-from tests.helpers.played_environments import check_replay, play, said, written
+from tests.helpers.envs.played_environments import check_replay, play, said, written
 from tests.references.value_iteration import optimal_values
 
 DISCOUNT = 0.9

@@ -11,8 +11,8 @@ import pytest
 from megarl.environments.adapters.openenv_env import OpenEnvEnvironment, observation_text
 from megarl.environments.protocol import Task, ToolCall, Turn
 from megarl.errors import UsageError
-from tests.helpers.openenv_server import openenv_server
-from tests.helpers.played_environments import said, written
+from tests.helpers.envs.openenv_server import openenv_server
+from tests.helpers.envs.played_environments import said, written
 
 REAL = Path(__file__).parents[3] / "references" / "openenv_server.py"
 

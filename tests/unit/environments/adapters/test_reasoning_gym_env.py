@@ -4,7 +4,7 @@ import pytest
 
 from megarl.environments.adapters.reasoning_gym_env import ReasoningGymEnvironment
 from megarl.environments.protocol import Task
-from tests.helpers.played_environments import check_replay, play, said, written
+from tests.helpers.envs.played_environments import check_replay, play, said, written
 
 SUM = {"source_dataset": "chain_sum", "source_index": 0, "expression": "40 + 2"}
 

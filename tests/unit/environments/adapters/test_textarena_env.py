@@ -12,7 +12,7 @@ import pytest
 from megarl.environments.adapters.textarena_env import TextArenaEnvironment
 from megarl.environments.protocol import Task
 from megarl.errors import UsageError
-from tests.helpers.played_environments import check_replay, play, said, written
+from tests.helpers.envs.played_environments import check_replay, play, said, written
 
 GUESS, BANDIT, MINES = "GuessTheNumber-v0", "Bandit-v0", "Minesweeper-v0"
 

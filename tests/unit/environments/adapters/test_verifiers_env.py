@@ -11,7 +11,7 @@ from megarl.data.prompts import load_prompts
 from megarl.environments.adapters.verifiers_env import VerifiersEnvironment, verifiers_prompt
 from megarl.environments.protocol import Task
 from megarl.errors import UsageError
-from tests.helpers.played_environments import check_replay, play, said, written
+from tests.helpers.envs.played_environments import check_replay, play, said, written
 
 REFERENCES = Path(__file__).parents[3] / "references"
 

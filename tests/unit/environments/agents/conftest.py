@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.odd_agents import pool_of
+from tests.helpers.envs.odd_agents import pool_of
 
 
 @pytest.fixture(scope="package")

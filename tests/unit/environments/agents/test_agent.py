@@ -7,7 +7,7 @@ import pytest
 
 from megarl.environments.calls import Asked
 from megarl.environments.protocol import Task
-from tests.helpers.odd_agents import HERE, USER, play, pool_of
+from tests.helpers.envs.odd_agents import HERE, USER, play, pool_of
 
 
 @pytest.mark.parametrize("name, reward", [("gives_up", 0.0), ("never_gives_up", 0.0)])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.helpers.odd_agents import play, pool_of
-from tests.helpers.serving import stderr_in
+from tests.helpers.envs.odd_agents import play, pool_of
+from tests.helpers.server.serving import stderr_in
 
 
 @pytest.mark.parametrize(

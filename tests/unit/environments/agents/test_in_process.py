@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.odd_agents import play
+from tests.helpers.envs.odd_agents import play
 
 
 @pytest.mark.parametrize("name, reward, count", [("asks", 42.0, 1), ("asks_both_ways", 1.0, 6), ("times_out", 1.0, 1)])

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from megarl.environments.protocol import Task
-from tests.helpers.odd_agents import HERE, MARK, USER, marked, play, pool_of
+from tests.helpers.envs.odd_agents import HERE, MARK, USER, marked, play, pool_of
 from tests.helpers.tiers import long
 from tests.helpers.waiting import SAFETY_SECONDS, wait_until
 

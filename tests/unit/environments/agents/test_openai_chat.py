@@ -1,6 +1,6 @@
 """OpenAI's chat completions, with its client."""
 
-from tests.helpers.odd_agents import CALL, play
+from tests.helpers.envs.odd_agents import CALL, play
 
 
 def test_whole_streamed_and_several_choices(pool):

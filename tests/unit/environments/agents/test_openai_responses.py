@@ -1,6 +1,6 @@
 """OpenAI's responses, with its client."""
 
-from tests.helpers.odd_agents import CALL, play
+from tests.helpers.envs.odd_agents import CALL, play
 
 
 def test_whole_and_streamed_with_a_call_and_its_result(pool):

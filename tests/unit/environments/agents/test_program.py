@@ -4,7 +4,7 @@ import pytest
 
 from megarl.environments.loading import check_factories
 from megarl.errors import UsageError
-from tests.helpers.odd_agents import HERE, play
+from tests.helpers.envs.odd_agents import HERE, play
 
 
 @pytest.mark.parametrize("name", ["ends_at_once", "is_killed", "fills_the_disk", "prints_much"])

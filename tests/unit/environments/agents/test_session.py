@@ -5,7 +5,7 @@ import asyncio
 from megarl.environments.agents.session import Session
 from megarl.environments.calls import Ask, Reply
 from megarl.environments.turn_parsing import parse_turn
-from tests.helpers.odd_agents import USER
+from tests.helpers.envs.odd_agents import USER
 
 
 def test_only_the_agents_own_work_counts_as_its_time(monkeypatch):

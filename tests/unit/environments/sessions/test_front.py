@@ -11,10 +11,10 @@ from megarl.environments.calls import Reply
 from megarl.environments.pool import Event
 from megarl.environments.protocol import Observation, Task
 from megarl.environments.turn_parsing import parse_turn
-from tests.helpers import rude_clients
-from tests.helpers.open_sessions import API_KEY, LOGPROBS, PROMPT, TOKENS, Leader, open_sessions
-from tests.helpers.serving import stderr_in
-from tests.helpers.session_driver import post
+from tests.helpers.envs.open_sessions import API_KEY, LOGPROBS, PROMPT, TOKENS, Leader, open_sessions
+from tests.helpers.envs.session_driver import post
+from tests.helpers.server import rude_clients
+from tests.helpers.server.serving import stderr_in
 from tests.helpers.waiting import wait_until
 
 HELLO = [{"role": "user", "content": "2+3="}]

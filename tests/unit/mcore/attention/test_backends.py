@@ -11,7 +11,7 @@ from megarl.mcore.attention import backends
 from megarl.mcore.attention.backends import sdpa
 from megarl.mcore.attention.packing import pack_sequences
 from megarl.mcore.config.supported_flags import ATTENTION_BACKENDS, LAYER_SPECS
-from tests.helpers.attention_inputs import packed_attention, random_heads
+from tests.helpers.models.attention_inputs import packed_attention, random_heads
 
 LENGTHS = torch.tensor([3, 5])
 

@@ -5,9 +5,9 @@ BLAS may divide a sum over keys at places that depend on their number, from 385 
 
 import pytest
 
-from tests.helpers import long_prompts
-from tests.helpers.attention_inputs import needs_kernels
 from tests.helpers.exactness import ROUNDING
+from tests.helpers.models.attention_inputs import needs_kernels
+from tests.helpers.rollout import long_prompts
 from tests.helpers.worlds import run_world
 
 # One case of each kind of attention, then further ones of the same kinds.

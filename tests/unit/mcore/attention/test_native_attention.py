@@ -59,7 +59,7 @@ def test_scores_of_any_size_give_finite_weights():
 
 def test_models_that_the_kernels_do_not_compute_take_another_backend():
     from megarl.mcore.attention import backends
-    from tests.helpers.attention_inputs import packed_attention
+    from tests.helpers.models.attention_inputs import packed_attention
 
     config = packed_attention().config
     for channels, window, softcap in ((16, None, None), (8, None, None), (16, (3, 0), None), (16, None, 5.0)):

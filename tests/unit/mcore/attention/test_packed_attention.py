@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megarl.mcore.attention.packing import pack_sequences
-from tests.helpers.attention_inputs import D, exact_attention, packed_attention, random_heads
+from tests.helpers.models.attention_inputs import D, exact_attention, packed_attention, random_heads
 
 LENGTHS = [[1], [7], [1, 1, 1], [5, 1, 9, 2], [3, 12, 1, 12], [33, 2]]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}

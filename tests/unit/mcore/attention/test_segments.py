@@ -7,7 +7,8 @@ import torch
 from megarl.mcore.attention.backends import sdpa
 from megarl.mcore.attention.packing import pack_sequences
 from megarl.mcore.attention.segments import FULL, KEY_BLOCK, WINDOW, cut_segments, kind_of_layer
-from tests.helpers.attention_inputs import (
+from tests.helpers.exactness import ROUNDING, sums_ignore_zeros
+from tests.helpers.models.attention_inputs import (
     D,
     PagedRequests,
     exact_attention,
@@ -16,7 +17,6 @@ from tests.helpers.attention_inputs import (
     packed_attention,
     random_heads,
 )
-from tests.helpers.exactness import ROUNDING, sums_ignore_zeros
 
 LONG = [1300, 3, 700]
 BACKENDS = ["sdpa", pytest.param("native", marks=needs_kernels)]

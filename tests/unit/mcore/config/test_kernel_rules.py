@@ -12,7 +12,7 @@ from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.config import kernel_rules
 from megarl.mcore.config.megatron_flags import transformer_config
-from tests.helpers.tiny_models import SHAPES, parse_roles
+from tests.helpers.models.tiny_models import SHAPES, parse_roles
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2"
 RECURRENT = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2"

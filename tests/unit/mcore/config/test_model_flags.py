@@ -7,10 +7,10 @@ import pytest
 from megarl.arguments import parse
 from megarl.errors import UsageError
 from megarl.mcore.config import model_flags
-from tests.helpers import hf_folders
-from tests.helpers.hf_damage import config, in_order, tensors
-from tests.helpers.hf_prediction import add_layer, with_prediction
-from tests.helpers.tiny_models import LENGTHS, SHAPES
+from tests.helpers.folders import hf_folders
+from tests.helpers.folders.hf_damage import config, in_order, tensors
+from tests.helpers.folders.hf_prediction import add_layer, with_prediction
+from tests.helpers.models.tiny_models import LENGTHS, SHAPES
 
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128"

@@ -10,7 +10,7 @@ from megarl.mcore import device
 from megarl.mcore.config import recurrent_rules
 from megarl.mcore.recurrence import fused_chunks
 from megarl.trainers import setup
-from tests.helpers.tiny_models import LENGTHS, SHAPES
+from tests.helpers.models.tiny_models import LENGTHS, SHAPES
 
 SHAPE = f"{SHAPES['recurrent']} {LENGTHS} --lr 1e-3"
 FLAG = recurrent_rules.FLAG

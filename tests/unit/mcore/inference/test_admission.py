@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.helpers import reference_kernels
-from tests.helpers.engines import make_engine, make_requests
-from tests.helpers.tiny_models import VOCAB, build
+from tests.helpers.models import reference_kernels
+from tests.helpers.models.tiny_models import VOCAB, build
+from tests.helpers.rollout.engines import make_engine, make_requests
 from tests.helpers.worlds import run_world
 
 COUNT = 20

@@ -4,7 +4,8 @@ import gc
 
 import torch
 
-from tests.helpers.engines import (
+from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.rollout.engines import (
     NEVER,
     largest_gap,
     make_engine,
@@ -13,7 +14,6 @@ from tests.helpers.engines import (
     standard,
     texts,
 )
-from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.worlds import run_world
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.helpers.combinations import RECURRENT
-from tests.helpers.engine_layouts import generate_in_layout
-from tests.helpers.engines import (
+from tests.helpers.pages.combinations import RECURRENT
+from tests.helpers.rollout.engine_layouts import generate_in_layout
+from tests.helpers.rollout.engines import (
     LIMIT,
     on_device,
 )

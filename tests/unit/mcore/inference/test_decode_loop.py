@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.helpers.engines import NEVER, largest_gap, make_engine, make_requests, settings_of, texts
 from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.rollout.engines import NEVER, largest_gap, make_engine, make_requests, settings_of, texts
 from tests.helpers.worlds import run_world
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.helpers import reference_kernels
-from tests.helpers.combinations import MAMBA, RECURRENT
-from tests.helpers.engines import (
+from tests.helpers.models import reference_kernels
+from tests.helpers.pages.combinations import MAMBA, RECURRENT
+from tests.helpers.rollout.engines import (
     LIMIT,
     generate_standard,
     largest_gap,

@@ -3,8 +3,8 @@
 import functools
 from dataclasses import replace
 
-from tests.helpers.engines import NEVER, make_requests, settings_of
-from tests.helpers.tiny_models import VOCAB, build
+from tests.helpers.models.tiny_models import VOCAB, build
+from tests.helpers.rollout.engines import NEVER, make_requests, settings_of
 from tests.helpers.worlds import run_world
 
 LONG = 23  # new tokens: two to four blocks of 16 with the prompt

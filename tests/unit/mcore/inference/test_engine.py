@@ -5,7 +5,9 @@ import functools
 import pytest
 import torch
 
-from tests.helpers.engines import (
+from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.models.tiny_models import SHAPES, VOCAB
+from tests.helpers.rollout.engines import (
     COUNT,
     LIMIT,
     NEVER,
@@ -17,8 +19,6 @@ from tests.helpers.engines import (
     standard,
     texts,
 )
-from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.tiny_models import SHAPES, VOCAB
 from tests.helpers.worlds import run_world
 
 # -- responses ---------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.mcore.config import kernel_rules
-from tests.helpers import interpreted_kernels
-from tests.helpers.engines import largest_gap, make_engine, make_requests, settings_of
+from tests.helpers.models import interpreted_kernels
+from tests.helpers.rollout.engines import largest_gap, make_engine, make_requests, settings_of
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 

@@ -1,6 +1,6 @@
 """Requests of a running engine end at their limits and end tokens."""
 
-from tests.helpers.engines import (
+from tests.helpers.rollout.engines import (
     COUNT,
     LIMIT,
     NEVER,

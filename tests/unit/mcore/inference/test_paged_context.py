@@ -6,9 +6,17 @@ import pytest
 import torch
 
 from megarl.mcore.kernels import native
-from tests.helpers.engines import NEVER, generate_standard, largest_gap, make_engine, make_requests, settings_of, texts
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.tiny_models import VOCAB, build
+from tests.helpers.models.tiny_models import VOCAB, build
+from tests.helpers.rollout.engines import (
+    NEVER,
+    generate_standard,
+    largest_gap,
+    make_engine,
+    make_requests,
+    settings_of,
+    texts,
+)
 from tests.helpers.worlds import run_world
 
 LATENT, KEY = 16, 8  # channels of the tiny model

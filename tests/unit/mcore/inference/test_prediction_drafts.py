@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.helpers.engines import NEVER, make_requests, settings_of
+from tests.helpers.models.tiny_models import VOCAB, build
+from tests.helpers.rollout.engines import NEVER, make_requests, settings_of
 from tests.helpers.tiers import long
-from tests.helpers.tiny_models import VOCAB, build
 from tests.helpers.worlds import run_world
 
 LIMIT = 23

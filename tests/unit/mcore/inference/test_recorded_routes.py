@@ -5,9 +5,9 @@ import functools
 import pytest
 import torch
 
-from tests.helpers.engines import NEVER, make_requests, settings_of
+from tests.helpers.models.tiny_models import VOCAB, build_stages, one_microbatch
+from tests.helpers.rollout.engines import NEVER, make_requests, settings_of
 from tests.helpers.tiers import by_default
-from tests.helpers.tiny_models import VOCAB, build_stages, one_microbatch
 from tests.helpers.worlds import run_world
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"

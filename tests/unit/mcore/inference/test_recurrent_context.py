@@ -5,10 +5,10 @@ import functools
 import pytest
 import torch
 
-from tests.helpers.engines import NEVER, largest_gap, make_engine, make_requests, settings_of, texts
 from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.models.tiny_models import VOCAB, build
+from tests.helpers.rollout.engines import NEVER, largest_gap, make_engine, make_requests, settings_of, texts
 from tests.helpers.tiers import by_default
-from tests.helpers.tiny_models import VOCAB, build
 from tests.helpers.worlds import run_world
 
 BLOCK = 16 * 2 * 2 * 16 * 4  # bytes of 16 tokens in one layer with keys and values

@@ -5,10 +5,10 @@ import functools
 import pytest
 import torch
 
-from tests.helpers.engine_turns import BLOCK, engine_of, make_episodes, play
-from tests.helpers.engines import NEVER, make_requests, settings_of
+from tests.helpers.models.tiny_models import build, build_stages
+from tests.helpers.rollout.engine_turns import BLOCK, engine_of, make_episodes, play
+from tests.helpers.rollout.engines import NEVER, make_requests, settings_of
 from tests.helpers.tiers import long
-from tests.helpers.tiny_models import build, build_stages
 from tests.helpers.worlds import run_world
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
@@ -132,7 +132,7 @@ def shared_prompts(rank, **settings):
     """(gap, counts, snapshots) of groups that are admitted in several steps, and the same with other weights."""
     from dataclasses import replace
 
-    from tests.helpers.engines import largest_gap
+    from tests.helpers.rollout.engines import largest_gap
 
     stages, _, place = build_stages("", "recurrent")
     engine, found = engine_of(stages[0], place, prefix_caching=True, max_requests=8, **settings), []

@@ -7,7 +7,7 @@ import torch
 
 from megarl.mcore.inference import step_graphs
 from megarl.mcore.inference.step_graphs import StepGraphs
-from tests.helpers.tiny_models import build
+from tests.helpers.models.tiny_models import build
 from tests.helpers.worlds import run_world
 
 

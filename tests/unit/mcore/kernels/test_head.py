@@ -12,7 +12,7 @@ from megarl.mcore.kernels.cuda.row_sampling import sample_rows
 from megarl.mcore.kernels.head import HeadOptions, row_chunks, softcap_
 from megarl.mcore.kernels.head_scores import head_scores
 from megarl.mcore.kernels.linear import exact_product
-from tests.helpers import interpreted_kernels
+from tests.helpers.models import interpreted_kernels
 from tests.helpers.worlds import run_world
 
 ROWS, HIDDEN, VOCAB, PADDED = 6, 32, 50, 64

@@ -17,7 +17,7 @@ from megarl.mcore.kernels.head_divergence import (
     head_divergence,
     heads_divergence,
 )
-from tests.helpers.output_heads import cut_chunks
+from tests.helpers.models.output_heads import cut_chunks
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 

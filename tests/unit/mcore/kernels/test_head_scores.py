@@ -18,7 +18,7 @@ from megarl.mcore.kernels.head import HeadOptions, row_chunks, softcap_
 from megarl.mcore.kernels.head_scores import GatheredPolicy, HeadScores, head_scores
 from megarl.mcore.kernels.linear import matmul
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.output_heads import PADDED, PER_TOKEN, H, T, V, cut_chunks, problem, use_row_kernels, weighted
+from tests.helpers.models.output_heads import PADDED, PER_TOKEN, H, T, V, cut_chunks, problem, use_row_kernels, weighted
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import SAFETY_SECONDS, run_world
 

@@ -152,7 +152,7 @@ def test_megatrons_layers_call_it():
 
 def held_in_blocks(rank: int) -> list[bool]:
     """For each linear's weight: whether only products inside the context use a prepacked copy, with the same bits."""
-    from tests.helpers.tiny_models import build
+    from tests.helpers.models.tiny_models import build
 
     model, _, _ = build()
     found = []

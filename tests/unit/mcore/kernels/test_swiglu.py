@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from megarl.mcore.kernels import native
 from megarl.mcore.kernels.swiglu import grouped_swiglu, stack_, stack_of, stacked_swiglu
-from tests.helpers.tiny_models import build
+from tests.helpers.models.tiny_models import build
 from tests.helpers.worlds import run_world
 
 

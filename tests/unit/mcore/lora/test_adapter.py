@@ -5,8 +5,8 @@ import functools
 import pytest
 import torch
 
-from tests.helpers.layouts import CP2, DENSE, EP2, MOE, ONE_GROUP, PP2, RECOMPUTE, SP, TP2, TP4, VP2
-from tests.helpers.lora_models import (
+from tests.helpers.models.layouts import CP2, DENSE, EP2, MOE, ONE_GROUP, PP2, RECOMPUTE, SP, TP2, TP4, VP2
+from tests.helpers.models.lora_models import (
     LORA,
     SCALE,
     draw_factors,
@@ -15,8 +15,8 @@ from tests.helpers.lora_models import (
     update_once,
     whole_gradients,
 )
+from tests.helpers.models.updates import whole_weights
 from tests.helpers.tiers import by_default
-from tests.helpers.updates import whole_weights
 from tests.helpers.worlds import run_world
 
 FSDP = "--use-torch-fsdp2"

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from megarl import probe
 from megarl.errors import UsageError
 from megarl.mcore.lora.peft_files import read_adapter
-from tests.helpers import hf_folders
-from tests.helpers.hf_layouts import logprobs, role_of
-from tests.helpers.lora_models import draw_factors, trained_state
+from tests.helpers.folders import hf_folders
+from tests.helpers.folders.hf_layouts import logprobs, role_of
+from tests.helpers.models.lora_models import draw_factors, trained_state
+from tests.helpers.models.updates import whole_weights
 from tests.helpers.tiers import by_default
-from tests.helpers.updates import whole_weights
 from tests.helpers.worlds import SAFETY, run_world
 
 # PEFT and transformers run in processes of their own: they start threads, and worlds are forked from this process.

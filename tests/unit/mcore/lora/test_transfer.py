@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tests.helpers.lora_models import draw_factors, trained_state
-from tests.helpers.reshard_pair import EP2, PP2, SP, TP2, TP4, Pair, roles
+from tests.helpers.models.lora_models import draw_factors, trained_state
+from tests.helpers.models.reshard_pair import EP2, PP2, SP, TP2, TP4, Pair, roles
+from tests.helpers.models.updates import whole_weights
 from tests.helpers.tiers import by_default
-from tests.helpers.updates import whole_weights
 from tests.helpers.worlds import run_world
 
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-router-score-function sigmoid"

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.checkpoints import save_state
+from tests.helpers.models.trainable_models import DISTRIBUTED, MOE, TP2, critic_model
+from tests.helpers.models.updates import batch_of, forward_of, split_microbatches
 from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
 from tests.helpers.tiers import long
-from tests.helpers.trainable_models import DISTRIBUTED, MOE, TP2, critic_model
-from tests.helpers.updates import batch_of, forward_of, split_microbatches
 from tests.helpers.worlds import run_world
 from tools.bench.offload import run_rounds
 

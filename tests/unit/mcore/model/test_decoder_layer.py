@@ -4,8 +4,16 @@ import pytest
 import torch
 
 from megarl.mcore.model.decoder_layer import Rotation
-from tests.helpers.engines import NEVER, generate_standard, largest_gap, make_engine, make_requests, settings_of, texts
 from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.rollout.engines import (
+    NEVER,
+    generate_standard,
+    largest_gap,
+    make_engine,
+    make_requests,
+    settings_of,
+    texts,
+)
 from tests.helpers.worlds import run_world
 
 LAYERS = [

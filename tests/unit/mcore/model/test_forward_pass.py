@@ -5,7 +5,7 @@ import torch
 
 from megarl.mcore.model.forward_pass import eval_mode
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.tiny_models import VOCAB, build, ragged_tokens
+from tests.helpers.models.tiny_models import VOCAB, build, ragged_tokens
 from tests.helpers.worlds import run_world
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.tiny_models import SHAPES, VOCAB, build, farthest, gather_parameters, ragged_tokens
+from tests.helpers.models.tiny_models import SHAPES, VOCAB, build, farthest, gather_parameters, ragged_tokens
 from tests.helpers.worlds import run_world
 
 LENGTHS = [5, 1, 9, 12, 2]

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.rollout_correction import LEVELS
+from tests.helpers.models.tiny_models import VOCAB, join_actor
 from tests.helpers.programs import CRITIC, RL, SHAPE, program
-from tests.helpers.tiny_models import VOCAB, join_actor
 from tests.helpers.worlds import run_world
 
 LENGTHS = [7, 2, 11, 1, 4, 9]

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tests.helpers.tiny_models import build, gather_parameters
+from tests.helpers.models.tiny_models import build, gather_parameters
 from tests.helpers.worlds import run_world
 
 
@@ -32,7 +32,7 @@ def test_data_parallel_replicas_start_with_the_same_weights():
 
 def test_weights_are_named_by_layer_and_drawn_as_the_config_says():
     def drawn(rank):
-        from tests.helpers.tiny_models import build
+        from tests.helpers.models.tiny_models import build
 
         found = {}
         for seed, flags in itertools.product((1, 2), ("", "--num-experts 4 --moe-router-topk 2")):

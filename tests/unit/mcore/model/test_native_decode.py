@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.mcore.kernels import native
-from tests.helpers.engines import NEVER, make_engine, make_requests, settings_of
+from tests.helpers.rollout.engines import NEVER, make_engine, make_requests, settings_of
 from tests.helpers.worlds import run_world
 
 

@@ -10,7 +10,7 @@ from megarl.mcore.model.pipeline_layout import (
     recurrent_layer_pattern,
     stage_layers,
 )
-from tests.helpers.tiny_models import parse_roles
+from tests.helpers.models.tiny_models import parse_roles
 
 EXPERTS = "--num-layers 4 --num-experts 4 --moe-router-topk 2"
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers.hf_damage import SINGLE
-from tests.helpers.hf_layouts import build
-from tests.helpers.hf_prediction import ROWS, STORED, of_case
+from tests.helpers.folders.hf_damage import SINGLE
+from tests.helpers.folders.hf_layouts import build
+from tests.helpers.folders.hf_prediction import ROWS, STORED, of_case
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.tiny_models import build
+from tests.helpers.models.tiny_models import build
 from tests.helpers.worlds import run_world
 
 MODELS = [("", shape) for shape in ("llama", "gpt2", "latent", "recurrent", "mamba")]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megarl.mcore.kernels import native
-from tests.helpers.tiny_models import VOCAB, build, ragged_tokens
+from tests.helpers.models.tiny_models import VOCAB, build, ragged_tokens
 from tests.helpers.worlds import run_world
 
 

@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.shared_groups import columns_between, columns_sent
+from tests.helpers.models.tiny_models import build
 from tests.helpers.tiers import by_default
-from tests.helpers.tiny_models import build
 from tests.helpers.worlds import run_world
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import hf_folders
-from tests.helpers.hf_layouts import FAMILIES, MOE, REWARD, SUPPORTED, build
+from tests.helpers.folders import hf_folders
+from tests.helpers.folders.hf_layouts import FAMILIES, MOE, REWARD, SUPPORTED, build
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 

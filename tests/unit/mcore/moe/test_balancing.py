@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.helpers.tiny_models import build
+from tests.helpers.models.tiny_models import build
 from tests.helpers.worlds import run_world
 
 EXPERTS, TOPK = 8, 3

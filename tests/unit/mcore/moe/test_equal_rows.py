@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from megarl.mcore.moe import equal_rows
-from tests.helpers.layouts import CP2, EP2, SP, TP2
+from tests.helpers.models.layouts import CP2, EP2, SP, TP2
+from tests.helpers.models.tiny_models import build
 from tests.helpers.tiers import long
-from tests.helpers.tiny_models import build
 from tests.helpers.worlds import run_world
 
 EP4 = "--expert-model-parallel-size 4"

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.mcore.kernels import native
-from tests.helpers.gradient_accumulation import accumulate
-from tests.helpers.lora_models import trainable
+from tests.helpers.models.gradient_accumulation import accumulate
+from tests.helpers.models.lora_models import trainable
+from tests.helpers.models.tiny_models import build, build_stages
 from tests.helpers.tiers import long
-from tests.helpers.tiny_models import build, build_stages
 from tests.helpers.worlds import run_world
 
 MOE = "--num-experts 8 --moe-ffn-hidden-size 32"

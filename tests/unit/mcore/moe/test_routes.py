@@ -6,7 +6,7 @@ import torch
 from megarl.batch import SharedPrefix
 from megarl.mcore.attention.packing import routed_tokens
 from megarl.mcore.moe.routes import NO_ROUTE, Routing
-from tests.helpers.tiny_models import build, join_actor, ragged_tokens
+from tests.helpers.models.tiny_models import build, join_actor, ragged_tokens
 from tests.helpers.worlds import run_world
 
 MOE = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.attention_inputs import packed_attention, random_heads
 from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.models.attention_inputs import packed_attention, random_heads
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.helpers.checkpoints import save_state
+from tests.helpers.models.tiny_models import VOCAB, farthest, join_actor, parse_roles, ragged_tokens, whole_tensor
 from tests.helpers.tiers import by_default, long
-from tests.helpers.tiny_models import VOCAB, farthest, join_actor, parse_roles, ragged_tokens, whole_tensor
 from tests.helpers.worlds import run_world
 
 LENGTHS = [7, 2, 11, 1, 4, 9, 3]

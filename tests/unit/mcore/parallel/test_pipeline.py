@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.helpers.gradient_accumulation import (
+from tests.helpers.models.gradient_accumulation import (
     forward_and_loss,
     microbatches_of,
     wrapped_model,

@@ -8,7 +8,16 @@ from torch.nn import functional
 from megarl.mcore.kernels import native
 from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs
 from megarl.mcore.recurrence.rule import apply_rule
-from tests.helpers.recurrent_inputs import DELTA, STREAMS, drawn, leaves, relative, rows_of_sequences, runs_of, stream
+from tests.helpers.models.recurrent_inputs import (
+    DELTA,
+    STREAMS,
+    drawn,
+    leaves,
+    relative,
+    rows_of_sequences,
+    runs_of,
+    stream,
+)
 
 pytestmark = pytest.mark.skipif(not native.is_built(), reason=native.absence())
 

@@ -19,7 +19,7 @@ from megarl.mcore.recurrence import fused_chunks
 from megarl.mcore.recurrence.delta_rule import EPSILON, HeadSizes, Inputs
 from megarl.mcore.recurrence.runs import CHUNK, NONE, Runs
 from megarl.mcore.recurrence.states import States
-from tests.helpers import interpreted_kernels
+from tests.helpers.models import interpreted_kernels
 
 # Numbers above the diagonal, which kernels leave out after they have computed them.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")

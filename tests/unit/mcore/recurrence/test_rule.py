@@ -8,7 +8,7 @@ from megarl.mcore.recurrence.delta_rule import HeadSizes
 from megarl.mcore.recurrence.rule import apply_rule
 from megarl.mcore.recurrence.runs import NONE
 from megarl.mcore.recurrence.state_space import SpaceSizes
-from tests.helpers.recurrent_inputs import DELTA, SPACE, drawn, empty_states, leaves, of_table, runs_of
+from tests.helpers.models.recurrent_inputs import DELTA, SPACE, drawn, empty_states, leaves, of_table, runs_of
 
 pytestmark = pytest.mark.skipif(not native.is_built(), reason=native.absence())
 SIZES = [

@@ -5,7 +5,7 @@ import torch
 
 from megarl.mcore.kernels import native
 from megarl.mcore.recurrence.runs import NONE, Runs
-from tests.helpers.recurrent_inputs import DELTA, drawn, empty_states, of_table, runs_of
+from tests.helpers.models.recurrent_inputs import DELTA, drawn, empty_states, of_table, runs_of
 
 
 def test_runs_of_a_stream():

@@ -9,7 +9,7 @@ from megarl.mcore.kernels import native
 from megarl.mcore.recurrence.rule import apply_rule
 from megarl.mcore.recurrence.runs import NONE, Runs
 from megarl.mcore.recurrence.state_space import SpaceInputs, SpaceSizes
-from tests.helpers.recurrent_inputs import (
+from tests.helpers.models.recurrent_inputs import (
     SPACE,
     STREAMS,
     TAPS,

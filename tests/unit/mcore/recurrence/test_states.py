@@ -6,7 +6,7 @@ import torch
 from megarl.mcore.kernels import native
 from megarl.mcore.recurrence.rule import apply_rule
 from megarl.mcore.recurrence.runs import NONE, Runs
-from tests.helpers.recurrent_inputs import DELTA, SPACE, TAPS, drawn, empty_states, of_table, relative
+from tests.helpers.models.recurrent_inputs import DELTA, SPACE, TAPS, drawn, empty_states, of_table, relative
 
 pytestmark = pytest.mark.skipif(not native.is_built(), reason=native.absence())
 

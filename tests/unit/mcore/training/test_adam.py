@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megarl.mcore.config.optimizer_flags import MAX_BETA_BF16
+from tests.helpers.models.trainable_models import DISTRIBUTED, MOE, critic_model
+from tests.helpers.models.updates import batch_of, forward_of, split_microbatches
 from tests.helpers.tiers import long
-from tests.helpers.trainable_models import DISTRIBUTED, MOE, critic_model
-from tests.helpers.updates import batch_of, forward_of, split_microbatches
 from tests.helpers.worlds import run_world
 
 SETTINGS = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6}

@@ -5,14 +5,13 @@ import functools
 import pytest
 import torch
 
-from tests.helpers.gradient_accumulation import (
+from tests.helpers.models.gradient_accumulation import (
     COUNT,
     accumulate,
     microbatches_of,
     wrapped_model,
 )
-from tests.helpers.tiers import by_default, long
-from tests.helpers.tiny_models import (
+from tests.helpers.models.tiny_models import (
     VOCAB,
     build,
     farthest,
@@ -20,6 +19,7 @@ from tests.helpers.tiny_models import (
     join_actor,
     whole_tensor,
 )
+from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import run_world
 
 SGD_LIKE = "--adam-eps 1 --lr 0.05 --clip-grad 0 --weight-decay 0.1"  # no division by tiny second moments

@@ -6,9 +6,9 @@ import fnmatch
 import pytest
 import torch
 
-from tests.helpers.gradient_accumulation import accumulate
+from tests.helpers.models.gradient_accumulation import accumulate
+from tests.helpers.models.tiny_models import build_stages, gather_parameters
 from tests.helpers.tiers import by_default
-from tests.helpers.tiny_models import build_stages, gather_parameters
 from tests.helpers.worlds import run_world
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"

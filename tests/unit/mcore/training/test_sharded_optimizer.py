@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.gradient_accumulation import accumulate, wrapped_model
+from tests.helpers.models.gradient_accumulation import accumulate, wrapped_model
+from tests.helpers.models.tiny_models import gather_parameters
 from tests.helpers.tiers import long
-from tests.helpers.tiny_models import gather_parameters
 from tests.helpers.worlds import run_world
 
 pytestmark = pytest.mark.skipif(

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.checkpoints import save_state
-from tests.helpers.layouts import CP2, DENSE, EP2, MOE, OLMO, ONE_GROUP, PP2, SP, TP2, TP4, VP2
-from tests.helpers.lora_models import stored_tensors
+from tests.helpers.models.layouts import CP2, DENSE, EP2, MOE, OLMO, ONE_GROUP, PP2, SP, TP2, TP4, VP2
+from tests.helpers.models.lora_models import stored_tensors
+from tests.helpers.models.tiny_models import VOCAB, join_actor, parse_roles
+from tests.helpers.models.updates import batch_of, clipped_loss, forward_of, split_microbatches, whole_weights
 from tests.helpers.tiers import long
-from tests.helpers.tiny_models import VOCAB, join_actor, parse_roles
-from tests.helpers.updates import batch_of, clipped_loss, forward_of, split_microbatches, whole_weights
 from tests.helpers.worlds import run_world
 
 

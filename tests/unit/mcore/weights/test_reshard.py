@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.reshard_pair import CP2, DEEP, EP2, PP2, SP, TP2, TP4, VP2, Pair, named, roles, tensors
+from tests.helpers.models.reshard_pair import CP2, DEEP, EP2, PP2, SP, TP2, TP4, VP2, Pair, named, roles, tensors
+from tests.helpers.models.tiny_models import VOCAB, gather_parameters
 from tests.helpers.tiers import by_default, long
-from tests.helpers.tiny_models import VOCAB, gather_parameters
 from tests.helpers.worlds import run_world
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-router-score-function sigmoid"

@@ -15,8 +15,8 @@ from megarl.data.turns import TurnTokens
 from megarl.errors import UsageError
 from megarl.rewards.judge.config import read_config
 from megarl.rewards.judge.prompts import JOINING, JudgePrompts
-from tests.helpers import chat_encoders, small_tokenizers
-from tests.helpers.judges import write
+from tests.helpers.envs.judges import write
+from tests.helpers.texts import chat_encoders, small_tokenizers
 
 CONFIG = """
 messages:

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.rewards.judge.config import JudgeConfig, read_config
 from megarl.rewards.judge.questions import JudgeQuestion, order_agreement, questions_of
-from tests.helpers.judges import write
+from tests.helpers.envs.judges import write
 
 PLACES = {"single": "{response}", "pair": "{first} {second}", "group": "{responses}"}
 

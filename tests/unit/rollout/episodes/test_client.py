@@ -9,7 +9,7 @@ from megarl.environments.protocol import Task
 from megarl.mcore.inference.generation import GenerationRequest
 from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.episode import EpisodeLimits
-from tests.helpers.odd_environments import HERE
+from tests.helpers.envs.odd_environments import HERE
 from tests.helpers.waiting import SAFETY_SECONDS
 
 PROMPT, TASK = Prompt(0, "a"), Task([])

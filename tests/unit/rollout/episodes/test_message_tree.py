@@ -9,7 +9,7 @@ from megarl.environments.turn_parsing import HERMES
 from megarl.mcore.inference.generation import GenerationRequest
 from megarl.rollout.episodes.episode import EpisodeLimits, TurnRequest, turn_key
 from megarl.rollout.episodes.message_tree import MessageTree
-from tests.helpers.chat_encoders import template_encoders
+from tests.helpers.texts.chat_encoders import template_encoders
 
 USER = {"role": "user", "content": "Hello world"}
 TOOL = {"type": "function", "function": {

@@ -9,7 +9,7 @@ from megarl.roles.scored import turns_of
 from megarl.rollout.episodes.episode import EnvironmentResult, Episode, EpisodeLimits
 from megarl.rollout.episodes.results import episodes_to_batch
 from megarl.rollout.replica_batch import forced_responses
-from tests.helpers.character_tokenizer import CharacterTokenizer
+from tests.helpers.texts.character_tokenizer import CharacterTokenizer
 
 
 class _Rule(NamedTuple):

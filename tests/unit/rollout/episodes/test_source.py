@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from tests.helpers.episodes import END, PROMPTS, answer, content, make_requests, run_episodes, run_rounds
+from tests.helpers.envs.episodes import END, PROMPTS, answer, content, make_requests, run_episodes, run_rounds
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world

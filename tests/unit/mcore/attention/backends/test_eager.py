@@ -8,7 +8,8 @@ import torch
 from megarl.mcore.attention.backends import eager
 from megarl.mcore.attention.packing import pack_sequences
 from megarl.mcore.kernels import native as kernels
-from tests.helpers.attention_inputs import (
+from tests.helpers.exactness import ROUNDING, sums_ignore_zeros
+from tests.helpers.models.attention_inputs import (
     PagedRequests,
     exact_attention,
     module_of,
@@ -17,9 +18,8 @@ from tests.helpers.attention_inputs import (
     random_heads,
     score_options,
 )
-from tests.helpers.exactness import ROUNDING, sums_ignore_zeros
+from tests.helpers.models.tiny_models import VOCAB, build
 from tests.helpers.tiers import by_default
-from tests.helpers.tiny_models import VOCAB, build
 from tests.helpers.worlds import run_world
 
 SINKS = torch.tensor([0.7, -1.5, 0.0, 2.0])

@@ -6,8 +6,8 @@ import torch
 from megarl.batch import SharedPrefix
 from megarl.mcore.attention.backends import invariant
 from megarl.mcore.attention.packing import pack_sequences
-from tests.helpers import interpreted_kernels
-from tests.helpers.attention_inputs import PagedRequests, exact_attention, random_heads
+from tests.helpers.models import interpreted_kernels
+from tests.helpers.models.attention_inputs import PagedRequests, exact_attention, random_heads
 from tests.helpers.tiers import long
 
 HEADS, GROUPS, BLOCK, SCALE = 4, 2, 16, 0.3

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megarl.mcore.attention.backends import sdpa
-from tests.helpers.attention_inputs import D, PagedRequests
+from tests.helpers.models.attention_inputs import D, PagedRequests
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 

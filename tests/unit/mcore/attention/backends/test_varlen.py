@@ -11,8 +11,8 @@ from megarl.mcore.attention import segments
 from megarl.mcore.attention.backends import varlen
 from megarl.mcore.attention.segments import TokenStream, segments_of_stream
 from megarl.mcore.parallel.context_parallel import chunks_of
-from tests.helpers import reference_kernels
-from tests.helpers.attention_inputs import PagedRequests
+from tests.helpers.models import reference_kernels
+from tests.helpers.models.attention_inputs import PagedRequests
 from tests.helpers.worlds import run_world
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megarl.mcore.kernels.cuda import expert_pairs
-from tests.helpers import reference_kernels
+from tests.helpers.models import reference_kernels
 from tests.helpers.tiers import long
 
 

@@ -11,7 +11,7 @@ from megarl.mcore.kernels import linear
 from megarl.mcore.kernels.cuda.fixed_tiles import ROWS, product
 from megarl.mcore.kernels.swiglu import grouped_swiglu
 from megarl.mcore.lora.adapted_linear import LowRankProduct
-from tests.helpers import interpreted_kernels
+from tests.helpers.models import interpreted_kernels
 
 INNER, OUTER = 72, 70  # fill no whole tile
 OPTIONS = (False, False, False, None)  # of Megatron's layers: no fusion, no collective, no group

@@ -9,8 +9,8 @@ from megarl.mcore.kernels import head_scores as kernel
 from megarl.mcore.kernels.cuda.head_rows import TILE, head_gradient, head_sums
 from megarl.mcore.kernels.head import HeadOptions
 from megarl.mcore.kernels.head_scores import head_scores
-from tests.helpers import reference_kernels
-from tests.helpers.output_heads import PADDED, PER_TOKEN, T, V, cut_chunks, problem, use_row_kernels, weighted
+from tests.helpers.models import reference_kernels
+from tests.helpers.models.output_heads import PADDED, PER_TOKEN, T, V, cut_chunks, problem, use_row_kernels, weighted
 from tests.helpers.worlds import run_world
 
 ROWS = 5

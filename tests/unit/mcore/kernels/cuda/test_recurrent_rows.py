@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megarl.mcore.kernels.cuda import recurrent_rows
 from megarl.mcore.recurrence.delta_rule import EPSILON
-from tests.helpers import reference_kernels
+from tests.helpers.models import reference_kernels
 
 STATES, NUMBERS = 6, (4, -1, 0, 5, -1)
 SIZES = [(2, 6, 24, 40, 4), (1, 2, 16, 128, 2), (4, 4, 128, 64, 3)]  # groups, heads, keys, values, taps

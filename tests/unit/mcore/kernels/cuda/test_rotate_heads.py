@@ -5,7 +5,7 @@ import torch
 
 from megarl.mcore.kernels.cuda.rotate_heads import rotate_and_store, rotate_heads
 from megarl.mcore.model.decoder_layer import Rotation
-from tests.helpers import reference_kernels
+from tests.helpers.models import reference_kernels
 
 
 def test_no_tokens():

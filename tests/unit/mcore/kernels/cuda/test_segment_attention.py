@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megarl.mcore.kernels.cuda.segment_attention import SPLIT_KEYS, packed_attention, paged_decode
-from tests.helpers import interpreted_kernels, reference_kernels
+from tests.helpers.models import interpreted_kernels, reference_kernels
 
 SHAPES = {  # (G, R, D, block), keys of each request
     "groups": ((2, 4, 32, 16), (5, 33, SPLIT_KEYS + 70)),

@@ -12,7 +12,7 @@ from megarl.mcore.model.pipeline_layout import layer_kinds
 from megarl.mcore.model.recurrent_mixer import GatedDeltaNet, Mamba2
 from megarl.mcore.moe.layer import Experts, MixtureLayer, SharedExperts
 from megarl.mcore.moe.router import Router
-from tests.helpers.tiny_models import parse_roles
+from tests.helpers.models.tiny_models import parse_roles
 
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-shared-expert-intermediate-size 32"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.mcore.weights.hf.families import families
-from tests.helpers.published_families import flags_of
+from tests.helpers.folders.published_families import flags_of
 
 
 def of_class(model_type: str):

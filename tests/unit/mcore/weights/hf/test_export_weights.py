@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import UsageError
-from tests.helpers import hf_folders
-from tests.helpers.hf_layouts import build
+from tests.helpers.folders import hf_folders
+from tests.helpers.folders.hf_layouts import build
 from tests.helpers.tiers import long
 from tests.helpers.worlds import RankFailed, run_world
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.helpers import hf_folders
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.hf_damage import (
+from tests.helpers.folders import hf_folders
+from tests.helpers.folders.hf_damage import (
     FIRST,
     INDEX,
     SINGLE,
@@ -21,7 +21,7 @@ from tests.helpers.hf_damage import (
     text_config,
     transposed_experts,
 )
-from tests.helpers.hf_layouts import (
+from tests.helpers.folders.hf_layouts import (
     DENSE,
     FAMILIES,
     GENERATED,
@@ -33,7 +33,7 @@ from tests.helpers.hf_layouts import (
     SUPPORTED,
     run_cases,
 )
-from tests.helpers.hf_prediction import add_module, with_prediction
+from tests.helpers.folders.hf_prediction import add_module, with_prediction
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import RankFailed, run_world
 

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.errors import UsageError
 from megarl.mcore.weights.hf.hf_model import read_model
-from tests.helpers.hf_folders import reference
+from tests.helpers.folders.hf_folders import reference
 
 
 def model_of(tmp_path, case: str = "qwen3", **entries):

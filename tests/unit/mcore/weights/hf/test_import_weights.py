@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.helpers import hf_folders, small_tokenizers
-from tests.helpers.hf_layouts import build
-from tests.helpers.hf_quantized import fp8
+from tests.helpers.folders import hf_folders
+from tests.helpers.folders.hf_layouts import build
+from tests.helpers.folders.hf_quantized import fp8
+from tests.helpers.texts import small_tokenizers
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 

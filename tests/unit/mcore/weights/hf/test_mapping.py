@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.helpers import hf_folders
-from tests.helpers.hf_layouts import build, logprobs
+from tests.helpers.folders import hf_folders
+from tests.helpers.folders.hf_layouts import build, logprobs
 from tests.helpers.worlds import run_world
 
 pytestmark = pytest.mark.nightly

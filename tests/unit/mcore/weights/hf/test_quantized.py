@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.mcore.weights.hf.folder import FolderReader, HFFolder, slices_of
-from tests.helpers import hf_folders
-from tests.helpers.hf_damage import CONFIG, SINGLE, in_order, transposed_experts
-from tests.helpers.hf_layouts import build, logprobs
-from tests.helpers.hf_prediction import with_prediction
-from tests.helpers.hf_quantized import (
+from tests.helpers.folders import hf_folders
+from tests.helpers.folders.hf_damage import CONFIG, SINGLE, in_order, transposed_experts
+from tests.helpers.folders.hf_layouts import build, logprobs
+from tests.helpers.folders.hf_prediction import with_prediction
+from tests.helpers.folders.hf_quantized import (
     FP8_OF_LIBRARIES,
     MXFP4_CONFIG,
     fp8,

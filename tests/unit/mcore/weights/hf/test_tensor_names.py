@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 
 from megarl.mcore.weights.hf.family import NO_PREDICTION, PREDICTION_LAYERS, PREDICTION_MODULE
 from megarl.mcore.weights.hf.tensor_names import PredictionTensors
-from tests.helpers import hf_folders
-from tests.helpers.hf_damage import CONFIG, SINGLE, in_order, tensors
-from tests.helpers.hf_layouts import build
-from tests.helpers.hf_prediction import EMBEDDING, HEAD, prediction_tensors, with_prediction
+from tests.helpers.folders import hf_folders
+from tests.helpers.folders.hf_damage import CONFIG, SINGLE, in_order, tensors
+from tests.helpers.folders.hf_layouts import build
+from tests.helpers.folders.hf_prediction import EMBEDDING, HEAD, prediction_tensors, with_prediction
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 

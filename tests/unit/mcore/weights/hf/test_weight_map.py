@@ -3,8 +3,8 @@
 import pytest
 
 from megarl.mcore.weights.hf.weight_map import WeightMap
-from tests.helpers.hf_folders import reference, write_folder
-from tests.helpers.hf_layouts import FAMILIES, REWARD, role_of
+from tests.helpers.folders.hf_folders import reference, write_folder
+from tests.helpers.folders.hf_layouts import FAMILIES, REWARD, role_of
 from tests.helpers.tiers import by_default
 
 CHOSEN = ("llama3", "gpt_oss", "deepseek_v3_yarn", "qwen3_next", "nemotron_h_latent", "phi4", "llama_reward")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.helpers.deepseek_configs import DEEPSEEK_V3, DEEPSEEK_YARN
-from tests.helpers.published_families import Published, check
+from tests.helpers.folders.deepseek_configs import DEEPSEEK_V3, DEEPSEEK_YARN
+from tests.helpers.folders.published_families import Published, check
 
 MODELS = {
     "DeepSeek-V3": Published(DEEPSEEK_V3, {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.published_families import Published, check
+from tests.helpers.folders.published_families import Published, check
 
 MODELS = {
     "GLM-4.5-Air": Published({

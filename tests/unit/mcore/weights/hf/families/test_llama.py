@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.helpers.published_families import Published, check
+from tests.helpers.folders.published_families import Published, check
 
 LLAMA_3 = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
            "rope_type": "llama3"}  # fmt: skip

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.published_families import Published, check
+from tests.helpers.folders.published_families import Published, check
 
 MODELS = {
     "Mixtral-8x7B": Published({

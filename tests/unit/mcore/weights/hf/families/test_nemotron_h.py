@@ -1,6 +1,6 @@
 """Nemotron-H: a configuration as published, and flags of the paper."""
 
-from tests.helpers.published_families import Published, check
+from tests.helpers.folders.published_families import Published, check
 
 PATTERN = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 NEMOTRON_H_8B = Published(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.helpers.hf_quantized import MXFP4_CONFIG
-from tests.helpers.published_families import Published, check
+from tests.helpers.folders.hf_quantized import MXFP4_CONFIG
+from tests.helpers.folders.published_families import Published, check
 
 MODELS = {
     "gpt-oss-20b": Published({

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.published_families import Published, check
+from tests.helpers.folders.published_families import Published, check
 
 MODELS = {
     "gemma-2-2b": Published({

@@ -1,0 +1,1 @@
+"""Environments, agents and judges of small runs, and odd ones."""

@@ -1,0 +1,1 @@
+"""Folders and files of other projects: Hugging Face models, damaged and hostile ones."""

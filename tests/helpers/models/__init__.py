@@ -1,0 +1,1 @@
+"""Small models on one rank or several, their inputs, updates and kernels."""

@@ -1,0 +1,198 @@
+"""`python -m tests.helpers.models.compiled_kernels sizes|orders|fused`: kernels compiled for an H100 without one, JSON.
+
+sizes: bytes of code and of shared memory of each. orders: in which order kernels of rollout and training add.
+fused: products and sums of 16 bits without a rounding between them, or of 32 where a kernel forbids it.
+"""
+
+import json
+import re
+import sys
+
+import triton
+from megatron.core.transformer.custom_layers.batch_invariant_kernels import matmul_kernel_persistent
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megarl.mcore.kernels.cuda import (
+    expert_pairs,
+    fixed_tiles,
+    head_rows,
+    recurrent_rows,
+    rotate_heads,
+    row_norm,
+    row_sampling,
+    segment_attention,
+    swiglu_rows,
+)
+
+TENSORS = {
+    "query": "*bf16",
+    "key": "*bf16",
+    "value": "*bf16",
+    "table": "*i32",
+    "segments": "*i32",
+    "out": "*bf16",
+    "log_sums": "*fp32",
+}
+PARTS = {"sums": "*fp32", "maxima": "*fp32", "parts": "*fp32"}
+STRIDES = ("query_row", "query_head", "key_row", "key_group", "value_row", "value_group", "total")
+READS = TENSORS | PARTS | dict.fromkeys(STRIDES, "i32") | {"scale": "fp32", "window": "i32"}
+SIZES = dict(HEADS=2, HEAD_TILE=2, QUERIES=8, CHANNELS=128, CHANNEL_TILE=128, TILE=64)
+PAGES = {64: dict(PAGE=64, TABLE_ROW=40), 1: dict(PAGE=1, TABLE_ROW=0)}  # of a cache in decode; rows of tokens
+ROW = {
+    "logits": "*bf16",
+    "numbers": "*fp64",
+    "temperatures": "*fp32",
+    "greedy": "*i32",
+    "tokens": "*i64",
+    "logprobs": "*fp32",
+    "row_stride": "i64",
+    "temperature": "fp32",
+    "columns": "i32",
+}
+NORM = dict.fromkeys(("x", "out"), "*bf16") | dict.fromkeys(("weight", "bias", "means", "scales"), "*fp32")
+NORM |= {"columns": "i32", "epsilon": "fp32"}
+FP32 = dict.fromkeys(("x", "weight", "bias", "out"), "*fp32")
+FP32 |= dict.fromkeys(("rows", "columns", "inner", "x_row", "weight_row"), "i32")
+PRODUCT = dict.fromkeys(("a_ptr", "b_ptr", "c_ptr", "bias_ptr"), "*bf16") | dict.fromkeys(
+    ("M", "N", "K", "stride_am", "stride_ak", "stride_bk", "stride_bn", "stride_cm", "stride_cn"), "i32"
+)
+PLACES = dict.fromkeys(("heads", "cosines", "sines", "cache"), "*bf16") | {"slots": "*i64"}
+PLACES |= {"token_stride": "i64", "group_stride": "i64"}
+HEADS = dict(QUERIES=4, HEAD_TILE=8, CHANNELS=128, CHANNEL_TILE=128)
+LARGE = dict(A_LARGE=False, B_LARGE=False, C_LARGE=False)
+cases = [
+    (
+        segment_attention._attend_part,
+        READS,
+        SIZES | PAGES[page] | dict(SPLIT=512 if splits > 1 else 2**30, SPLITS=splits) | dict(HAS_WINDOW=flag),
+    )
+    for page, splits, flag in ((64, 4, False), (1, 1, False), (64, 1, True))
+]
+JOIN = dict(CHANNELS=128, CHANNEL_TILE=128, SPLIT=512, SPLITS=4)
+cases += [(segment_attention._join_parts, PARTS | {"out": "*bf16", "lengths": "*i32"}, JOIN)]
+cases += [
+    (kernel, ROW, dict(TILE=row_sampling.TILE)) for kernel in (row_sampling._sample_row, row_sampling._logprob_row)
+]
+cases += [(row_norm._norm_row, NORM, dict(TILE=2048, HAS_MEAN=flag, HAS_BIAS=flag)) for flag in (False, True)]
+cases += [(rotate_heads._rotate_and_store, PLACES, HEADS | dict(ROTATED=rotated)) for rotated in (0, 64, 128)]
+TURNED = dict.fromkeys(("query", "key", "query_out", "key_out", "cosines", "sines"), "*bf16")
+TURNED |= dict.fromkeys(("query_heads", "key_heads", "query_token", "query_head", "key_token", "key_head"), "i32")
+cases += [
+    (
+        rotate_heads._rotate_heads,
+        {name: kind.replace("bf16", dtype) for name, kind in TURNED.items()},
+        dict(HEAD_TILE=rotate_heads.HEAD_TILE, CHANNELS=128, CHANNEL_TILE=128, ROTATED=64, IS_BACKWARD=flag),
+    )
+    for dtype, flag in (("bf16", False), ("bf16", True), ("fp32", True))
+]
+HALVES = dict.fromkeys(("x", "out", "grad", "grad_x"), "*bf16") | {"columns": "i32"}
+cases += [
+    (kernel, HALVES, dict(TILE=swiglu_rows.TILE)) for kernel in (swiglu_rows._swiglu, swiglu_rows._swiglu_backward)
+]
+OPTIONS = {
+    matmul_kernel_persistent: {"num_warps": 8, "num_stages": 3},
+    rotate_heads._rotate_and_store: rotate_heads.OPTIONS,
+    rotate_heads._rotate_heads: rotate_heads.OPTIONS,
+}
+HEAD_ROWS = dict.fromkeys(("logits", "temperatures", "sums", "statistics", "grads"), "*fp32")
+HEAD_ROWS |= {"targets": "*i64", "out": "*bf16", "row_stride": "i64", "out_stride": "i64", "temperature": "fp32"}
+HEAD_ROWS |= dict.fromkeys(("count", "columns", "rows"), "i32")
+cases += [
+    (kernel, HEAD_ROWS, dict(TILE=head_rows.TILE, HAS_TEMPERATURES=flag))
+    for kernel, flag in ((head_rows._sum_row, False), (head_rows._grad_row, True))
+]
+OPTIONS |= {kernel: {"num_warps": head_rows.WARPS} for kernel in (head_rows._sum_row, head_rows._grad_row)}
+PAIRS = dict.fromkeys(("routing_map",), "*i1") | dict.fromkeys(("counts", "gates", "tokens", "places", "order"), "*i64")
+PAIRS |= dict.fromkeys(("count", "experts", "each", "columns"), "i32") | dict.fromkeys(("values", "out"), "*bf16")
+cases += [
+    (expert_pairs._pairs_of_expert, PAIRS, dict(EXPERT_TILE=128, TOKEN_TILE=expert_pairs.TOKEN_TILE)),
+    (expert_pairs._pairs_of_token, PAIRS, dict(EXPERT_TILE=128)),
+    (expert_pairs._sum_of_token, PAIRS, dict(TILE=expert_pairs.CHANNEL_TILE)),
+]
+TOKENS = dict.fromkeys(("x", "weight", "bias", "inputs", "out", "mixed", "a", "b", "steps"), "*fp32")
+TOKENS |= dict.fromkeys(("decay_logs", "biases", "skips", "memories"), "*fp32") | {"numbers": "*i32"}
+TOKENS |= dict.fromkeys(("row_stride", "gate_stride", "step_stride", "channels", "groups", "heads"), "i32")
+TOKENS |= dict.fromkeys(("scale", "epsilon", "min_step"), "fp32")
+CONVOLVED = dict(TAPS=4, HAS_BIAS=True, TILE=recurrent_rows.CHANNEL_TILE)
+cases += [(recurrent_rows._convolve_row, TOKENS, CONVOLVED)]
+cases += [
+    (kernel, TOKENS, recurrent_rows._tiles(128, 128))
+    for kernel in (recurrent_rows._delta_row, recurrent_rows._space_row)
+]
+TILES = dict(ROWS=fixed_tiles.ROWS, COLUMNS=fixed_tiles.COLUMNS, INNER=fixed_tiles.INNER)
+cases += [(fixed_tiles._product_tile, FP32, TILES | dict(HAS_BIAS=True))]
+cases += [
+    (
+        matmul_kernel_persistent,
+        PRODUCT,
+        LARGE | dict(BLOCK_SIZE_M=128, BLOCK_SIZE_N=128, BLOCK_SIZE_K=64, GROUP_SIZE_M=8, NUM_SMS=132, HAS_BIAS=True),
+    )
+]
+
+
+def compiled(function, signature, constants, aligned=()):
+    """`aligned`: arguments that Triton knows to be multiples of 16, as those of a real launch."""
+    names = function.arg_names
+    types = {name: kind for name, kind in signature.items() if name in names} | dict.fromkeys(constants, "constexpr")
+    known = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name in types}
+    options = OPTIONS.get(function, {})
+    source = ASTSource(function, types, constants, known)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def orders(kernel):
+    """The type and layout of each product, and of each sum or maximum of fp32 numbers over threads, as in the code."""
+    text = kernel.asm["ttgir"]
+    layouts, found, lines = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE)), [], text.split("\n")
+    for number, line in enumerate(lines):
+        if re.search(r'"tt.reduce"|tt.dot |warp_group_dot ', line):
+            types = next(row for row in lines[number:] if "->" in row).split("->")[0]
+            operand = re.findall(r"tensor<[^<>]*(?:<[^<>]*(?:<[^<>]*>)?[^<>]*>)?[^<>]*>", types)[0]
+            found += [re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), operand)] * ("xi32" not in operand)
+    return found
+
+
+def sizes() -> list:
+    """[bytes of code, bytes of shared memory] of each kernel."""
+    kernels = [compiled(*case) for case in cases]
+    return [[len(kernel.asm["cubin"]), kernel.metadata.shared] for kernel in kernels]
+
+
+def sums() -> list:
+    """`orders` of attention by pages of a cache and by rows, and of sampled and known tokens, aligned or not."""
+    whole = [name for name, kind in READS.items() if kind != "fp32" and name != "segments"]
+    attention = [
+        orders(
+            compiled(
+                segment_attention._attend_part,
+                READS,
+                SIZES | PAGES[page] | dict(SPLIT=2**30, SPLITS=1) | dict(HAS_WINDOW=False),
+                aligned,
+            )
+        )
+        for page in PAGES
+        for aligned in (whole, [])
+    ]
+    rows = [
+        [
+            orders(compiled(function, ROW, dict(TILE=row_sampling.TILE), aligned))
+            for function in (row_sampling._sample_row, row_sampling._logprob_row)
+        ]
+        for aligned in (["logits", "row_stride"], [])
+    ]
+    return [attention, rows]
+
+
+def fused() -> list:
+    """[kernel, instructions that multiply and add with one rounding] of each kernel: of numbers of 16 bits, and of 32
+    where a kernel forbids it."""
+    return [[case[0].__name__, re.findall(_fused(case[0]), compiled(*case).asm["ptx"])] for case in cases]
+
+
+def _fused(kernel) -> str:
+    return r"\bfma\.rn\.b?f16\S*" if OPTIONS.get(kernel, {}).get("enable_fp_fusion", True) else r"\bfma\.\S*"
+
+
+if __name__ == "__main__":
+    print(json.dumps({"sizes": sizes, "orders": sums, "fused": fused}[sys.argv[1]]()))

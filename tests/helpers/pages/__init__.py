@@ -1,0 +1,1 @@
+"""What pages, flags and sources say: commands, snippets, cases for flags."""

@@ -1,0 +1,1 @@
+"""The rollout's engine: small ones, what they were asked, recorded and replayed runs."""

@@ -1,0 +1,1 @@
+"""Servers, their clients and their links."""

@@ -1,0 +1,1 @@
+"""Small tokenizers, templates and conversations."""
