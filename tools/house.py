@@ -16,21 +16,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = 60  # lines
-WIDE = 8  # parameters that a function may have, without self and cls
+WIDE = 8  # parameters that a function may have, without self and cls; Triton's kernels get no records
 LONG = 48  # words of a sentence that tires
 
 # What the tree may have at most.
 LIMITS = {
-    "files": 603,
-    "files below 60 lines": 143,
-    "classes": 770,
-    "fmt: skip": 422,
-    "star-passed local tuples": 277,
-    "functions with 9 and more parameters": 30,
-    "file names that occur twice": 32,
-    "modules of 60 lines and more without a test of their name": 253,
-    "pages": 50,
-    "sentences of 48 words and more": 14,
+    "files": 523,
+    "files below 60 lines": 82,
+    "classes": 752,
+    "fmt: skip": 274,
+    "star-passed local tuples": 173,
+    "functions with 9 and more parameters": 1,
+    "file names that occur twice": 11,
+    "modules of 60 lines and more without a test of their name": 99,
+    "pages": 34,
+    "sentences of 48 words and more": 0,
 }
 
 
@@ -60,9 +60,14 @@ def _of_syntax(files: list[Path]) -> Counter:
             elif isinstance(node, ast.Call):  # a local name with a star: the reader has to look for what is in it
                 stars = (each for each in node.args if isinstance(each, ast.Starred))
                 found["star-passed local tuples"] += sum(isinstance(each.value, ast.Name) for each in stars)
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_kernel(node):
                 found["functions with 9 and more parameters"] += _parameters(node) > WIDE
     return found
+
+
+def _is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function is compiled by Triton."""
+    return any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
 
 
 def _repeated_names() -> int:
