@@ -157,6 +157,9 @@ READ_AS = {  # flags whose files another flag's reader reads
 ELSEWHERE = {
     "replay-schedule": "tests/unit/rollout/test_schedule.py",
     "rollout-bank": "tests/unit/rollout/test_response_log.py",
+    **dict.fromkeys(
+        ("reward", "advantage", "policy-loss", "environment", "tool-call-parser"), "tests/unit/test_plugins.py"
+    ),
 }
 NOT_READ = {"save", "tracker-folder", "hf-mtp", "host", "served-model-name", "tracker-run"}
 NAMES_A_FILE = re.compile(r"\b(?:files?|folders?|adapter)\b", re.IGNORECASE)
@@ -254,7 +257,7 @@ PREFERENCES = (
 NO_FILE_OF_A_TOOL = {
     "chaos --out", "chaos --steps", "chaos --judge", "chaos flags", "curves --out", "curves --recipes",
     "curves --steps", "curves --variants", "curves --ranks", "curves --metrics", "curves --jobs", "curves --min-gain",
-    "curves --config",
+    "curves --config", "tests_of file",
     "curves --warm-start", "curves --runs", "gpu_check --out", "make_agent_prompts --out", "make_preferences --out",
     "make_products --out", "make_prompts --out", "record_runs --work", "record_runs --out", "record_runs --compare",
     "record_runs --runs", "record_runs --extra", "planted_faults --rooms-only", "report --out", "smollm2_folder output",

@@ -135,7 +135,7 @@ def test_the_tokens_of_an_answer_have_the_same_log_probs_when_they_are_sent_back
     assert local.logprobs == echoed.token_logprobs[:-1]
 
 
-EPISODES = "--environment tests.helpers.{} --max-turns 3 --max-turn-length 4 --max-response-length 18"
+EPISODES = "--environment tests.helpers.envs.{} --max-turns 3 --max-turn-length 4 --max-response-length 18"
 EVALUATED = {  # flags of an evaluation that asks a server
     "one turn": "--top-k 5", "stop strings": '--stop ["7","1+"] --stop-token-ids 6',
     "an environment": EPISODES.format("sum_environments:Sums"), "an agent": EPISODES.format("agents:late_sums"),

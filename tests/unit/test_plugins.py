@@ -104,6 +104,15 @@ def test_a_file_is_imported_once_and_finds_its_neighbours(plug_ins):
     sys.path.remove(str(folder))
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"\0", b"def f(:", b"f = 1 / 0", b"raise SystemExit", None])
+def test_a_file_that_is_no_program_is_said_in_one_line(content, tmp_path):
+    path = tmp_path / "code.py"
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        plugins.load("--flag", f"{path}:f", BUILT_IN)
+    assert str(caught.value).startswith(f"--flag {path}:f: cannot import {path}: ") and "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name, is_one", [
     ("a.b:c", True), ("a:b", True), ("x/y-z.py:c", True), ("c:/x.py:c", True), ("a:", False), (":b", False),
     ("a.py", False), ("a b:c", False), (".py:c", False), ("a:b.c", False),

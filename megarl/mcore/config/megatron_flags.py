@@ -121,7 +121,7 @@ def parse_tokens(role: str, argv: list[str]) -> argparse.Namespace:
 
 def _switch_with_value(argv: list[str]) -> str | None:
     """What is wrong with the first word that follows a switch; None if no word does."""
-    actions = _parser()._option_string_actions
+    actions = {option: action for action in _parser()._actions for option in action.option_strings}
     for option, word in itertools.pairwise(argv):
         if option in actions and actions[option].nargs == 0 and not word.startswith("--"):
             return f"{option} {word}: is a switch, which has no value: give it alone, or leave it out"
