@@ -44,6 +44,12 @@ class SamplingStatistics:
     cut: int = 0  # of these, with thoughts that their budget has ended
 
 
+def groups_of_round(wanted: int, over_sampling: float) -> int:
+    """How many groups a round generates for those that its batch lacks: rounded up, but not for an error of the
+    product."""
+    return math.ceil(round(wanted * over_sampling, 6))
+
+
 class GroupCollector:
     """Fills the group buffer of each step, on every rank of the rollout: they draw the same prompts and keep the same
     groups."""
@@ -151,7 +157,7 @@ class GroupCollector:
 
     def _requests_of_round(self, step: int, wanted: int, draws: Counter) -> list[PromptRequest]:
         """Carried groups first, then new prompts, unless enough of the carried groups are finished already."""
-        count = math.ceil(round(wanted * self.settings.over_sampling, 6))
+        count = groups_of_round(wanted, self.settings.over_sampling)
         carried = self.partial_rollouts.pop_oldest(count)
         carried = [request._replace(limit=self._response_limit(request.line)) for request in carried]
         finished = sum(not any(remaining_tokens([request])) for request in carried)

@@ -92,12 +92,12 @@ class RoundScorer:
             scored = Scored.of_rows(groups.padded(rows))  # zeros do not count
             valid = scored.counts
             if self._field is not None:
-                keep = _differ(getattr(scored, self._field).double(), valid)
+                keep = differ(getattr(scored, self._field).double(), valid)
             elif self._range is not None:
-                means = _means(scored.reward, valid)
-                keep = (means > self._range[0]) & (means < self._range[1])
+                means = means_of(scored.reward, valid)
+                keep = between(means, self._range)
             responses, reward_sum = int(valid.sum()), float(scored.reward.sum())
-            shares = _means(scored.correct.double(), valid)
+            shares = means_of(scored.correct.double(), valid)
         if found.kept is not None:
             keep = torch.tensor(found.kept, dtype=torch.bool)
         if self._scores_all:
@@ -140,12 +140,17 @@ class RoundScorer:
         return [row | {"sequence": row["sequence"] + self._responses, "kept": kept[row["sequence"]]} for row in rows]
 
 
-def _means(values: Tensor, valid: Tensor) -> Tensor:
+def means_of(values: Tensor, valid: Tensor) -> Tensor:
     """[G] float64: means of those of the values [G, n] that are `valid` [G, n] bool; NaN of none."""
     return (values.masked_fill(~valid, 0.0).sum(-1) / valid.sum(-1)).cpu()
 
 
-def _differ(values: Tensor, valid: Tensor) -> Tensor:
+def between(means: Tensor, bounds: tuple[float, ...]) -> Tensor:
+    """[G] bool: whether means [G] are above the first bound and below the second; False for NaN."""
+    return (means > bounds[0]) & (means < bounds[1])
+
+
+def differ(values: Tensor, valid: Tensor) -> Tensor:
     """[G] bool: whether those of the values [G, n] that are `valid` [G, n] bool differ within a group."""
     highest = values.masked_fill(~valid, -torch.inf).amax(-1)
     return (highest > values.masked_fill(~valid, torch.inf).amin(-1)).cpu()

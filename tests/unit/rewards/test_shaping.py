@@ -58,6 +58,13 @@ def test_a_verifier_of_weight_0_decides_which_cosine_a_response_gets():
     assert shaped("0*exact-match+2*cosine", responses, {"exact-match": [1.0, 0.0, 0.0]}) == [1.5, -1.5, -4.0]
 
 
+def test_the_cosine_judges_nothing_that_its_verifier_leaves_out():
+    others = {"exact-match": [Score(1.0, True), Score(0.0, False, abstains=True)]}
+    terms = parse("exact-match+cosine")
+    found = ShapingTerms(terms, VALUES, n=2).scores([Shaped(0.5, True)] * 2, others, groups=[[0, 1]])["cosine"]
+    assert [score.abstains for score in found] == [False, True] and found[1].reward == 0.0
+
+
 def test_a_truncated_response_keeps_a_share_of_its_reward():
     responses = [Shaped(1.0, False), Shaped(0.5, True), Shaped(1.0, False, [4, 4])]
     found = shaped("2*model+0.5*repetition+0.75*truncated", responses, {"model": [1.0, 1.0, -1.0]})
