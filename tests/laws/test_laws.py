@@ -25,7 +25,7 @@ from tests.helpers.programs import (
     timeless,
     train,
 )
-from tests.helpers.rollout.engine_records import generated
+from tests.helpers.rollout.engine_records import generated_rows
 from tests.helpers.rollout.replays import played
 from tests.helpers.tiers import by_default
 from tests.laws import files
@@ -174,7 +174,7 @@ def test_no_layout_changes_a_run(name, ranks, flags, tmp_path):
     if feature.tolerance == 0:
         assert state_of(found, feature.steps) == state_of(expected, feature.steps)
     elif feature.program == "rl" and "-parallel" not in flags:  # whose sums are others, and so the log-probs
-        assert generated(found) == generated(expected)
+        assert generated_rows(found) == generated_rows(expected)
 
 
 # -- kills -----------------------------------------------------------------------------------------------------------

@@ -42,15 +42,21 @@ def saved_fields(run: Path, step: int = 1, kind: str = "responses") -> list[dict
 
 
 def generated(run: Path, step: int = 1) -> dict[int, list[list]]:
-    """Sequence id -> `FIELDS` of a step's rollout, as `--save-rollouts` keeps it; the last two only of episodes."""
-    rows = {}
+    """Sequence id -> `FIELDS` of a step's rollout of one round, as `--save-rollouts` keeps it; the last two only of
+    episodes."""
+    return dict(generated_rows(run, step))
+
+
+def generated_rows(run: Path, step: int = 1) -> list[tuple[int, list[list]]]:
+    """(sequence id in its round, `FIELDS`) of all rounds of a step, in ascending order."""
+    rows = []
     for batch in saved_fields(run, step):
         columns = [batch[name].split(batch["lengths"].tolist()) for name in FIELDS if name in batch]
-        rows |= {
-            number: [column.tolist() for column in of_sequence]
+        rows += [
+            (number, [column.tolist() for column in of_sequence])
             for number, *of_sequence in zip(batch["sequence_ids"].tolist(), *columns, strict=True)
-        }
-    return rows
+        ]
+    return sorted(rows)
 
 
 def turns_in_rows(tokens, logprobs, mask, _, starts) -> list[tuple[list, list]]:
