@@ -88,7 +88,7 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 def has_remote(text: str) -> bool:
     """Whether a valid text of `parse_names` names a tracker other than TensorBoard."""
-    return not {TENSORBOARD}.issuperset(parse_names(text))
+    return any(name != TENSORBOARD for name in parse_names(text))
 
 
 def check_installed(text: str) -> None:

@@ -121,7 +121,7 @@ class RolloutBank:
         """Appends a response, unless a round has stopped it early. Not a collective."""
         if not self.role_groups.is_leader or self._is_full:
             return
-        if not completion.finished and len(completion.tokens) < request.max_new_tokens:
+        if not _is_whole(request, completion):
             return
         try:
             if self._file is None:
@@ -195,13 +195,18 @@ class RolloutBank:
         tokens, routes = completion.tokens, completion.routes
         if not 1 <= len(tokens) <= request.max_new_tokens or not all(0 <= t < self.vocab_size for t in tokens):
             return False
-        if not completion.finished and len(tokens) < request.max_new_tokens:
+        if not _is_whole(request, completion):
             return False
         if not all(map(math.isfinite, completion.logprobs)):
             return False
         if self._routes is None or routes is None:
             return self._routes is None and routes is None
         return routes.shape == (len(request.prompt) + len(tokens), *self._routes.shape[1:])
+
+
+def _is_whole(request: GenerationRequest, completion: Completion) -> bool:
+    """Whether a response has come to its end, and no round has stopped it."""
+    return completion.finished or len(completion.tokens) >= request.max_new_tokens
 
 
 class BankedRequests:

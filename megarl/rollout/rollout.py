@@ -308,16 +308,20 @@ class Rollout:
     def _run_scheduled(self, round_: _Round, weights: ScheduledRounds) -> dict[int, Completion]:
         """As `_run_engine`, with weights that may change meanwhile."""
         requests = round_.requests
-        mine = [i for i in self._assigned_here(requests) if requests.is_open(i)]
+        mine = self._open_here(requests)
         source_of = functools.partial(self._source, requests)
         return weights.generate(
             requests, mine, round_.wanted, source_of, self._stream(round_), round_.routes, round_.sender
         )
 
+    def _open_here(self, requests: RoundRequests) -> list[int]:
+        """The ids that are assigned to this replica, and that need tokens."""
+        return [i for i in self._assigned_here(requests) if requests.is_open(i)]
+
     def _source(self, requests: RoundRequests, whole_groups: bool) -> tuple[RequestSource, SharedRequestQueue | None]:
         """What the engine takes its requests from, and the same if the replicas share it."""
         if self.is_static:
-            mine = [i for i in self._assigned_here(requests) if requests.is_open(i)]
+            mine = self._open_here(requests)
             return RequestList(zip(mine, requests.build(mine), strict=True)), None
         # A prompt's samples stay together to share its KV cache or turns, or for the early stop, which counts groups.
         stay_together = self.settings.rollout_prefix_caching or self.settings.branch_turns > 0 or whole_groups

@@ -44,7 +44,9 @@ def saved_fields(run: Path, step: int = 1, kind: str = "responses") -> list[dict
 def generated(run: Path, step: int = 1) -> dict[int, list[list]]:
     """Sequence id -> `FIELDS` of a step's rollout of one round, as `--save-rollouts` keeps it; the last two only of
     episodes."""
-    return dict(generated_rows(run, step))
+    rows = generated_rows(run, step)
+    assert len(rows) == len(dict(rows)), "several rounds: their sequences have the same ids"
+    return dict(rows)
 
 
 def generated_rows(run: Path, step: int = 1) -> list[tuple[int, list[list]]]:
