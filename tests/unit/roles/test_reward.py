@@ -133,5 +133,5 @@ def test_a_replica_may_have_only_failed_episodes(tmp_path):
 def test_the_group_filter_ignores_failed_episodes():
     values = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.5, 0.5, 0.5]])
     valid = torch.tensor([[1, 1, 0], [1, 1, 0], [0, 1, 0], [0, 0, 0], [1, 1, 1]]).bool()
-    assert round_scores._differ(values, valid).tolist() == [False, True, False, False, False]
-    assert round_scores._differ(values, torch.ones_like(valid)).tolist() == [True, True, True, False, False]
+    assert round_scores.differ(values, valid).tolist() == [False, True, False, False, False]
+    assert round_scores.differ(values, torch.ones_like(valid)).tolist() == [True, True, True, False, False]
