@@ -48,5 +48,4 @@ def cautions(run: FlagContext) -> list[str]:
 def check(run: FlagContext):
     """UsageError for the first broken rule."""
     for rule in rules(run):
-        if rule.is_broken:
-            raise UsageError(rule.problem(run.settings))
+        raise UsageError(rule.problem(run.settings))

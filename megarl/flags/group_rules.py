@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 
 from megarl.data.column_names import RL
@@ -25,7 +25,7 @@ def expected_responses(settings: Settings) -> int:
     return math.ceil(s.prompts_per_step * responses / weights)
 
 
-def check_sizes(context: FlagContext, rules: Callable[[FlagContext], Sequence[Rule]]):
+def check_sizes(context: FlagContext, rules: Callable[[FlagContext], Iterable[Rule]]):
     """UsageError for a file whose groups the run cannot have: `rules` as if all groups had their size."""
     s, size = context.settings, context.settings.minibatch_size
     for entry in _entries(s):
@@ -35,9 +35,8 @@ def check_sizes(context: FlagContext, rules: Callable[[FlagContext], Sequence[Ru
         where = f"{TRAINING} {s.prompts}: {entry.name}: samples-per-prompt {samples}"
         own = dataclasses.replace(s, samples_per_prompt=samples, minibatch_size=None)
         for rule in rules(context._replace(settings=own)):
-            if rule.is_broken:
-                is_of_size = rule.flag == "--samples-per-prompt"
-                raise UsageError(f"{where}: {rule.reason if is_of_size else rule.problem(own)}")
+            is_of_size = rule.flag == "--samples-per-prompt"
+            raise UsageError(f"{where}: {rule.reason if is_of_size else rule.problem(own)}")
         if size is not None and size % s.samples_per_prompt:
             raise UsageError(
                 f"--minibatch-size {size}: {where} differs from --samples-per-prompt, so that mini-batches have whole "

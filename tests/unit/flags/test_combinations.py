@@ -1,6 +1,8 @@
 """Combinations of flags: roles of a run, flags without effect, and rules, each of which can be broken alone."""
 
+import ast
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +11,7 @@ from megarl.arguments import parse
 from megarl.errors import UsageError
 from megarl.flags import combinations
 from megarl.flags.conditions import CRITIC, FlagContext
+from megarl.flags.settings import TOPICS
 from tests.helpers.models.tiny_models import SHAPES
 from tests.helpers.pages.flag_cases import (
     CONTEXT,
@@ -398,19 +401,29 @@ def test_right_combinations(flags):
 
 def test_each_rule_can_be_broken(monkeypatch):
     """Every rule is the one that stops some case of the table: none is covered by those before it."""
-    stopped, total, rules = set(), set(), combinations.rules
+    stopped, rules, sources = set(), combinations.rules, [Path(topic.__file__).read_text() for topic in TOPICS]
 
-    def recorded(case):
-        found = rules(case)
-        total.add(len(found))
-        stopped.update([i for i, rule in enumerate(found) if rule.is_broken][:1])
-        return found
+    def recorded(run):
+        place = next(filter(None, (_stopped(topic.rules(run)) for topic in TOPICS)), None)
+        stopped.add(place or next(rules(run)).flag)  # a flag that needs another one
+        return rules(run)
 
     monkeypatch.setattr(combinations, "rules", recorded)
     for flags, _, *program in WRONG.values():
         refused(flags, *program)
-    (count,) = total  # always as many, in the same order
-    assert stopped == set(range(count)) and count == len(WRONG)
+    number = sum(isinstance(node, ast.Yield) for source in sources for node in ast.walk(ast.parse(source)))
+    needs = sum(field.metadata["needs"] is not None for field in FIELDS)
+    assert len(stopped) == number + needs == len(WRONG)
+
+
+def _stopped(rules) -> tuple[str, int] | None:
+    """The place of the first rule that is broken."""
+    if next(rules, None) is None:
+        return None
+    inner = rules  # `rules` itself must live on, or it is closed
+    while inner.gi_yieldfrom is not None:
+        inner = inner.gi_yieldfrom
+    return inner.gi_code.co_filename, inner.gi_frame.f_lineno
 
 
 def test_reasons_read_settings_that_exist():
