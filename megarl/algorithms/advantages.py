@@ -15,16 +15,9 @@ def token_rewards(
     Args:
         scores: [N] score of each sequence.
         kl: [T] KL estimate to the reference policy.
-        kl_coefficient: β.
-        response_mask: [T] bool.
-        cu_seqlens: [N+1].
 
     Returns:
-        [T] in the dtype of `kl`, 0 outside the mask. The score of a sequence without response tokens is dropped; the
-        caller reports how many there were.
-
-    Raises:
-        ValueError: shapes do not fit together.
+        [T] in the dtype of `kl`, 0 outside the mask. The score of a sequence without response tokens is dropped.
     """
     require_same_shape(kl=kl, response_mask=response_mask)
     response = response_tokens(response_mask, cu_seqlens)
@@ -47,16 +40,11 @@ def discounted_to_go(terms: Tensor, response_mask: Tensor, cu_seqlens: Tensor, f
 
     Args:
         terms: [T] x, read at response tokens only.
-        response_mask: [T] bool.
-        cu_seqlens: [N+1].
-        factor: in [0, 1]; or [N], one of each sequence, which is not checked.
+        factor: in [0, 1], else ValueError; or [N], one of each sequence, which is not checked.
 
     Returns:
         [T] in the dtype of `terms`, 0 outside the mask, no gradient. A sequence's results do not depend on the other
         sequences of the batch, to the last bit.
-
-    Raises:
-        ValueError: shapes do not fit together, or the factor is outside [0, 1].
     """
     require_same_shape(terms=terms, response_mask=response_mask)
     if not isinstance(factor, torch.Tensor) and not 0 <= factor <= 1:
@@ -112,25 +100,18 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over the response tokens of each sequence.
 
-    δ_t = r_t + γ·V_{t+1} − V_t,  A_t = δ_t + γλ·A_{t+1},  return = A + V, where t + 1 is the *next response token*:
-    observation tokens between two turns are skipped; they neither reset nor discount. After the last response token
-    V is 0.
+    δ_t = r_t + γ·V_{t+1} − V_t,  A_t = δ_t + γλ·A_{t+1},  return = A + V, where t + 1 is the next response token, as in
+    `discounted_to_go`. After the last response token V is 0.
 
     Args:
         rewards: [T], read at response tokens only.
         values: [T] V(state before the token), read at response tokens only.
-        response_mask: [T] bool.
-        cu_seqlens: [N+1].
-        gamma, lam: γ and λ, each in [0, 1].
+        gamma, lam: γ and λ; ValueError unless their product is in [0, 1].
         length_alpha: α > 0 of VAPO's length-adaptive λ (arXiv 2504.05118, eq. 8): the advantages of a response of l
             tokens have 1 − 1/(α·l), at least 0, in the place of λ. Returns keep `lam`.
 
     Returns:
-        advantages [T], returns [T]: dtype of `values`, 0 outside the mask, no gradient. A sequence's results do not
-        depend on the other sequences of the batch, to the last bit.
-
-    Raises:
-        ValueError: shapes do not fit together, or γλ is outside [0, 1].
+        advantages [T], returns [T]: dtype of `values`, else as of `discounted_to_go`.
     """
     require_same_shape(rewards=rewards, values=values, response_mask=response_mask)
     response = response_tokens(response_mask, cu_seqlens)

@@ -52,10 +52,7 @@ def clip(values: Tensor, limit: float | None) -> Tensor:
 
 
 def combine(scores: Tensor, how: str) -> Tensor:
-    """[K, N] scores of an ensemble -> [N]: the mean, or the minimum, which no single model can raise (2310.02743 §3).
-
-    `how`: of `ENSEMBLES`.
-    """
+    """[K, N] scores of an ensemble -> [N]: their mean, or minimum, which no single model can raise (2310.02743 §3)."""
     return scores.mean(0) if how == "mean" else torch.amin(scores, 0)
 
 
@@ -66,14 +63,11 @@ def overlong_penalty(response_lengths: Tensor, limit: int | Tensor, buffer: int)
 
     Args:
         response_lengths: [N] response tokens.
-        limit: tokens from which on the penalty is −1; of all responses, or [N] of each.
-        buffer: tokens before the limit over which the penalty grows, 1 … limit.
+        limit: of all responses, or [N] of each.
+        buffer: 1 … limit tokens, else ValueError.
 
     Returns:
         [N] float32 in [−1, 0].
-
-    Raises:
-        ValueError: the buffer is outside 1 … limit.
     """
     least = limit if isinstance(limit, int) else min(limit.tolist(), default=buffer)
     if not 1 <= buffer <= least:

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
+from megarl.algorithms.aggregation import centred_squares, local_moments
 from megarl.algorithms.packed import require_same_shape
-from megarl.algorithms.whitening import centred_squares, local_moments
 from megarl.deferred import Tensor, torch
 
 
@@ -21,12 +21,8 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
 
     Args:
         values: [T] V of the critic being trained.
-        old_values: [T] V at the start of the step; a constant.
-        returns: [T] targets R; a constant.
+        old_values, returns: [T] V at the start of the step, and the targets R; constants.
         clip_range: ε ≥ 0.
-
-    Raises:
-        ValueError: shapes differ.
     """
     require_same_shape(values=values, old_values=old_values, returns=returns)
     old_values, returns = old_values.detach(), returns.detach()
@@ -38,14 +34,8 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
 
 
 def explained_variance_moments(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """Sums for `explained_variance`, to be added over micro-batches and ranks: float64 [5] = (count, ΣR, ΣR², Σ(R−V),
-    Σ(R−V)²).
-
-    Args:
-        values: [T] predictions V of the critic.
-        returns: [T] targets R.
-        mask: [T] bool.
-    """
+    """Sums for `explained_variance` of predictions V and targets R [T], to be added over micro-batches and ranks:
+    float64 [5] = (count, ΣR, ΣR², Σ(R−V), Σ(R−V)²)."""
     require_same_shape(values=values, returns=returns, mask=mask)
     residuals = returns.double() - values.double()
     return torch.cat([local_moments(returns, mask), local_moments(residuals, mask)[1:]])

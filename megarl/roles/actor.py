@@ -9,8 +9,14 @@ from torch import Tensor
 from megarl.algorithms.packed import token_sequences
 from megarl.algorithms.policy_loss import MinibatchResponses, MinibatchTokens, PolicyLoss
 from megarl.algorithms.rejection import kept_tokens, parse_bounds, rejection_report, rejection_sums
-from megarl.algorithms.rollout_correction import correction_report, correction_sums
-from megarl.algorithms.staleness import proximal_logprobs, staleness_maxima, staleness_report, staleness_sums
+from megarl.algorithms.rollout_correction import (
+    correction_report,
+    correction_sums,
+    proximal_logprobs,
+    staleness_maxima,
+    staleness_report,
+    staleness_sums,
+)
 from megarl.algorithms.token_sampling import stream_keys, uniforms
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch

@@ -9,7 +9,7 @@ from megarl.comm.early_responses import judges_early
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
-from megarl.flags.group_rules import expected_responses, group_sizes
+from megarl.flags.combinations import expected_responses, group_sizes
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.observe.files import step_name
 from megarl.observe.terminal import printable

@@ -134,6 +134,14 @@ TOGETHER = [  # flags that contradict each other
     "--profile-ranks 0", "--profile-steps 5-2", "--profile-steps 1 --profile-ranks 4",
     "--profile-steps 1 --profile-ranks all",
 ]  # fmt: skip
+OTHERS = [  # of other programs
+    ("sft", "--max-position-embeddings 9"), ("sft", "--target-eval-loss 1"), ("sft", "--export-hf --save none"),
+    ("sft", "--global-batch-size 0"), ("sft", "--max-tokens-per-microbatch 9"), ("sft", "--save-interval -3"),
+    ("reward", "--reward-max-position-embeddings 9"), ("reward", "--eval-interval 2"),
+    ("reward", "--max-tokens-per-microbatch 19"),
+    ("rl", "--critic-max-position-embeddings 9"),
+    ("rl", "--position-embedding-type learned_absolute --max-position-embeddings 9"),
+]  # fmt: skip
 
 
 # -- files ---------------------------------------------------------------------------------------------------------
@@ -226,6 +234,7 @@ def files(folder: Path, draw: random.Random) -> list[Case]:
         for path in (empty, garbage, nothing, folder / "folder")
     ]
     found.append(Case("path", "rl", ("--save", str(garbage / "run")), "--save"))
+    found.append(Case("line", "sft", ("--max-response-length", "2"), "train.jsonl:19: the response has 3 tokens"))
     for suffix in ("parquet", "arrow", "json", "jsonl.gz", "jsonl.zst"):
         for name, content in (
             ("garbage", BINARY),
@@ -262,6 +271,7 @@ def cases(folder: Path) -> list[Case]:
         *(case("megatron", tokens, re.findall("--([a-z0-9-]+)", tokens)[-1]) for tokens in MEGATRON),
     ]
     flags += [case("layout", tokens, "--", size=size) for tokens, size in LAYOUTS]
+    flags += [case("together", tokens, "--", program) for program, tokens in OTHERS]
     flags += [Case("role map", "rl", ("--role-map", text), "--role-map", 4) for text in ROLE_MAPS]
     flags += [case("together", tokens, "--") for tokens in TOGETHER]
     return [dataclasses.replace(one, is_flags=True) for one in flags] + files(folder, draw)

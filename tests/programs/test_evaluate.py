@@ -191,13 +191,10 @@ REFUSALS = {
     "weights from elsewhere": ("--pretrained-checkpoint {sft}", "--pretrained-checkpoint .*: weights come from --load"),
     "unknown reward": ("--reward nothing", "--reward nothing: nothing is unknown"),
     "reward without answers": ("--reward reasoning-gym", "--eval-prompts .*:1: --reward reasoning-gym"),
-    "greedy and several": ("--eval-responses 2", "--eval-responses 2: needs --eval-temperature above 0"),
-    "k too large": ("--eval-k 1,2", "--eval-k 1,2: allowed is at most --eval-responses 1"),
     "a name twice": ("--evals a={sft} a={sft}", "--evals a=.*: allowed is NAME=FILES …, each name once"),
     "no name": ("--evals {sft}", "--evals .*sft: allowed is NAME=FILES"),
     "a named file is missing": ("--evals a={none}", "--evals a .*none: no such file"),
     "a named file is empty": ("--evals a={empty}", "--evals a .*: the file holds no prompt"),
-    "the name of the terms": ("--evals reward={heldout}", "--evals reward: metrics eval/reward/… are those of"),
     "the name of a task": ("--eval-prompts {tasks} --evals hard={heldout}", "--evals hard: a task of --eval-prompts"),
     "flag of another program": ("--ppo-epochs 2", "--ppo-epochs"),
 }  # fmt: skip

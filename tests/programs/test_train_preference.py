@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megarl.errors import UsageError
+from tests.helpers.forked_programs import refusal
 from tests.helpers.programs import (
     in_world,
     inputs,
@@ -125,9 +126,6 @@ def test_losses_equal_the_formula(tmp_path):
             assert recorded == pytest.approx(own, rel=1e-5)
 
 
-# -- resume ------------------------------------------------------------------------------------------------------
-
-
 # -- wrong input -------------------------------------------------------------------------------------------------
 
 GOOD = {"prompt": "1+2=", "chosen": "4", "rejected": "3"}
@@ -136,55 +134,35 @@ WRONG = {
     "equal": ({"rejected": "4"}, "", "rows.jsonl:2: chosen and rejected are the same"),
     "empty": ({"chosen": ""}, "", "rows.jsonl:2: chosen: the response is empty"),
     "long": ({"chosen": "12345"}, "", "rows.jsonl:2: chosen: the response has 6 tokens with EOS"),
-    "a wrong loss": ({}, "--preference-loss dpq", "--preference-loss dpq"),
-    "smoothing": ({}, "--preference-label-smoothing 0.5", "--preference-label-smoothing 0.5"),
-    "target without evaluations": ({}, "--target-eval-accuracy 0.9", "--eval-interval"),
     "no room for a pair": ({}, "--max-tokens-per-microbatch 19", "--max-tokens-per-microbatch 19"),
     "a fine-tuning run": ({}, "--load {sft}", "was written by train_sft"),
-    "other pairs": (
-        {},
-        "--load {dpo} --load-changed-data --train-iters 99 --override-opt-param-scheduler",
-        "--prompts has changed, and the reference's",
-    ),
-}
+    "other pairs": ({}, "--load {dpo} --load-changed-data --train-iters 99 --override-opt-param-scheduler",
+                    "--prompts has changed, and the reference's"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_input(case, folder, tmp_path):
-    from megarl.observe.timers import Timers
-    from megarl.train_preference import train as train_here
-
     row, flags, needle = WRONG[case]
     rows = write_lines(tmp_path / "rows.jsonl", [GOOD, GOOD | row])
     if "{dpo}" in flags:
         flags = flags.format(dpo=dpo_run(folder))
     flags = f"--prompts {rows} " + flags.format(sft=inputs() / "sft")
-    with pytest.raises(UsageError) as refusal:  # before any rank joins another: there is no world here
-        train_here(program("preference", preference_argv(tmp_path / "run", flags), 1), Timers())
-    assert needle in str(refusal.value) and "\n" not in str(refusal.value)
+    assert needle in refusal(preference_argv(tmp_path / "run", flags), "preference")
 
 
 def test_a_resumed_run_needs_its_references_logprobs(folder, tmp_path):
     """Another loss, more held-out pairs, a damaged file."""
-    from megarl.trainers.preference_trainer import PairTrainer, read_reference
-    from megarl.trainers.supervised_trainer import SupervisedInputs
+    from megarl.trainers.preference_trainer import read_reference
 
     def refused(flags: str) -> str:
-        parsed = program("preference", preference_argv(tmp_path / "new", f"--train-iters 9 {held_out()} {flags}"), 1)
-        with pytest.raises(UsageError) as refusal:
-            SupervisedInputs(parsed, PairTrainer)
-        return str(refusal.value)
+        return refusal(preference_argv(tmp_path / "new", f"--train-iters 9 {held_out()} {flags}"), "preference")
 
-    train(
-        "preference",
-        preference_argv(tmp_path / "simpo", f"--preference-loss simpo --train-iters 1 --lr-decay-iters 9 {held_out()}"),
-    )
+    once = f"--train-iters 1 --lr-decay-iters 9 {held_out()}"
+    train("preference", preference_argv(tmp_path / "simpo", f"--preference-loss simpo {once}"))
     says = "has no log-probs of a reference, which only a run with such a loss computes at its start; start a new run"
     assert says in refused(f"--load {tmp_path}/simpo --preference-loss ipo")
-    train(
-        "preference",
-        preference_argv(tmp_path / "few", f"--eval-samples 3 --train-iters 1 --lr-decay-iters 9 {held_out()}"),
-    )
+    train("preference", preference_argv(tmp_path / "few", f"--eval-samples 3 {once}"))
     assert "log-probs of 3 held-out pairs" in refused(f"--load {tmp_path}/few --eval-samples 4")
     file = tmp_path / "reference_logprobs.pt"
     for content in ([1], {"prompts": torch.zeros(3)}):
@@ -198,16 +176,9 @@ def test_margins_that_a_loss_does_not_read_are_named(tmp_path):
     from megarl.trainers.supervised_trainer import SupervisedInputs
 
     rows = [GOOD | {"rejected": ""}, GOOD | {"prompt": "2+2="}]  # EOS alone may be rejected
-    cases = [
-        ("ipo", PairTrainer, 1, 1),
-        ("dpo", PairTrainer, 1, 0),
-        ("kto", KTOTrainer, 1, 1),
-        ("kto", KTOTrainer, 0, 0),
-    ]
-    for loss, trainer, margin, count in cases:
+    for loss, margin, count in (("ipo", 1, 1), ("dpo", 1, 0), ("kto", 1, 1), ("kto", 0, 0)):
+        trainer = KTOTrainer if loss == "kto" else PairTrainer
         file = write_lines(tmp_path / f"{margin}.jsonl", [row | {"margin": margin} for row in rows])
         argv = preference_argv(tmp_path / "run", f"--prompts {file} --preference-loss {loss}")
         notes = SupervisedInputs(program("preference", argv, 1), trainer).prompt_sets["prompts"].notes
-        assert [f"--preference-loss {loss} does not read the column margin" in note for note in notes].count(
-            True
-        ) == count
+        assert sum(f"--preference-loss {loss} does not read the column margin" in note for note in notes) == count

@@ -1,6 +1,5 @@
 """The PPO program: end to end, the same in every layout, resumed exactly, deterministic; training raises the reward."""
 
-import functools
 import json
 import re
 from pathlib import Path
@@ -19,8 +18,6 @@ from tests.helpers.programs import (
     program,
     rl_argv,
     samples,
-    timeless,
-    timeless_rows,
     torchrun,
     train,
 )  # fmt: skip
@@ -145,61 +142,13 @@ def check_tokens(save: Path):
             assert max(gaps) <= largest_gap_allowed() and max(row["rollout_logprobs"]) <= 0
 
 
-# -- layouts -----------------------------------------------------------------------------------------------------
+# -- seeds, resume -----------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def run_of(folder: Path, size: int = 1, layout: str = "", attempt: int = 0) -> Path:
-    """Run folder of three steps in a layout; a rate at which Adam does not blow rounding up."""
-    save = folder / f"{size} {layout[:50]} {attempt}"
-    train("rl", rl_argv(save, f"--overwrite --train-iters 3 --lr 1e-4 --critic-lr 1e-3 {GRADED} {layout}"), size)
-    return save
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("layouts")
-
-
-@pytest.mark.parametrize("size", [long(1), long(2)])
-def test_equal_runs_give_equal_bytes(size, folder):
-    one, other = run_of(folder, size), run_of(folder, size, "--deterministic", 1)
-    assert [timeless(row) for row in metrics(one).values()] == [timeless(row) for row in metrics(other).values()]
-    assert all(samples(one, step) == samples(other, step) for step in (1, 2, 3))
-
-
-def test_another_seed_is_another_run(folder):
-    other = run_of(folder, 1, "--seed 6")
-    assert samples(other, 1) != samples(run_of(folder), 1)
-
-
-# -- resume ------------------------------------------------------------------------------------------------------
-
-RESUMED = f"--kl-controller adaptive --kl-target 0.01 --kl-horizon 50 --lr-decay-iters 4 --weight-decay 0.05 {GRADED}"
-RESUMED += " --prompts-per-step 80 --minibatch-size 30"
-RESUMED += " --samples-per-prompt 1 --max-tokens-per-microbatch 150 --rollout-max-requests 64"
-
-
-@functools.cache
-def whole_run(folder: Path) -> Path:
-    """Four steps in one go, over more than one epoch of the prompts, with a checkpoint in the middle."""
-    train("rl", rl_argv(folder / "whole", f"--train-iters 4 --save-interval 2 {RESUMED}"))
-    return folder / "whole"
-
-
-@pytest.mark.long
-def test_a_run_resumed_in_its_folder_equals_the_uninterrupted_one(folder, tmp_path):
-    whole, save = whole_run(folder), tmp_path / "run"
-    train("rl", rl_argv(save, f"--train-iters 2 {RESUMED}"))
-    train("rl", rl_argv(save, f"--train-iters 4 --load {save} {RESUMED}"))
-    assert timeless_rows(save, range(1, 5)) == timeless_rows(whole, range(1, 5))
-    assert all(samples(save, step) == samples(whole, step) for step in range(1, 5))
-    coefficients = [metrics(whole)[step]["kl/coefficient"] for step in range(1, 5)]
-    assert len(set(coefficients)) == 4  # the controller moved, and its state came back
-    assert sorted(path.name for path in (save / "checkpoints").iterdir()) == [
-        "frozen", "latest", "step_00000002", "step_00000004",
-    ]  # fmt: skip
-    assert len(list((save / "checkpoints" / "frozen").iterdir())) == 1  # the reference, written once
+def test_another_seed_is_another_run(tmp_path):
+    for seed in (5, 6):
+        train("rl", rl_argv(tmp_path / f"{seed}", f"--train-iters 1 --seed {seed}"))
+    assert samples(tmp_path / "5", 1) != samples(tmp_path / "6", 1)
 
 
 def test_another_schedule_is_rejected_unless_overridden(tmp_path):

@@ -1,4 +1,4 @@
-"""Clipped value loss: against verl and a case-by-case reference, gradients. Explained variance in closed form."""
+"""Clipped value loss: against verl, with gradients. Explained variance in closed form."""
 
 import pytest
 import torch
@@ -8,14 +8,7 @@ from tests.references.ragged import ragged_batches
 from tests.references.verl_core_algos import load_verl
 
 
-def loss_by_cases(value, old_value, target, clip_range):
-    """The loss of one token, and whether the clipped value has the larger error."""
-    held = min(max(value, old_value - clip_range), old_value + clip_range)
-    is_clipped = abs(held - target) > abs(value - target)
-    return 0.5 * ((held if is_clipped else value) - target) ** 2, is_clipped
-
-
-def test_loss_equals_verl_and_the_definition(monkeypatch):
+def test_loss_equals_verl(monkeypatch):
     verl = load_verl()
     monkeypatch.setattr(verl.core_algos, "agg_loss", lambda loss_mat, **_: loss_mat)
     for case, batch in enumerate(ragged_batches()):
@@ -23,12 +16,6 @@ def test_loss_equals_verl_and_the_definition(monkeypatch):
         old, returns = batch.normal(scale), batch.normal(scale)
         values = (old + batch.normal(scale)).requires_grad_()
         terms = clipped_value_loss(values, old, returns, clip_range)
-        rows = zip(values.tolist(), old.tolist(), returns.tolist())
-        losses, clipped = zip(*(loss_by_cases(*row, clip_range) for row in rows))
-        expected = torch.tensor(losses, dtype=torch.float64)
-        torch.testing.assert_close(terms.loss.detach(), expected, rtol=1e-12, atol=1e-12)
-        assert terms.clipped.tolist() == list(clipped)
-
         padded = [batch.padded(field) for field in (values, returns, old, batch.mask.double())]
         matrix, fraction = verl.core_algos.compute_value_loss(*padded, clip_range)
         torch.testing.assert_close(terms.loss, batch.packed(matrix), rtol=1e-12, atol=1e-12)

@@ -96,7 +96,8 @@ def test_every_setting_is_a_flag(field):
     ("rl", "--save_interval", "; did you mean --save-interval?"),
     ("rl", "--per_device_train_batch_size", "; docs/migrating.md has the names of verl, OpenRLHF and TRL"),
     ("rl", "--actor_rollout_ref.rollout.n", "; docs/migrating.md has the names of verl, OpenRLHF and TRL"),
-    ("rl", "--lr-rate", ""), ("rl", "--fim-ratee", ""), ("sft", "--actor-prot", ""),
+    ("rl", "--lr-rate", ""), ("rl", "--fim-ratee", ""), ("sft", "--actor-prot", ""), ("rl", "--actor", ""),
+    ("rl", "--clip-rang", "; did you mean --clip-range?"), ("rl", "--critic-gamma", "; did you mean --gamma?"),
 ])  # fmt: skip
 def test_an_unknown_flag_leads_to_one_that_is_accepted(program, flag, hint):
     assert refusal([flag, "1"], program=program) == f"{flag}: unknown flag{hint}"
@@ -157,20 +158,6 @@ def test_help_has_a_line_for_every_setting():
 # -- errors ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("argv, says", [
-    (["--clip-rang", "0.1"], ["--clip-rang", "did you mean --clip-range?"]),
-    (["--num-layer", "2"], ["--num-layer", "did you mean --num-layers?"]),
-    (["--critic-num-layer", "2"], ["--critic-num-layer"]),
-    (["--critic-gamma", "0.5"], ["--critic-gamma", "did you mean --gamma?"]),
-    (["--actor"], ["--actor"]),
-    (["--judge-lr", "1"], ["--judge-lr"]),
-])  # fmt: skip
-def test_unknown_flags_are_rejected_with_a_suggestion(argv, says):
-    message = refusal(argv)
-    assert all(part in message for part in says), message
-    assert "unknown flag" in message
-
-
 @pytest.mark.parametrize("flag, value", [
     ("--data-path", "x"), ("--seq-length", "8"), ("--critic-seed", "2"), ("--critic-train-iters", "2"),
     ("--critic-save", "x"), ("--tensorboard-dir", "x"), ("--lr-warmup-samples", "3"), ("--wandb-project", "x"),
@@ -181,14 +168,8 @@ def test_megatron_flags_that_nothing_uses_are_rejected(flag, value):
 
 
 @pytest.mark.parametrize("argv", [
-    ["--attention-backend", "flash"], ["--attention-backend", "sdpa", "--softmax-type", "off-by-one"],
-])  # fmt: skip
-def test_flags_that_megarls_own_layers_would_ignore_are_rejected(argv):
-    assert argv[0] in refusal(argv)
-
-
-@pytest.mark.parametrize("argv", [
-    ["--attention-dropout", "0.1"], ["--hidden-dropout", "0.1"], ["--transformer-impl", "transformer_engine"],
+    ["--attention-backend", "sdpa", "--softmax-type", "off-by-one"], ["--attention-dropout", "0.1"],
+    ["--hidden-dropout", "0.1"], ["--transformer-impl", "transformer_engine"],
     ["--fp8-format", "hybrid"], ["--multi-latent-attention"], ["--optimizer", "lion"],
     ["--position-embedding-type", "mrope"], ["--moe-router-fusion"], ["--moe-enable-routing-replay"],
     ["--moe-input-jitter-eps", "0.1"], ["--moe-expert-capacity-factor", "1"], ["--moe-router-force-biased", "1"],
@@ -198,15 +179,13 @@ def test_unsupported_features_are_rejected(argv):
     assert argv[0].removesuffix("-format") in refusal(argv)
 
 
-def test_an_unknown_attention_backend_is_rejected_with_the_known_ones():
-    assert "--attention-backend flash: allowed are auto, eager, invariant, sdpa, varlen" in refusal(
-        ["--attention-backend", "flash"]
-    )
-
-
-def test_the_error_of_a_router_flag_gives_the_reason():
-    assert "bypasses recording and replay" in refusal(["--moe-router-fusion"])
-    assert "--router-replay says which" in refusal(["--moe-enable-routing-replay"])
+@pytest.mark.parametrize("flags, says", [
+    ("--attention-backend flash", "--attention-backend flash: allowed are auto, eager, invariant, sdpa, varlen"),
+    ("--moe-router-fusion", "bypasses recording and replay"),
+    ("--moe-enable-routing-replay", "--router-replay says which"),
+])  # fmt: skip
+def test_the_error_of_a_feature_gives_the_reason(flags, says):
+    assert says in refusal(flags.split())
 
 
 def test_balancing_losses_are_one_or_a_list():
@@ -238,8 +217,7 @@ def test_no_flag_takes_nan_or_an_infinity(field):
 @pytest.mark.parametrize("argv, says", [
     (["--lora-rank", "0"], "--lora-rank 0: allowed is a number above 0; leave it out to train all weights"),
     (["--gamma", "1.5"], "between 0 and 1"), (["--top-p", "0"], "above 0, at most 1"),
-    (["--top-p", "1.01"], "above 0, at most 1"), (["--temperature", "0"], "a number above 0"),
-    (["--train-iters", "0"], "a number above 0"), (["--train-iters", "x"], "--train-iters"),
+    (["--top-p", "1.01"], "above 0, at most 1"), (["--train-iters", "x"], "--train-iters"),
     (["--temperature", "1", "--temperature"], "--temperature"), (["--deterministic", "perhaps"], "true or false"),
     (["--lr", "abc"], "--lr"), (["--lr", "-1"], "--lr -1"), (["--critic-lr", "x"], "critic"),
     (["--lr-decay-style", "odd"], "--lr-decay-style"),

@@ -346,6 +346,7 @@ RIGHT = [
     "--environment x:y --advantage rloo --credit turns --max-turns 3 --reward environment+0.1*format",
     "--environment x:y --branch-turns 2 --branch-samples 3 --max-turns 3",
     "--environment x:y --over-sampling 1.5 --partial-rollouts --max-staleness 2 --rollout-correction tis",
+    "--policy-loss real --minibatch-size 8 --samples-per-prompt 4 --old-logprobs rollout --advantage grpo",
     "--policy-loss gspo --clip-range 3e-4 --clip-range-high 4e-4", "--generation-lag 1 --rollout-correction tis",
     "--generation-lag 2 --generation-schedule recorded --save x --rollout-correction tis", "--policy-loss gmpo",
     "--generation-lag 2 --replay-schedule x --rollout-correction tis",

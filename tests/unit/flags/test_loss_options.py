@@ -131,18 +131,6 @@ def test_all_options_of_other_losses_are_named_once(name):
     assert line.endswith(f" (--policy-loss {name} does not use them)")
 
 
-@pytest.mark.parametrize("flags, line", {
-    "--samples-per-prompt 1 --advantage gae": "--policy-loss real: compares the responses of a group; needs",
-    "--minibatch-size 6 --samples-per-prompt 4": "--minibatch-size 6: would split groups, whose responses --policy-los",
-    "--generation-lag 1 --old-logprobs interpolate": "--old-logprobs interpolate: changes between the updates; allowed",
-    "--distill reward --teacher self": "--distill reward: adds to the advantages, of which --policy-loss real reads",
-}.items())  # fmt: skip
-def test_what_a_comparison_of_groups_excludes(flags, line):
-    assert refused(f"--policy-loss real {flags}").startswith(line)
-    allowed = "--minibatch-size 8 --samples-per-prompt 4 --old-logprobs rollout --advantage grpo"
-    assert not parsed(f"--policy-loss real {allowed}").warnings
-
-
 def test_only_rl_has_loss_options(tmp_path):
     """An evaluation passes over them in a file."""
     flags = {flag for loss in POLICY_LOSSES.values() for flag in loss.flags()}
