@@ -208,14 +208,10 @@ def load(flag: str, name: str, table: Mapping[str, Any], takes: Sequence[str] | 
 
 def load_kept(
     flag: str, name: str, table: Mapping[str, Any], takes: Sequence[str], wrap: Callable[[Callable], Any]
-) -> Any:  # fmt: skip
+) -> Any:
     """As `load`, for code that runs in the process of the run, whose state is put back after each call.
 
-    Args:
-        wrap: makes a row of the table, with a field `function`, of a user's function.
-
-    Raises:
-        UsageError: as of `load`, or `wrap` raises ValueError.
+    `wrap` makes a row of the table, with a field `function`, of a user's function; its ValueError is a UsageError.
     """
     if name in table:
         return load(flag, name, table)

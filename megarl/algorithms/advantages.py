@@ -11,13 +11,8 @@ def token_rewards(
     """Reward of each response token: −β·kl, plus the sequence's score on its last response token.
 
     Fine-Tuning Language Models from Human Preferences (arXiv 1909.08593) §2.2; InstructGPT (arXiv 2203.02155) §3.5.
-
-    Args:
-        scores: [N] score of each sequence.
-        kl: [T] KL estimate to the reference policy.
-
-    Returns:
-        [T] in the dtype of `kl`, 0 outside the mask. The score of a sequence without response tokens is dropped.
+    From `scores` [N] and `kl` [T]: [T] in the dtype of `kl`, 0 outside the mask. The score of a sequence without
+    response tokens is dropped.
     """
     require_same_shape(kl=kl, response_mask=response_mask)
     response = response_tokens(response_mask, cu_seqlens)
@@ -104,8 +99,7 @@ def gae(
     `discounted_to_go`. After the last response token V is 0.
 
     Args:
-        rewards: [T], read at response tokens only.
-        values: [T] V(state before the token), read at response tokens only.
+        rewards, values: [T], read at response tokens only; V is of the state before the token.
         gamma, lam: γ and λ; ValueError unless their product is in [0, 1].
         length_alpha: α > 0 of VAPO's length-adaptive λ (arXiv 2504.05118, eq. 8): the advantages of a response of l
             tokens have 1 − 1/(α·l), at least 0, in the place of λ. Returns keep `lam`.

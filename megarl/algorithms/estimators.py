@@ -195,12 +195,8 @@ def measured_preference(step: StepData, options: AdvantageOptions) -> tuple[Adva
 def estimator_of(function: Callable[[StepData, AdvantageOptions], Advantages]) -> Estimator:
     """Wrap a plug-in so that its result is checked, detached, and 0 outside the mask.
 
-    Args:
-        function: may have an attribute `needs`, names of `NEEDS`. It is assumed to read every option. If it needs
-            "values" it must return the critic's targets as `returns`; else `returns` must be None.
-
-    Raises:
-        ValueError: `needs` has an unknown name; when it runs: a result of the wrong form.
+    `function` may have an attribute `needs`, names of `NEEDS`. It is assumed to read every option. If it needs "values"
+    it must return the critic's targets as `returns`, else None. ValueError for an unknown need, or a wrong result.
     """
     name = getattr(function, "__qualname__", repr(function))
     needs = frozenset(getattr(function, "needs", ()))

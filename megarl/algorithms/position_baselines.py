@@ -50,10 +50,7 @@ def returns_to_go(sums: Tensor) -> Tensor:
 def turn_rloo(to_go: Tensor, groups: Tensor, raw_to_go: Tensor) -> Tensor:
     """[S, K] advantages of turns, `group_advantages.rloo` for each turn, with its exact zeros for equal returns.
 
-    Args:
-        to_go: [S, K] returns-to-go of the responses of the step, KL penalty included.
-        groups: [S] int64.
-        raw_to_go: [S, K] the same without the penalty; says which are equal.
+    `to_go`: [S, K] returns-to-go of the responses of the step; `raw_to_go`: without the KL penalty.
     """
     columns = zip(to_go.unbind(1), raw_to_go.unbind(1), strict=True)
     return torch.stack([rloo(column, groups, raw_scores=raw) for column, raw in columns], dim=1)

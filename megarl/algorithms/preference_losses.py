@@ -18,13 +18,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor, centring: fl
     The margin m requires a larger difference where the preference is strong (2307.09288 eq. 2). Only differences of
     scores enter the first term; κ pulls their mean to 0 (2312.09244 eq. 2).
 
-    Args:
-        chosen, rejected: [P] scores c of the preferred responses, and r of the others.
-        margin: [P] m ≥ 0; a constant.
-        centring: κ ≥ 0.
-
-    Returns:
-        [P] terms, differentiable in the scores; log 2 where both scores are equal and m and κ are 0.
+    All are [P]; differentiable in the scores. log 2 where both scores are equal and m and κ are 0.
     """
     require_same_shape(chosen=chosen, rejected=rejected, margin=margin)
     terms = -torch.nn.functional.logsigmoid(chosen - rejected - margin.detach())

@@ -102,12 +102,8 @@ def _of_responses(values: Tensor, scope: str, mask: Tensor, cu_seqlens: Tensor) 
 
 @no_grad
 def rejection_sums(kept: list[Tensor], mask: Tensor, correct: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """float64 [3 + B], to be added over replicas, for `rejection_report`.
-
-    Args:
-        kept: `kept_tokens` [T] of each of B bounds.
-        correct: [N] bool, whether a response is correct.
-    """
+    """float64 [3 + B], to be added over replicas, for `rejection_report`: of `kept_tokens` of each of B bounds, and of
+    which responses are correct, [N] bool."""
     together = torch.stack(kept).all(0)
     lost = response_counts(together, cu_seqlens) == 0
     lost &= response_counts(mask, cu_seqlens) > 0

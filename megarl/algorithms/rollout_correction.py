@@ -48,11 +48,7 @@ def correction_weights(
 ) -> Tensor:
     """The weight of each token's loss: [T] in the dtype of `old_logprobs`, no gradient, 1 outside the mask.
 
-    Exactly 1 everywhere for kind "none", and where both log-probs are equal.
-
-    Args:
-        old_logprobs: [T] log π_old, recomputed by the training forward.
-        rollout_logprobs: [T] log μ, reported by the rollout engine.
+    Exactly 1 everywhere for kind "none", and where log π_old, which training computes, equals the engine's log μ.
     """
     weights = _level_weights(old_logprobs, rollout_logprobs, mask, cu_seqlens, options.level)
     applied = _applied(weights, options)
@@ -157,10 +153,7 @@ def proximal_logprobs(rollout_logprobs: Tensor, logprobs: Tensor, staleness: Ten
 
     A policy that moves steadily from μ to π_θ was π_old after the share a = s / (s + progress) of its way. A token of
     π_old itself (s = 0) has log μ; before the first update a stale token has log π_θ, which is then log π_old.
-
-    Args:
-        rollout_logprobs, logprobs: [T] log μ and log π_θ.
-        progress: share of the step's updates that were made, in [0, 1].
+    `logprobs`: [T] log π_θ; `progress`: share of the step's updates that were made, in [0, 1].
     """
     age = staleness.to(logprobs.dtype)
     share = torch.where(staleness > 0, age / (age + progress).clamp(min=1e-30), 0.0)

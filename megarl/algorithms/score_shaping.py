@@ -59,15 +59,8 @@ def combine(scores: Tensor, how: str) -> Tensor:
 def overlong_penalty(response_lengths: Tensor, limit: int | Tensor, buffer: int) -> Tensor:
     """0 up to limit − buffer tokens, then falling linearly to −1 at the limit, −1 beyond.
 
-    Soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13), with L_max = limit and L_cache = buffer.
-
-    Args:
-        response_lengths: [N] response tokens.
-        limit: of all responses, or [N] of each.
-        buffer: 1 … limit tokens, else ValueError.
-
-    Returns:
-        [N] float32 in [−1, 0].
+    Soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13), with L_max = `limit`, of all responses or [N] of each,
+    and L_cache = `buffer`, 1 … limit tokens, else ValueError. [N] float32 of response lengths [N].
     """
     least = limit if isinstance(limit, int) else min(limit.tolist(), default=buffer)
     if not 1 <= buffer <= least:

@@ -19,10 +19,7 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
 
     The value clipping of the PPO reference implementation (openai/baselines, ppo2), not in the paper.
 
-    Args:
-        values: [T] V of the critic being trained.
-        old_values, returns: [T] V at the start of the step, and the targets R; constants.
-        clip_range: ε ≥ 0.
+    V_old, at the start of the step, and R, the targets, are constants; all are [T].
     """
     require_same_shape(values=values, old_values=old_values, returns=returns)
     old_values, returns = old_values.detach(), returns.detach()

@@ -16,12 +16,8 @@ from megarl.flags.settings import Settings, rules
 
 
 def without_effect(run: FlagContext, given: dict[str, Condition | None]) -> dict[str, str]:
-    """Given flags that have no effect in a run, with the reason.
-
-    Args:
-        given: flags of the command line and the config files -> the condition under which each has an effect; None:
-            always.
-    """
+    """Given flags that have no effect in a run, with the reason. `given`: flag -> the condition under which it has one;
+    None: always."""
     reasons = {flag: condition.why_not(run) for flag, condition in given.items() if condition is not None}
     return {flag: reason for flag, reason in reasons.items() if reason is not None}
 

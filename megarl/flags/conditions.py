@@ -77,8 +77,9 @@ TOOL_CALLS = Condition(lambda run: _thinks(run) or run.settings.environment is n
 
 # Of the roles that a run may lack.
 CRITIC = Condition(lambda run: "critic" in run.roles, "--advantage {advantage} needs no critic", first=TRAINED)
-REFERENCE = Condition(lambda run: "reference" in run.roles, "--kl-coefficient is 0 and --role-map has no reference",
-                      first=TRAINED)  # fmt: skip
+REFERENCE = Condition(
+    lambda run: "reference" in run.roles, "--kl-coefficient is 0 and --role-map has no reference", first=TRAINED
+)
 TEACHER = Condition(lambda run: "teacher" in run.roles, "--distill is none", first=TRAINED)
 REWARD_MODEL = Condition(lambda run: run.program == "reward" or MODEL in run.rewards, "--reward {reward} has no model")
 SCORING_MODEL = Condition(lambda run: run.program == "reward" or bool(run.rewards & {MODEL, JUDGE}),

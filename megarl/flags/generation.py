@@ -12,8 +12,9 @@ SCHEDULES = ("fixed", "recorded")
 MAX_LAG = 32  # of `--generation-lag`; ranks may be that many steps apart
 REPLAYS = ("none", "old-logprob", "rollout")  # source of the expert routes that the actor's training replays
 
-SAMPLED = Condition(lambda run: run.program != "evaluate" or run.settings.eval_temperature > 0,
-                    "--eval-temperature 0 is greedy")  # fmt: skip
+SAMPLED = Condition(
+    lambda run: run.program != "evaluate" or run.settings.eval_temperature > 0, "--eval-temperature 0 is greedy"
+)
 PREFIXES = on(lambda s: s.rollout_prefix_caching and not s.debug_train_only, "needs --rollout-prefix-caching")
 AHEAD = on(lambda s: not s.debug_train_only and not s.debug_rollout_only,
            "--debug-train-only and --debug-rollout-only do not generate ahead")  # fmt: skip

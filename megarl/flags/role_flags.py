@@ -129,11 +129,7 @@ def with_prefix(tokens: list[str], roles, megatron: dict[str, str]) -> dict[str,
 
 
 def attributes_set(tokens: list[str], roles, megatron: dict[str, str]) -> list[str]:
-    """The attributes that Megatron's tokens set, sorted, with the role's prefix if they have one: `lr`, `critic_lr`.
-
-    Args:
-        megatron: as in `split`.
-    """
+    """The attributes that Megatron's tokens set, sorted, with the role's prefix if they have one: `lr`, `critic_lr`."""
     found = set()
     for option in (_option(token).replace(OFF, "--") for token in tokens):
         role, name = _divided(option, roles, megatron)
@@ -143,12 +139,7 @@ def attributes_set(tokens: list[str], roles, megatron: dict[str, str]) -> list[s
 
 
 def check_trained_roles(tokens: list[str], program: str, megatron: dict[str, str], training: frozenset[str]):
-    """UsageError for a training flag of a role or program that is not trained.
-
-    Args:
-        megatron: as in `split`.
-        training: attributes that only training reads.
-    """
+    """UsageError for a training flag, whose attribute is in `training`, of a role or program that is not trained."""
     for option in map(_option, tokens):
         role, name = _divided(option, ROLES_OF[program], megatron)
         # `split` checks the rollout's flags.
@@ -159,12 +150,8 @@ def check_trained_roles(tokens: list[str], program: str, megatron: dict[str, str
 
 
 def reward_model_options(tokens: list[str], program: str, megatron: dict[str, str]) -> list[str]:
-    """The options among the tokens that only the model of the reward role reads.
-
-    UsageError for --reward-pretrained-checkpoint.
-
-    Parallel sizes are not among them: they define the role's data-parallel replicas, which verifiers use, too.
-    """
+    """The options among the tokens that only the model of the reward role reads; not parallel sizes, which define the
+    replicas that verifiers use, too. UsageError for --reward-pretrained-checkpoint."""
     options = [] if program == "reward" else with_prefix(tokens, ("reward",), megatron)
     names = {option: megatron.get(_divided(option, ("reward",), megatron)[1]) for option in options}
     for option in (option for option, name in names.items() if name == "pretrained_checkpoint"):
@@ -241,12 +228,7 @@ def can_share_model(actor, rollout) -> bool:
 
 
 def check_models(settings, offloads: dict[str, bool], megatron: dict, lora: dict, hf_models: dict):
-    """UsageError for models that a run's settings do not allow.
-
-    Args:
-        offloads: of each role with a model, whether it is offloaded.
-        megatron, lora, hf_models: namespaces, factors and Hugging Face folders by role.
-    """
+    """UsageError for models that a run's settings do not allow; all by role, `offloads` of those with a model."""
     from megarl.mcore.config import kernel_rules, model_flags, recurrent_rules  # they import Megatron
 
     kernel_rules.check_lora(megatron, lora)

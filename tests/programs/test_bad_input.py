@@ -63,8 +63,9 @@ def wrong_values(draw: random.Random) -> list[Case]:
         found.append(Case("type", program, (f"{flag}={draw.choice(values)}",), flag))
         if kind in (int, float) and field.metadata["check"]:
             least = "-inf" if field.name == "reward_fallback" else "-1"
-            found.append(Case("range", program, (f"{flag}={draw.choice([least, least, 'nan'][: 3 - (kind is int)])}",),
-                              flag))  # fmt: skip
+            found.append(
+                Case("range", program, (f"{flag}={draw.choice([least, least, 'nan'][: 3 - (kind is int)])}",), flag)
+            )
     return found
 
 
@@ -221,14 +222,16 @@ def files(folder: Path, draw: random.Random) -> list[Case]:
     taken = ["--prompts", "--eval-prompts", "--tokenizer-model", "--chat-template", "--config"]
     found += [
         Case("path", "rl", (flag, str(path)), flag)
-        for flag in taken for path in (empty, garbage, nothing, folder / "folder", "/dev/null")
+        for flag in taken
+        for path in (empty, garbage, nothing, folder / "folder", "/dev/null")
         if (flag, path) not in (("--chat-template", empty), ("--chat-template", "/dev/null"))  # an empty template
-    ]  # fmt: skip
+    ]
     taken = ["--load", "--pretrained-checkpoint", "--hf-model", "--critic-pretrained-checkpoint"]
     found += [
         Case("path", "rl", (flag, str(path)), flag.replace("--critic-", "--"))
-        for flag in taken for path in (empty, garbage, nothing, folder / "folder")
-    ]  # fmt: skip
+        for flag in taken
+        for path in (empty, garbage, nothing, folder / "folder")
+    ]
     found += [
         Case("path", "rl", ("--debug-train-only", "--load-rollouts", str(path)), f"--load-rollouts {path}: ")
         for path in (empty, garbage, nothing, folder / "folder")

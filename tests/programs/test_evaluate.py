@@ -129,8 +129,9 @@ def test_evaluating_a_checkpoint_gives_the_trainers_metrics(folder):
     flags = f"--train-iters 4 --eval-interval 1 --save-interval 1 --eval-prompts {prompts} {SAMPLED} --lr 3e-3"
     train("rl", rl_argv(save, flags), 2)
     rows = metrics(save)
-    evaluated = {step: {name: value for name, value in row.items() if name.startswith("eval/")} for step, row in
-                 rows.items()}  # fmt: skip
+    evaluated = {
+        step: {name: value for name, value in row.items() if name.startswith("eval/")} for step, row in rows.items()
+    }
     assert evaluated[0] == result(folder, SAMPLED)[0]["metrics"]
     assert len({row["eval/accuracy"] for row in evaluated.values()}) > 1
     _, best = max((row["eval/accuracy"], -step) for step, row in evaluated.items() if step)
@@ -197,7 +198,7 @@ REFUSALS = {
     "a named file is empty": ("--evals a={empty}", "--evals a .*: the file holds no prompt"),
     "the name of a task": ("--eval-prompts {tasks} --evals hard={heldout}", "--evals hard: a task of --eval-prompts"),
     "flag of another program": ("--ppo-epochs 2", "--ppo-epochs"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSALS)
@@ -244,6 +245,7 @@ def test_the_table_has_a_line_a_task_and_a_column_a_metric():
     found = {"accuracy": 0.5, "reward": 1.0, "reward/model": 2.0, "a/b/accuracy": 0.25, "a/b/reward/model": -1.0}
     lines = [line.split() for line in table({f"eval/{name}": value for name, value in found.items()}).splitlines()]
     assert lines == [
-        ["task", "accuracy", "reward", "reward/model"], ["all", "0.5000", "1.0000", "2.0000"],
+        ["task", "accuracy", "reward", "reward/model"],
+        ["all", "0.5000", "1.0000", "2.0000"],
         ["a/b", "0.2500", "-", "-1.0000"],
-    ]  # fmt: skip
+    ]

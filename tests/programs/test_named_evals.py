@@ -39,9 +39,9 @@ def evaluated(save: Path, flags: str, size: int = 1, prompts: Path | None = None
     return json.loads((save / "evaluation.json").read_text())["metrics"], rows
 
 
-@pytest.mark.parametrize("size, flags", by_default(
-    [(1, ""), (2, ""), (2, "--tensor-model-parallel-size 2")], [(2, "")]
-))  # fmt: skip
+@pytest.mark.parametrize(
+    "size, flags", by_default([(1, ""), (2, ""), (2, "--tensor-model-parallel-size 2")], [(2, "")])
+)
 def test_a_named_set_is_evaluated_as_alone(size, flags, files, tmp_path):
     found, rows = evaluated(tmp_path / "all", f"{evals(files)} {flags}", size)
     expected, samples = {}, []

@@ -39,7 +39,7 @@ OTHER = {  # the reference rounds otherwise
     "other tensor layout": (2, "--reference-tensor-model-parallel-size 2"),
     "other precision": (1, "--reference-bf16"),
     "bf16 factors": (1, "--lora-rank 4 --bf16 --ppo-epochs 2"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -52,9 +52,10 @@ def memory_of(rank: int, parsed) -> dict:
     run = RLTrainer(parsed, Timers())
     parameters = list(run.rollout.model[0].parameters())
     return {
-        "roles": sorted(run.mesh.roles), "trained": [run.actor.trainable_model, run.critic.trainable_model],
+        "roles": sorted(run.mesh.roles),
+        "trained": [run.actor.trainable_model, run.critic.trainable_model],
         "gradients": [p for p in parameters if p.grad is not None or hasattr(p, "main_grad")],
-    }  # fmt: skip
+    }
 
 
 def test_no_critic_reference_optimizer_or_gradient_exists(tmp_path):

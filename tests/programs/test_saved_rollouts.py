@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megarl.batch import generated_fields
 from megarl.flags.settings import Settings
 from tests.helpers.checkpoints import WAITING
-from tests.helpers.forked_programs import launch
+from tests.helpers.forked_programs import check
 from tests.helpers.pages import documents
 from tests.helpers.programs import (
     GRADED,
@@ -141,9 +141,9 @@ def test_the_python_of_the_page_reads_a_step(folder, tmp_path, monkeypatch):
 ONLY = "--debug-train-only"
 
 
-def error_of(folder: Path, argv: list[str]) -> str:
+def error_of(argv: list[str]) -> str:
     """The error of a run that is refused; warnings, as of the engine's flags, may come before it."""
-    status, _, err = launch(folder, argv)
+    status, _, err = check(argv)
     *warnings, line = err.splitlines()
     assert status == 2 and line.startswith("megarl: error: "), err
     assert all(warning.startswith("megarl: warning: ") for warning in warnings)
@@ -154,7 +154,7 @@ def refused(folder: Path, flags: str) -> str:
     """The one line of a run on the rollouts of "ppo" that is refused before any work."""
     run = saved(folder, "ppo")
     argv = rl_argv(folder / "refused", f"{STEPS} {GRADED} {ONLY} --load-rollouts {run} {flags}")
-    line = error_of(folder, argv)
+    line = error_of(argv)
     assert not (folder / "refused").exists()
     return line.replace(f"{run}/rollouts/", "").replace(str(run), "RUN")
 
@@ -175,7 +175,7 @@ def test_rollouts_that_do_not_fit_are_refused_in_one_line(flags, needle, folder)
 
 def test_rollouts_of_an_environment_are_refused_without_one(folder):
     flags = f"{STEPS} {ONLY} --load-rollouts {saved(folder, 'environment with experts')}"
-    line = error_of(folder, rl_argv(folder / "refused", f"{flags} --max-response-length 18"))
+    line = error_of(rl_argv(folder / "refused", f"{flags} --max-response-length 18"))
     assert line.endswith("step_00000001: was written with --environment")
 
 
@@ -184,7 +184,7 @@ def test_other_prompts_and_the_runs_own_folder_are_refused(folder, tmp_path):
     write_lines(tmp_path / "fewer.jsonl", [json.loads(line) for line in lines[1:]])
     assert "was written with another --prompts (" in refused(folder, f"--prompts {tmp_path}/fewer.jsonl")
     run = saved(folder, "ppo")
-    line = error_of(folder, rl_argv(run, f"{STEPS} {GRADED} {ONLY} --load-rollouts {run}/rollouts"))
+    line = error_of(rl_argv(run, f"{STEPS} {GRADED} {ONLY} --load-rollouts {run}/rollouts"))
     assert f"--load-rollouts {run}/rollouts: is in the earlier run of --save {run}" in line
 
 
@@ -223,7 +223,7 @@ def test_groups_that_wait_must_be_there(folder):
     run = saved(folder, "waiting and partial")
     start = saved(folder, "ppo") / "checkpoints" / "step_00000001"
     flags = f"{STEPS} {RUNS['waiting and partial'][1]} {ONLY} --load-rollouts {run} --load {start}"
-    line = error_of(folder, rl_argv(folder / "refused", flags))
+    line = error_of(rl_argv(folder / "refused", flags))
     assert "5 groups waited from earlier steps when step 2 was generated, and 0 do now" in line
 
 

@@ -200,16 +200,6 @@ def test_an_agent_gets_whole_turns(folder):
         assert sum(TEXT in text for text in turns) >= 3 and not all(TEXT in text for text in turns)
 
 
-@pytest.mark.parametrize("flags", ["", TURNS], ids=["one turn", "turns"])
-@pytest.mark.long
-def test_saved_responses_train_the_same(flags, folder):
-    save = run_of(folder, f"{flags} --save-rollouts", 1)
-    loaded = run_of(folder, f"{flags} --debug-train-only --load-rollouts {save / 'rollouts'}", 1)
-    for step in range(1, STEPS + 1):
-        assert metrics(loaded)[step]["actor/grad_norm"] == metrics(save)[step]["actor/grad_norm"] > 0
-        assert samples(loaded, step) == samples(save, step)
-
-
 @pytest.mark.parametrize(("flags", "says"), [
     (f"--thinking-budget 13 --thinking-budget-text {TEXT}",
      "--thinking-budget 13: with the 3 tokens that end thoughts, --max-response-length 16 leaves no room"),

@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers.checkpoints import stored_weights
 from tests.helpers.forked_programs import refusal
-from tests.helpers.programs import REWARD_STEPS as STEPS  # fmt: skip
+from tests.helpers.programs import REWARD_STEPS as STEPS
 from tests.helpers.programs import (
     assert_close,
     in_world,

@@ -15,7 +15,7 @@ from tests.helpers.programs import (
     torchrun,
     train,
     write_lines,
-)  # fmt: skip
+)
 from tests.helpers.tiers import long
 from tests.helpers.worlds import RankFailed, run_world
 

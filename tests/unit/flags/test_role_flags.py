@@ -59,8 +59,9 @@ def test_a_role_map_may_name_nodes():
     found = parse_role_map("actor=nodes 0-1;critic=node 2", 24, two, ranks_per_node=8)
     assert found == {"actor": range(16), "critic": range(16, 24)}
     assert parse_role_map("actor=nodes  1;critic=3", 4, two, ranks_per_node=2) == {
-        "actor": range(2, 4), "critic": range(3, 4),
-    }  # fmt: skip
+        "actor": range(2, 4),
+        "critic": range(3, 4),
+    }
     assert parse_role_map("actor=node 0;critic=2", 3, two) == {"actor": range(3), "critic": range(2, 3)}
 
 
