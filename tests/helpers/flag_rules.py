@@ -16,17 +16,18 @@ from tests.helpers.models.tiny_models import SHAPES
 MODEL = SHAPES["llama"].split()
 
 
-def parsed(flags: str, program: str = "rl", size: int = 4) -> RunConfig:
+def parsed(flags: str | list[str], program: str = "rl", size: int = 4) -> RunConfig:
     """The configuration of a program of `size` ranks."""
-    return parse([*MODEL, *flags.split()], size, program)
+    return parse([*MODEL, *(flags.split() if isinstance(flags, str) else flags)], size, program)
 
 
-def refused(flags: str, program: str = "rl") -> str:
+def refused(flags: str | list[str], program: str = "rl", size: int = 4) -> str:
     """The one line that refuses these flags."""
     with pytest.raises(UsageError) as caught:
-        parsed(flags, program)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+        parsed(flags, program, size)
+    message = str(caught.value)
+    assert message and "\n" not in message and "Traceback" not in message
+    return message
 
 
 def check_refused(flags: str, start: str, program: str = "rl"):

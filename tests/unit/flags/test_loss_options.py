@@ -10,12 +10,10 @@ import yaml
 
 from megarl.algorithms.policy_loss import PolicyTokens
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.arguments import build_parser, parse
-from megarl.errors import UsageError
-from tests.helpers.models.tiny_models import SHAPES
+from megarl.arguments import build_parser
+from tests.helpers.flag_rules import parsed, refused
 from tests.helpers.programs import ROOT, metrics, rl_argv, train
 
-MODEL = SHAPES["llama"].split()
 NEW_LOSS = '''
 """A loss that somebody adds."""
 import dataclasses
@@ -58,17 +56,6 @@ def later(tokens, options):
     return None
 later.options = Later
 """
-
-
-def parsed(flags: str, program: str = "rl"):
-    return parse([*MODEL, *flags.split()], 1, program)
-
-
-def refused(flags: str, program: str = "rl") -> str:
-    with pytest.raises(UsageError) as caught:
-        parsed(flags, program)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def idle(flags: str) -> str:
