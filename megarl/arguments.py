@@ -21,7 +21,6 @@ from megarl.flags.conditions import OF_ROLES, SCORING_MODEL, FlagContext
 from megarl.flags.distillation import NONE, with_defaults_of_distillation
 from megarl.flags.environment import SESSIONS
 from megarl.flags.fields import GENERATING, SUPERVISED
-from megarl.flags.hf_models import read_hf_models, with_hf_defaults
 from megarl.flags.learning import MODELS
 from megarl.flags.lora import lora_of_roles
 from megarl.flags.megatron_options import options
@@ -276,12 +275,12 @@ def _role_settings(
         role: {name: values.get(f"{role}-{name.replace('_', '-')}", getattr(settings, name)) for name in by_role}
         for role in ranks
     }
-    hf_models = read_hf_models(context.program, settings, own, lengths)
+    hf_models = role_flags.read_hf_models(context.program, settings, own, lengths)
     megatron = {
         role: _megatron_namespace(context, role, tokens[role], len(ranks[role]), lengths[role], hf_models[role], folder)
         for role in ranks
     }
-    own = {role: with_hf_defaults(role, own[role], values, hf_models[role]) for role in ranks}
+    own = {role: role_flags.with_hf_defaults(role, own[role], values, hf_models[role]) for role in ranks}
     lora = lora_of_roles(own, megatron, hf_models, role_flags.TRAINED_ROLES[context.program])
     offloads = {role: own[role]["offload"] for role in ranks if role in MODELS}
     role_flags.check_models(settings, offloads, megatron, lora, hf_models)

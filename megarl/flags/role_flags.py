@@ -1,4 +1,4 @@
-"""Flags and ranks of each role: role maps, role prefixes, and the flags that the rollout inherits from the actor.
+"""Flags and ranks of each role: role maps, role prefixes, what the rollout inherits from the actor, models by folder.
 
 The rollout generates with the actor's policy. It inherits the actor's flags except those of training, and may have its
 own ranks and model-parallel sizes.
@@ -6,8 +6,13 @@ own ranks and model-parallel sizes.
 
 import re
 from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 from megarl.errors import UsageError
+from megarl.flags import teachers
+
+if TYPE_CHECKING:
+    from megarl.mcore.weights.hf.hf_model import HFModel
 
 ROLES = ("actor", "critic", "reward", "reference", "teacher", "rollout")
 OFF = "--off:"  # prefix of a switch that a config file turns off (`--no-…` is set) or unsets; its name is checked
@@ -225,6 +230,52 @@ def can_share_model(actor, rollout) -> bool:
     """Whether the rollout can generate with the actor's training module on the same ranks; both Megatron namespaces."""
     same = all(getattr(actor, name) == getattr(rollout, name) for name in ROLLOUT_LAYOUT)
     return same and actor.virtual_pipeline_model_parallel_size is None and not actor.use_torch_fsdp2
+
+
+def read_hf_models(
+    program: str, settings, own: dict[str, dict], lengths: dict[str, int]
+) -> "dict[str, HFModel | None]":
+    """The folder of each role, read and checked; None for a role without one. UsageError for a wrong one.
+
+    The rollout has the actor's. `--hf-model` does not give the reward model's weights, but it describes the role like
+    any common flag.
+
+    Args:
+        own: role -> its values of megarl's own flags.
+        lengths: role -> its longest sequence, in tokens.
+    """
+    paths = {role: values["hf_model"] for role, values in own.items()}
+    if "rollout" in paths:
+        paths["rollout"] = paths["actor"]
+    flags = {role: "--hf-model" if path == settings.hf_model else f"--{role}-hf-model" for role, path in paths.items()}
+    if settings.teachers is not None:
+        flags["teacher"] = teachers.FLAG
+    if "reward" in paths and program != "reward" and settings.reward_hf_model:
+        paths["reward"], flags["reward"] = settings.reward_hf_model, "--reward-hf-model"
+    if settings.judge_hf_model:
+        paths["reward"], flags["reward"] = settings.judge_hf_model, "--judge-hf-model"
+    from megarl.mcore.weights.hf.hf_model import read_model  # imports Megatron
+
+    keys = {role: (path, flags[role], lengths[role]) for role, path in paths.items()}
+    mtp = settings.hf_mtp == "keep", settings.mtp_train
+    read = {key: read_model(*key, *mtp) for key in dict.fromkeys(keys.values()) if key[0] is not None}
+    return {role: read.get(key) for role, key in keys.items()}
+
+
+def with_hf_defaults(role: str, own: dict, values: dict[str, object], hf_model: "HFModel | None") -> dict:
+    """A role's values of megarl's own flags; without flags for the tokenizer, it is the folder's.
+
+    Args:
+        values: the flags that the user gave, by name.
+    """
+    given = {"tokenizer-type", "tokenizer-model", f"{role}-tokenizer-type", f"{role}-tokenizer-model"}
+    prefixes = f"--{role}-", *{"reward": ("--judge-",), "teacher": (teachers.FLAG,)}.get(role, ())
+    has_own_folder = hf_model is not None and hf_model.folder.flag.startswith(prefixes)
+    if has_own_folder:  # its tokenizer comes before that of the common flags
+        given -= {"tokenizer-type", "tokenizer-model"}
+    if hf_model is None or given & values.keys():
+        return own
+    return own | {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(hf_model.folder.path)}
 
 
 def check_models(settings, offloads: dict[str, bool], megatron: dict, lora: dict, hf_models: dict):

@@ -16,8 +16,8 @@ from tests.helpers.worlds import run_world
 
 def update(rank, flags: str, parts: int, value_head: bool, shape: str = "llama"):
     """(loss, gradient norm, sum of squared scores, whole weights before and after) of an update; equal on all ranks."""
+    from megarl.algorithms.advantages import clipped_value_loss
     from megarl.algorithms.aggregation import token_mean
-    from megarl.algorithms.value_function import clipped_value_loss
     from megarl.roles.trainable_model import TrainableModel
 
     roles = parse_roles(flags, dist.get_world_size(), shape)

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from megarl.algorithms.advantages import clipped_value_loss, explained_variance, explained_variance_moments
 from megarl.algorithms.aggregation import (
     AGGREGATIONS,
     aggregate,
@@ -19,7 +20,6 @@ from megarl.algorithms.aggregation import (
 from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.policy_loss import ClipOptions, PolicyTokens
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.algorithms.value_function import clipped_value_loss, explained_variance, explained_variance_moments
 from tests.references.ragged import ragged_batches
 from tests.references.verl_core_algos import load_verl
 

@@ -109,8 +109,8 @@ def run(rank: int, flags: str, most: int, spoils: dict) -> tuple[int, list[str]]
 
     `most`: losses of the actor that are looked at.
     """
+    from megarl.algorithms.advantages import clipped_value_loss
     from megarl.algorithms.aggregation import token_mean
-    from megarl.algorithms.value_function import clipped_value_loss
     from megarl.mcore.model import forward_pass
     from megarl.mcore.parallel import pipeline
     from megarl.roles.passes import forward_only
