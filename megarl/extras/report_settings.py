@@ -12,8 +12,7 @@ def table(settings: dict, other: dict | None) -> list[list]:
     """Rows [section, name, value, other value, whether they differ, whether the user set it in one of the runs].
 
     Those that the user set come first. A value is its text, or null if there is none. A Megatron flag that is the same
-    for all roles has one row, else one for each role: `lr · critic`.
-    other: settings of the run to compare with; None: none.
+    for all roles has one row, else one for each role: `lr · critic`. `other`: of the run to compare with.
     """
     flat = [_flatten(whole(settings)), _flatten(whole(other or {}))]
     split = set().union(*map(_differ_by_role, flat))
@@ -28,7 +27,6 @@ def table(settings: dict, other: dict | None) -> list[list]:
 
 
 def command_line(settings: dict) -> str | None:
-    """The command line of a run as text for a shell; None if its settings do not have it."""
     words = settings.get(COMMAND_LINE)
     return shlex.join(map(str, words)) if isinstance(words, list) and words else None
 
