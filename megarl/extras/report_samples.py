@@ -156,11 +156,10 @@ def _text(value: object, limit: int) -> str | None:
 def _read(path: Path) -> list[dict]:
     with reading(str(path)):
         lines = read_records(path)
-    return [_record(path, number, line) for number, line in enumerate(lines, 1) if line]
-
-
-def _record(path: Path, number: int, line: bytes) -> dict:
-    record = parse_record(line)
-    if record is None:
-        raise UsageError(f"{path} line {number} is not a JSON object: {line[:60]!r}")
-    return record
+    records = []
+    for number, line in enumerate(lines, 1):
+        record = parse_record(line) if line else {}
+        if record is None:
+            raise UsageError(f"{path} line {number} is not a JSON object: {line[:60]!r}")
+        records += [record] if line else []
+    return records

@@ -1,4 +1,4 @@
-"""What the dialects of an agent's endpoint share: turns of the policy, their tokens, and streams of events."""
+"""What the dialects of an agent's endpoint share: turns of the policy, tokens, streams and errors."""
 
 import asyncio
 import sys
@@ -11,7 +11,9 @@ from starlette.responses import Response
 from megarl.environments.agents.session import Session
 from megarl.environments.calls import Ask, Reply
 from megarl.serving.answers import event
-from megarl.serving.errors import invalid
+from megarl.serving.errors import JSONResponse, RequestError, invalid
+
+ANTHROPIC = "/v1/messages"
 
 _said: set[str] = set()  # fields without effect that this process has named
 
@@ -54,3 +56,11 @@ def streamed(events: Iterable[dict[str, Any]], end: bytes = b"") -> Response:
     """All events as a stream, each named by its `type` if it has one."""
     lines = [event(each, each.get("type")) for each in events]
     return Response(b"".join([*lines, end]), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+def error_response(error: RequestError, path: str) -> JSONResponse:
+    if path != ANTHROPIC:
+        return error.response
+    found = error.content["error"]
+    content = {"type": "error", "error": {"type": found["type"], "message": found["message"]}}
+    return JSONResponse(content, error.status, error.headers)

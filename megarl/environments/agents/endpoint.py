@@ -17,6 +17,7 @@ from starlette.responses import Response
 from uvicorn.server import ServerState
 
 from megarl.environments.agents.anthropic_messages import MessagesRequest, complete_messages
+from megarl.environments.agents.dialect import ANTHROPIC, error_response
 from megarl.environments.agents.openai_chat import AgentChatRequest, complete_chat
 from megarl.environments.agents.openai_responses import ResponsesRequest, complete_response
 from megarl.environments.agents.session import Address, Session
@@ -35,13 +36,12 @@ from megarl.serving.middleware import BodyAndDisconnect, check_body, check_key, 
 MAX_CONNECTIONS = 64
 MAX_BODY_BYTES = 16 << 20
 _HEAD_SECONDS = 30.0  # until the head of a request is there
-_ANTHROPIC = "/v1/messages"
 _MODEL = "policy"
 _MODELS = "/v1/models"
 _COMPLETIONS: dict[str, tuple[type[BaseModel], Any]] = {  # path: (schema of the body, what answers it)
     "/v1/chat/completions": (AgentChatRequest, complete_chat),
     "/v1/responses": (ResponsesRequest, complete_response),
-    _ANTHROPIC: (MessagesRequest, complete_messages),
+    ANTHROPIC: (MessagesRequest, complete_messages),
 }
 Headers = Sequence[tuple[bytes, bytes]]  # with names in lower case
 _Request = TypeVar("_Request", bound=BaseModel)
@@ -138,11 +138,3 @@ def _parsed(schema: type[_Request], body: bytes) -> _Request:
         raise validation_error(error.errors(include_url=False), given) from None
     except (ValueError, RecursionError):
         raise invalid("the body is no JSON", code="invalid_json") from None
-
-
-def error_response(error: RequestError, path: str) -> JSONResponse:
-    if path != _ANTHROPIC:
-        return error.response
-    found = error.content["error"]
-    content = {"type": "error", "error": {"type": found["type"], "message": found["message"]}}
-    return JSONResponse(content, error.status, error.headers)

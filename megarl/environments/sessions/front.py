@@ -22,7 +22,8 @@ from fastapi import FastAPI, Request, Response
 from pydantic import Field
 
 from megarl.child_process import parent
-from megarl.environments.agents.endpoint import application, error_response, given_key
+from megarl.environments.agents.dialect import error_response
+from megarl.environments.agents.endpoint import application, given_key
 from megarl.environments.agents.session import Session
 from megarl.environments.calls import FROM_LEADERS, Answer, Ask, Asked, Close, Offer, Replied
 from megarl.environments.protocol import Observation
