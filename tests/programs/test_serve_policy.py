@@ -41,7 +41,6 @@ class Asking(threading.Thread):
         self.generator, self.answers, self.ended = RemoteGenerator(url, seconds=SAFETY_SECONDS), [], None
 
     def run(self):
-        """Asks."""
         try:
             while True:
                 self.answers.append(self.generator.generate(ASKED))

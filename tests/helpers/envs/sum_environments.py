@@ -13,6 +13,14 @@ from megarl.environments.protocol import BaseEnvironment, Observation, Task, Tur
 FOLDER = "MEGARL_TEST_FOLDER"  # environment variable: where calls are counted and breakdowns are remembered
 
 
+# Flags of a run of two steps with episodes.
+EPISODES = (
+    "--advantage rloo --kl-coefficient 0 --train-iters 2 --save-interval 1 --max-response-length 18 --max-turns 3"
+    " --max-turn-length 4 --max-tokens-per-microbatch 100 --rollout-max-requests 64 --environment-timeout 60"
+    " --save-rollouts"
+)
+
+
 class Sums(BaseEnvironment):
     """Asks for another sum after each turn, three times; the reward grows with the sevens of the text."""
 
