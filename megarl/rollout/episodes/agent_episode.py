@@ -82,13 +82,10 @@ class AgentEpisode(Episode):
 
     def request_of(self, number: int) -> GenerationRequest:
         """The engine's request for a turn, or for the rest of it."""
-        turn, depth = self._turns[number], len(self._path(number)) - 1
-        missing = turn.response.request()
-        return dataclasses.replace(
-            self.request, prompt=missing.prompt, written=missing.written, key=missing.key,
-            max_new_tokens=missing.max_new_tokens, counted_tokens=self.new_tokens,
-            stops=self.limits.matcher(turn.stops), trunk=self.request.trunk_of(depth),
-        )  # fmt: skip
+        turn, trunk = self._turns[number], self.request.trunk_of(len(self._path(number)) - 1)
+        stops, thinking = self.limits.matcher(turn.stops), self.request.thinking
+        missing, counted = turn.response.request(), self.new_tokens
+        return dataclasses.replace(missing, counted_tokens=counted, stops=stops, thinking=thinking, trunk=trunk)
 
     def write(self, number: int, completion: Completion) -> Completion | None:
         """Takes in what the policy has written of a turn. Returns the whole turn; None if the round's limit has cut

@@ -111,9 +111,8 @@ def record_of(episode: Episode, played: PlayedTurns) -> dict[str, Any]:
 def _asked(episode: Episode, tree: MessageTree) -> list[dict[str, Any] | None]:
     """The requests of an agent's turns, in their order in the episode's rows; None: not known."""
     left, found = list(tree.written), []
-    for start, end in episode.turns:
-        row = max((first for first in episode.row_starts if first <= start), default=0)
-        prompt, tokens = episode.tokens[row:start], episode.tokens[start:end]
+    for number in range(len(episode.turns)):
+        prompt, tokens = episode.before(number), episode.turn_tokens(number)
         turn = next((turn for turn in left if turn.prompt == prompt and list(turn.tokens or ()) == tokens), None)
         if turn is not None:
             left.remove(turn)
