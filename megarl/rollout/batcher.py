@@ -113,7 +113,7 @@ class RolloutBatcher:
     def files(self) -> dict[str, bytes]:
         """What a checkpoint keeps of generation: this replica's log by name, on its leader; {} if it has no records.
         Collective."""
-        records = [packed(*each) for each in self._records() if each[1] is not None]
+        records = [packed(kind, record, step) for kind, record, step in self._records() if record is not None]
         if not records:
             return {}
         return {waiting_groups.FILES.replace("*", f"{self.mesh[ROLLOUT].dp_rank:05d}"): b"".join(records)}

@@ -22,12 +22,12 @@ from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.rollout.group_buffer import BatchQueue, GroupBuffer
 from megarl.rollout.partial_rollouts import PartialRolloutBuffer
+from megarl.rollout.policy_versions import PolicyVersions, staleness_metrics, staleness_of
 from megarl.rollout.replica_batch import forced_responses
 from megarl.rollout.requests import PromptRequest, episode_keys, groups_of, remaining_tokens
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
 from megarl.rollout.round_scores import GenerationRound, RoundScorer
-from megarl.rollout.staleness import PolicyVersions, staleness_metrics, staleness_of
 
 
 @dataclasses.dataclass

@@ -21,13 +21,7 @@ from megarl.groups import PromptGroups
 from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.episode import FAILED, Episode
 from megarl.rollout.replica_batch import own_share, truncated_to
-from megarl.rollout.requests import (
-    PromptRequest,
-    batch_to_responses,
-    earlier_responses,
-    episode_keys,
-    groups_of,
-)
+from megarl.rollout.requests import PromptRequest, batch_to_responses, earlier_responses, episode_keys, groups_of
 from megarl.rollout.response_log import Record
 from megarl.rollout.waiting_groups import VERSIONS
 
@@ -94,7 +88,6 @@ class PartialRolloutBuffer:
         return group.request._replace(tokens=responses[0].asked.prompt, responses=responses)
 
     def _retain_episodes(self):
-        """Ends the environments of all episodes but those of the groups."""
         if self.episodes is not None:
             self.episodes.retain(episode_keys(self.requests))
 

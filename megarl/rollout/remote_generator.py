@@ -1,5 +1,6 @@
 """A generator elsewhere: the client of a generation server's `/generate` (`python -m megarl.serve`)."""
 
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -55,17 +56,16 @@ class RemoteGenerator:
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Returns one completion per request, in their order; several HTTP requests run at a time."""
         batches = _batches(requests)
-        done: list[Completion | None] = [None] * len(requests)
         with activity.limited(), ThreadPoolExecutor(CONNECTIONS) as pool:
-            answers = pool.map(self._generate, ([requests[number] for number in batch] for batch in batches))
-            for batch, completions in zip(batches, answers, strict=True):
-                for number, completion in zip(batch, completions, strict=True):
-                    done[number] = completion
-        return done
+            answers = [*pool.map(self._generate, ([requests[number] for number in batch] for batch in batches))]
+        joined = itertools.chain.from_iterable
+        found = dict(zip(joined(batches), joined(answers), strict=True))
+        return [found[number] for number in range(len(requests))]
 
     def _generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """The completions of requests that differ in prompt and key alone."""
         found = self._json(self._ask("POST", "/generate", request_body(requests)))
+        if len(found) != len(requests):
+            raise RuntimeError(f"{FLAG} {self.url}: the answer is not one of a generation server")
         return [_completion(result) for result in found]
 
     def _ask(self, method: str, path: str, body: Any = None, **options: Any) -> urllib3.BaseHTTPResponse:
@@ -110,14 +110,14 @@ def _pause_of(response: urllib3.BaseHTTPResponse, default: float) -> float:
         return default
 
 
-def _batches(requests: Sequence[GenerationRequest]) -> list[list[int]]:
+def _batches(requests: Sequence[GenerationRequest]) -> list[tuple[int, ...]]:
     """Numbers of requests that differ in prompt and key alone, at most `BATCH` together."""
     alike: dict[tuple, list[int]] = {}
     for number, request in enumerate(requests):
         ends = request.end_ids, _stops_of(request), *_thinking_of(request).values()
         kind = request.sampling, request.max_new_tokens, request.top_logprobs, ends
         alike.setdefault(kind, []).append(number)
-    return [members[i : i + BATCH] for members in alike.values() for i in range(0, len(members), BATCH)]
+    return [batch for members in alike.values() for batch in itertools.batched(members, BATCH)]
 
 
 def _stops_of(request: GenerationRequest) -> tuple[str, ...]:

@@ -127,7 +127,6 @@ class GroupEarlyStop(StoreEntry):
         return max(lengths) << 32 | group
 
     def _with(self, known: list[int], result: int) -> list[int]:
-        """The best groups when one more has ended."""
         return sorted([*known, result])[: self.wanted]
 
     def _publish(self, result: int):

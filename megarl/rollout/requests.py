@@ -138,7 +138,6 @@ class RoundRequests:
         return [i for group in groups for i in self._ids[group]]
 
     def _response(self, i: int, key: int, trunk: Trunk | None) -> Response:
-        """What there is of a response before the round."""
         prompt = self.prompt_of(i)
         held = prompt.held[self.sample_of(i)]
         asked = GenerationRequest([*prompt.tokens], key, prompt.limit, thinking=self.thinking, trunk=trunk)

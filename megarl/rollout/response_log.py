@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -118,6 +118,15 @@ def whole(path: Path, where: str, has_ended: bool = True) -> list[Entry]:
         found = list(intact(path, _refuse))
         if has_ended and (found[-1].end if found else 0) != path.stat().st_size:
             _refuse("its last record is incomplete")
+    return found
+
+
+def grouped(paths: Iterable[Path], flag: str, *names: str) -> dict[tuple, list[Entry]]:
+    """The records of logs that have ended, by the facts of these names, None of those that they lack; the logs in the
+    order of their names. UsageError, which begins with `flag`, if one is damaged."""
+    found: dict[tuple, list[Entry]] = {}
+    for entry in (entry for path in sorted(paths) for entry in whole(path, f"{flag} {path}")):
+        found.setdefault(tuple(entry.facts.get(name) for name in names), []).append(entry)
     return found
 
 

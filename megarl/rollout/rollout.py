@@ -4,7 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from megarl.observe.timers import Timers
 from megarl.rollout.bank import RolloutBank, past_bank
 from megarl.rollout.engine_counts import EngineCounts
 from megarl.rollout.episodes.runner import EpisodeRunner
+from megarl.rollout.policy_versions import PolicyVersions
 from megarl.rollout.request_queue import UNFINISHED, FirstGroups, GroupEarlyStop, SharedRequestQueue, shortest_groups
 from megarl.rollout.requests import (
     Branching,
@@ -43,7 +44,6 @@ from megarl.rollout.requests import (
 from megarl.rollout.response_ends import ResponseEnds
 from megarl.rollout.schedule import Schedule
 from megarl.rollout.scheduled_rounds import GoingOn, ScheduledRounds, Stream
-from megarl.rollout.staleness import PolicyVersions
 from megarl.rollout.weight_sync import UNCHANGED, WeightSync
 from megarl.tool_formats.thinking_budget import ThinkingBudget
 
@@ -268,7 +268,6 @@ class Rollout:
         return self._fingerprint, layout, sampling, self.ends.identity, thinking
 
     def _stream(self, round_: _Round) -> Stream:
-        """The engine's stream for a round."""
         routes = round_.routes is not None
         return functools.partial(self.engine.stream, end_ids=self.ends.ids, settings=round_.sampling, routes=routes)
 
@@ -303,14 +302,14 @@ class Rollout:
             self.episodes.run(stream, source, requests, most, round_.is_training, early_stop, round_.sender, bank)
         else:
             asked, take_in = past_bank(bank, going_on, ended)
-            stream = functools.partial(stream, asked, max_requests=queue.share if queue else None)
+            options: dict[str, Any] = {"max_requests": queue.share if queue else None}
             if weights:
-                stream = functools.partial(stream, interrupt=weights.look)
+                options["interrupt"] = weights.look
             elif early_stop:
-                stream = functools.partial(stream, response_limit=early_stop.longest)
+                options["response_limit"] = early_stop.longest
             goes_on = True
             while goes_on:
-                for i, completion in stream():
+                for i, completion in stream(asked, **options):
                     take_in(i, completion)
                 goes_on = weights is not None and weights.goes_on()
             if weights:  # of a round that stopped early: others may not have begun, and belong to whoever takes them
@@ -321,7 +320,6 @@ class Rollout:
             early_stop.close()
 
     def _open_here(self, requests: RoundRequests) -> list[int]:
-        """The ids that are assigned to this replica, and that need tokens."""
         return [i for i in self._assigned_here(requests) if requests.is_open(i)]
 
     def _source(self, requests: RoundRequests, whole_groups: bool) -> tuple[RequestSource, SharedRequestQueue | None]:

@@ -87,7 +87,6 @@ class RolloutWriter:
         self._rounds.append({"lines": found.lines, "kept": kept.tolist(), "draws": found.draws, "sizes": sizes})
 
     def _append(self, facts: dict, fields: dict[str, torch.Tensor]):
-        """Writes a record of the running round to this replica's log."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with open(self._path, "ab", buffering=0) as file:
             response_log.append(file.fileno(), response_log.packed({"round": len(self._rounds), **facts}, fields))
@@ -118,13 +117,8 @@ class RolloutWriter:
 
 
 def entries_of(folder: Path, flag: str) -> dict[tuple, list[Entry]]:
-    """The records of a step's folder by round and kind, of each replica in order. UsageError, which begins with `flag`,
-    if a log is damaged."""
-    found: dict[tuple, list[Entry]] = {}
-    for path in sorted(folder.glob(f"replica_*{SUFFIX}")):
-        for entry in response_log.whole(path, f"{flag} {path}"):
-            found.setdefault((entry.facts.get("round"), entry.facts.get("kind")), []).append(entry)
-    return found
+    """The records of a step's folder by round and kind, as `response_log.grouped`."""
+    return response_log.grouped(folder.glob(f"replica_*{SUFFIX}"), flag, "round", "kind")
 
 
 class SavedRollouts:

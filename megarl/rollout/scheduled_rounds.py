@@ -128,7 +128,6 @@ class ScheduledRounds:
         self._skip_unchanged()
 
     def _of_replicas(self, number: int) -> list[int]:
-        """A number of each replica. A collective of the rollout."""
         table = torch.zeros(len(self.role_groups.replicas), dtype=torch.int64, device=device.device())
         table[self.role_groups.dp_rank] = number
         return self.role_groups.dp_all_reduce(table).tolist()

@@ -9,7 +9,7 @@ from megarl.batch import GENERATED, HEADER, SCORED, fields_sent
 from megarl.data.pools import DifficultyPools
 from megarl.errors import UsageError
 from megarl.rollout import response_log
-from megarl.rollout.response_log import Entry, Record
+from megarl.rollout.response_log import Record
 
 ENTRY = "waiting_groups"
 QUEUE = "generated_ahead"
@@ -117,21 +117,15 @@ class KeptRecords:
 
     def __init__(self, folder: Path):
         """UsageError if a log is damaged."""
-        paths = sorted(folder.glob(FILES))
-        self._entries: list[Entry] = [e for path in paths for e in response_log.whole(path, f"--load {path}")]
+        self._entries = response_log.grouped(folder.glob(FILES), "--load", "kind", "step")
 
     def has(self, kind: str, step: int | None = None) -> bool:
-        """Whether there are such records. Arguments as of `read`."""
-        return any(True for _ in self._of(kind, step))
-
-    def _of(self, kind: str, step: int | None) -> Iterator[Entry]:
-        return (e for e in self._entries if (e.facts.get("kind"), e.facts.get("step")) == (kind, step))
+        """Whether there are such records. `step`: of a `BATCH`."""
+        return (kind, step) in self._entries
 
     def read(self, kind: str, step: int | None = None) -> Iterator[Record]:
         """The records of a kind, of each replica in order, one at a time. `step`: of a `BATCH`."""
-        for entry in self._of(kind, step):
-            facts, fields = entry.read()
-            yield Record({name: fact for name, fact in facts.items() if name not in ("kind", "step")}, fields)
+        return (entry.read() for entry in self._entries.get((kind, step), ()))
 
 
 def load_pools(pools: DifficultyPools, records: Iterable[Record], where: str):

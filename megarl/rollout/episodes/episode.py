@@ -157,7 +157,6 @@ class Episode:
 
     @property
     def _room(self) -> int:
-        """Tokens that may follow."""
         return self.prompt_length + self.limits.response - len(self.tokens)
 
     @property
@@ -228,7 +227,6 @@ class Episode:
             self.is_open, self.routes = False, None
 
     def _undo(self, excess: int):
-        """Removes the last `excess` tokens of the policy."""
         self.end = self.routes = None
         while excess:
             start, end = self.turns[-1]

@@ -166,8 +166,6 @@ class MessageTree:
         waiting, turn.waiting = turn.waiting, []
         return [(place, turn.reply) for place in waiting]
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------
-
     def facts(self) -> list[dict]:
         """What a checkpoint has to know of the requests, besides the tokens that `AgentEpisode.facts` has."""
         names = "ask", "is_run_limit", "is_rewritten"
@@ -193,8 +191,6 @@ class MessageTree:
             self._by_ask[ask.key, sum(other.ask == ask for other in self._turns[:-1])] = turn
             if not fact["is_open"]:
                 self.write(number, fact["tokens"], fact["logprobs"], fact["finished"])
-
-    # -- prompts -------------------------------------------------------------------------------------------------
 
     def _new_turn(self, ask: Ask) -> AgentTurn:
         parent, known = self._continued(ask)
@@ -242,7 +238,6 @@ class MessageTree:
         return [*before, turn.reply.message]
 
     def _anew(self, ask: Ask) -> list[int]:
-        """The tokens of a prompt whose messages are encoded from the first on."""
         if not ask.tools and ask.messages == self._conversation:
             return list(self._request.prompt)
         return self._turn_tokens.first_prompt(ask.messages, ask.tools)

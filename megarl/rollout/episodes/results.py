@@ -64,7 +64,6 @@ def episodes_to_batch(
 
 
 def _fill(episode: Episode, fields: dict[str, Tensor]):
-    """Writes an episode's turns to its rows of the fields."""
     turns = zip(episode.turns, episode.logprobs, episode.rewards, strict=True)
     for number, ((start, end), logprobs, reward) in enumerate(turns):
         fields["rollout_logprobs"][start:end] = torch.tensor(logprobs, dtype=torch.float32)

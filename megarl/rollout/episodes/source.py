@@ -62,7 +62,6 @@ class SharedTurns:
 
 
 def _identity(request: GenerationRequest) -> tuple:
-    """All that a shared turn of a round depends on."""
     stops = None if request.stops is None else request.stops.stops
     return request.key, tuple(request.prompt), request.max_new_tokens, request.counted_tokens, stops
 
@@ -194,7 +193,6 @@ class EpisodeSource:
             self._client.write(episode.number, turn, written)
 
     def _ask(self, asked: TurnRequest):
-        """Has a turn of an agent generated."""
         episode = self._open[asked.number]
         if not isinstance(episode, AgentEpisode):
             episode = self._open[asked.number] = AgentEpisode(episode)

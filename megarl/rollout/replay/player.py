@@ -83,8 +83,6 @@ class Player:
         is_equal = torch.equal(found, expected) and len(own) == len(saved)
         return TurnCheck(same, len(own), is_equal, gap)
 
-    # -- forks -------------------------------------------------------------------------------------------------------
-
     def begun(self) -> Episode:
         assert self._limits is not None  # it has an environment
         return Episode(number=0, request=self._request, line=self._saved.place[0], limits=self._limits)

@@ -104,7 +104,6 @@ def _response(folder: Path, manifest: dict[str, Any], sample: int) -> SavedRespo
 
 
 def _row(entries: Entries, number: int, sequence: int) -> dict[str, Any]:
-    """The fields of one sequence of a round."""
     for entry in entries.get((number, RESPONSES), ()):
         fields = entry.read().fields
         found = (fields["sequence_ids"] == sequence).nonzero().flatten().tolist()

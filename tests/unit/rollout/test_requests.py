@@ -7,12 +7,7 @@ import torch
 
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.mcore.inference.response import Response, Span
-from megarl.rollout.requests import (
-    PromptRequest,
-    RoundRequests,
-    batch_to_responses,
-    responses_to_batch,
-)
+from megarl.rollout.requests import PromptRequest, RoundRequests, batch_to_responses, responses_to_batch
 
 ROUTES = torch.zeros(0, 2, 1, dtype=torch.int16)
 
@@ -84,6 +79,22 @@ def test_prompts_with_their_own_numbers_of_responses():
     assert [request.key for request in found.build(range(6))] == keys and found.responses[5].row == [8, 50, 51]
     found.skip_if_enough_are_finished(1)
     assert found.limits == [4, 4, 4, 6, 6, 4], "none is finished"
+
+
+def test_nothing_is_generated_once_enough_groups_are_complete():
+    """Two of three groups have ended: one by its ends, one by its limit, too."""
+    ended = carried(3, [5], [7, 1], [7, 1], limit=3)._replace(lengths=(None, None), step=4)
+    cut = carried(2, [6], [7, 1], [7, 8, 9], limit=3, draw_index=1)._replace(lengths=(None, 3), step=4)
+    found = RoundRequests([ended, cut, PromptRequest(1, [5, 6], 2, 3, 5)], seed=1, step=5)
+    built = found.build(range(6))
+    assert [request.prompt for request in built] == [[5, 7, 1]] * 2 + [[6, 7, 1], [6, 7, 8, 9]] + [[5, 6]] * 2
+    assert [request.max_new_tokens for request in built] == found.limits == [0, 0, 0, 0, 3, 3]
+    found.skip_if_enough_are_finished(3)
+    assert found.limits == [0, 0, 0, 0, 3, 3]
+    found.skip_if_enough_are_finished(2)
+    assert found.limits == [0] * 6
+    before = RoundRequests([PromptRequest(2, [6], 2, 3, 4, 1)], seed=1, step=4).build(range(2))
+    assert [request.key for request in before] == [request.key for request in built[2:4]]
 
 
 class _Rule(NamedTuple):

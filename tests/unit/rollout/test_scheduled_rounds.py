@@ -28,7 +28,6 @@ from tests.helpers.rollout.recorded_runs import (
     parsed_of,
     records_of,
     run,
-    weights_of,
 )
 from tests.helpers.tiers import by_default, long
 from tests.helpers.waiting import wait_until
@@ -81,13 +80,6 @@ def test_staleness_is_that_of_the_recorded_weights(folder):
     for step, row in metrics(recording(folder, "two replicas")).items():
         assert row["rollout/staleness"] == sum(ages[step]) / len(ages[step])
         assert row["rollout/staleness_max"] == max(ages[step])
-
-
-@pytest.mark.long
-def test_the_clock_decides(folder):
-    one, other = (recording(folder, "two replicas", seed) for seed in (1, 2))
-    assert [each["segments"] for each in records_of(one)] != [each["segments"] for each in records_of(other)]
-    assert weights_of(one) != weights_of(other)
 
 
 # -- restarts ------------------------------------------------------------------------------------------------------
