@@ -212,15 +212,9 @@ class Rollout:
             if wanted is not None:
                 requests.skip_if_enough_are_finished(wanted)
             stops_early = wanted is not None and wanted < len(prompts) and any(requests.limits)
-            records_routes = is_training and self.recorded_layers is not None
-            round_ = _Round(
-                requests=requests,
-                sampling=sampling_of(s, s.temperature if temperature is None else temperature),
-                routes=self.engine.empty_routes if records_routes else None,
-                wanted=wanted if stops_early else None,
-                is_training=is_training,
-                sender=sender,
-            )
+            routes = self.engine.empty_routes if is_training and self.recorded_layers is not None else None
+            sampling = sampling_of(s, s.temperature if temperature is None else temperature)
+            round_ = _Round(requests, sampling, routes, wanted if stops_early else None, is_training, sender)
             return self._generate(round_, self.scheduled if is_training else None, versions)
 
     def _generate(self, round_: _Round, weights: ScheduledRounds | None, versions: PolicyVersions | None) -> Batch:
@@ -340,12 +334,11 @@ class Rollout:
 
         `batch`: this rank's share of the responses to `prompts`, as given to `generate`.
         """
-        is_finished = torch.tensor(
-            [not tokens for tokens in remaining_tokens(prompts)]
-        )  # an episode that failed has no routes
+        is_finished = torch.tensor([not tokens for tokens in remaining_tokens(prompts)])
         if batch is None or self.recorded_layers is None or not is_finished.any():
             return
         with self.timers.phase(self.role_groups.model_role, "rollout"):
+            # An episode that failed has no tokens, and no routes.
             is_finished = is_finished[batch.sequence_ids.cpu()] & (batch.response_lengths > 0).cpu()
             positions = is_finished.nonzero().flatten().tolist()
             sequences, bounds = batch.tokens.split(batch.lengths.tolist()), batch.cu_seqlens.tolist()

@@ -256,8 +256,8 @@ class EpisodeRunner:
         )
 
     def _seed(self, step: int, line: int, stream: int) -> int:
-        numbers = torch.tensor([line]), torch.tensor([stream])
-        return int(stream_keys(self.settings.seed, step, *numbers)) & ((1 << 63) - 1)
+        key = stream_keys(self.settings.seed, step, torch.tensor([line]), torch.tensor([stream]))
+        return int(key) & ((1 << 63) - 1)
 
     def _check_failures(self, own: EpisodeStatistics):
         """TooManyFailures if too many environments failed. A collective of the replica leaders."""

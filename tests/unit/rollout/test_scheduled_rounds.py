@@ -41,14 +41,10 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("schedule")
 
 
-def recording(folder: Path, name: str, seed: int = 1) -> Path:
-    return recorded_once(folder, name, seed)
-
-
-@functools.cache  # of calls with all arguments: one that left the seed out would run again, in the same folder
-def recorded_once(folder: Path, name: str, seed: int) -> Path:
+@functools.cache
+def recording(folder: Path, name: str) -> Path:
     flags, roles, _ = RUNS[name]
-    return run(folder / f"{name.replace(' ', '-')}-{seed}", roles, f"{flags} {RECORDED}", seed, seed)
+    return run(folder / name.replace(" ", "-"), roles, f"{flags} {RECORDED}", 1, 1)
 
 
 # -- replays -------------------------------------------------------------------------------------------------------
