@@ -149,13 +149,8 @@ def _is_of_schedule(value: Any) -> bool:
 
 def _is_round(value: Any) -> bool:
     """Whether it is a round of saved rollouts: each list has an item for each prompt."""
-    if not fits(value, {"lines": [is_count], "kept": [bool], "kinds": [str]}):
-        return False
-    optional = {"sizes": [lambda size: is_whole(size, 1, MAX_SIZE)], "draws": [[is_count]]}
-    lists = [value["kept"], *(value[name] for name in optional if name in value)]
-    return all(fits(value[name], kind) for name, kind in optional.items() if name in value) and all(
-        len(each) == len(value["lines"]) for each in lists
-    )
+    kinds = {"lines": [is_count], "kept": [bool], "draws": [[is_count]], "sizes": [lambda n: is_whole(n, 1, MAX_SIZE)]}
+    return fits(value, kinds) and len({len(value[name]) for name in kinds}) == 1
 
 
 def _is_number(value: Any) -> bool:

@@ -102,7 +102,7 @@ def read_schedule(
 def _folder_of(path: str) -> Path:
     """The folder of a schedule, or of a run with one."""
     folder = Path(path) / schedule.FOLDER if (Path(path) / schedule.FOLDER).is_dir() else Path(path)
-    if not any(folder.glob("replica_*.jsonl")):
+    if not any(folder.glob(schedule.FILES)):
         raise UsageError(
             f"--replay-schedule {path}: holds no schedule; allowed is the folder of a run with --generation-schedule "
             "recorded"
@@ -111,7 +111,7 @@ def _folder_of(path: str) -> Path:
 
 
 def _run_entry(config: RunConfig, data: dict[str, dict[str, str]]) -> dict:
-    """The schedule's line about the run: what decides its responses, besides the model."""
+    """The schedule's record about the run: what decides its responses, besides the model."""
     settings = {name: value for name, value in resume.settings_entry(config).items() if name != _NOT_COMPARED}
     hashes = {name: entry["sha256"] for name, entry in data.items() if not resume.is_held_out(name)}
     return json.loads(json.dumps({"seed": config.settings.seed, "data": hashes, "settings": settings}))

@@ -39,7 +39,7 @@ def groups_of(run: Path) -> list[list[tuple]]:
     return [rows[i : i + 2] for i in range(0, len(rows), 2)]
 
 
-@pytest.mark.long  # by default agents with partial rollouts are over-sampled, too (test_carried_agents.py)
+@pytest.mark.long  # by default agents with partial rollouts are over-sampled, too (test_agent_episode.py)
 @pytest.mark.parametrize("agent, late, flags", [
     ("branching", "late_branching", BRANCHES), ("sums", "late_sums", "--max-turn-length 6"),
 ])  # fmt: skip

@@ -74,7 +74,7 @@ def test_every_flipped_bit_is_detected(run):
         "__0_0.distcp",
         "manifest.json",
         "metadata.json",
-        "rollout.log",
+        "rollout_00000.log",
     }
     ((flips, missed),) = run_world(undetected_flips, 1, checkpoint, FLIPS)
     assert flips >= 300 and not missed

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from megarl.arguments import Settings
-from megarl.errors import UsageError
 from megarl.rollout import response_log
 from megarl.rollout.response_log import Record
 from tests.helpers.programs import program, rl_argv
@@ -73,7 +72,6 @@ def routes_of(tokens, layers):
 
 def waiting_in(flags: str):
     """(`GroupBuffer`, role groups) of a rollout with MoE layer 2 in the first of two stages, 3 and 4 in the other."""
-    from megarl.comm.role_mesh import RoleMesh
     from megarl.rollout.group_buffer import GroupBuffer
     from tests.helpers.models.tiny_models import join_actor
 
@@ -81,7 +79,7 @@ def waiting_in(flags: str):
     stage, stages = dist.get_rank(place.pg_collection.pp), dist.get_world_size(place.pg_collection.pp)
     layers = (2, 3, 4) if stages == 1 else [(2,), (3, 4)][stage]
     settings = Settings(samples_per_prompt=2, greedy_baseline=True, router_replay="rollout")
-    return GroupBuffer(RoleMesh({"rollout": place}, {}, {}), settings, layers), place
+    return GroupBuffer(place, settings, layers), place
 
 
 def contents(waiting) -> dict[int, list]:
@@ -116,10 +114,10 @@ def taken_up(rank: int, flags: str, records: list[Record | None]):
     from megarl.rollout.group_buffer import GroupBuffer
 
     waiting, _ = waiting_in(flags)
-    place, held = waiting.mesh, waiting.layers
+    place, held = waiting.role_groups, waiting.layers
     for settings, layers, error, message in (
         (waiting.settings, (*held, 7), RuntimeError, r"rollout: .* MoE layers \[2, 3, 4\] and lack \[7\]"),
-        (dataclasses.replace(waiting.settings, router_replay="none"), None, UsageError, "--router-replay"),
+        (dataclasses.replace(waiting.settings, router_replay="none"), None, ValueError, "with the fields .*, routes,"),
     ):
         with pytest.raises(error, match=message):
             GroupBuffer(place, settings, layers).load(copy.deepcopy(list(filter(None, records))))

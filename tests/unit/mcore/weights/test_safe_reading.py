@@ -100,7 +100,7 @@ def hostile_log(folder: Path, attack: Attack):
 def odd_log(folder: Path, attack: Attack):
     """A replica's log, with groups of fields that no batch has."""
     (folder / waiting_groups.FIRST).unlink()
-    record = Record({"samples": 2, "groups": [], "version": 0}, {"attack": torch.zeros(1)})
+    record = Record({"groups": []}, {"attack": torch.zeros(1)})
     (folder / waiting_groups.FIRST).write_bytes(waiting_groups.packed(waiting_groups.UNFINISHED, record))
 
 

@@ -1,7 +1,6 @@
 """Weights that change within a round: what the clock decides is recorded, and its replay has the same bytes."""
 
 import functools
-import json
 import os
 import re
 import shutil
@@ -12,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megarl.errors import UsageError
+from megarl.rollout import response_log
 from megarl.trainers.rl_trainer import RLInputs
 from tests.helpers.programs import in_world, inputs, metrics, samples, timeless
 from tests.helpers.rollout.recorded_runs import (
@@ -24,10 +24,10 @@ from tests.helpers.rollout.recorded_runs import (
     TWO,
     assert_same,
     clocked,
-    lines_of,
+    facts_of,
     parsed_of,
+    records_of,
     run,
-    weights_of,
 )
 from tests.helpers.tiers import by_default, long
 from tests.helpers.waiting import wait_until
@@ -41,14 +41,10 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("schedule")
 
 
-def recording(folder: Path, name: str, seed: int = 1) -> Path:
-    return recorded_once(folder, name, seed)
-
-
-@functools.cache  # of calls with all arguments: one that left the seed out would run again, in the same folder
-def recorded_once(folder: Path, name: str, seed: int) -> Path:
+@functools.cache
+def recording(folder: Path, name: str) -> Path:
     flags, roles, _ = RUNS[name]
-    return run(folder / f"{name.replace(' ', '-')}-{seed}", roles, f"{flags} {RECORDED}", seed, seed)
+    return run(folder / name.replace(" ", "-"), roles, f"{flags} {RECORDED}", 1, 1)
 
 
 # -- replays -------------------------------------------------------------------------------------------------------
@@ -74,33 +70,26 @@ def test_a_replay_has_the_bytes_of_the_recording(name, folder, tmp_path):
 
 def test_staleness_is_that_of_the_recorded_weights(folder):
     ages: dict[int, list[int]] = {step: [] for step in range(1, STEPS + 1)}
-    for line in lines_of(recording(folder, "two replicas")):
-        for weights, count in (segment for segments in line["segments"].values() for segment in segments):
-            ages[line["step"]] += [line["step"] - 1 - weights] * count
+    for each in records_of(recording(folder, "two replicas")):
+        for weights, count in (segment for segments in each["segments"].values() for segment in segments):
+            ages[each["step"]] += [each["step"] - 1 - weights] * count
     for step, row in metrics(recording(folder, "two replicas")).items():
         assert row["rollout/staleness"] == sum(ages[step]) / len(ages[step])
         assert row["rollout/staleness_max"] == max(ages[step])
-
-
-@pytest.mark.long
-def test_the_clock_decides(folder):
-    one, other = (recording(folder, "two replicas", seed) for seed in (1, 2))
-    assert [line["segments"] for line in lines_of(one)] != [line["segments"] for line in lines_of(other)]
-    assert weights_of(one) != weights_of(other)
 
 
 # -- restarts ------------------------------------------------------------------------------------------------------
 
 
 def killed(rank: int, parsed, save: Path):
-    """Runs a program until the second replica is about to write its line of the last step, and the first one has."""
+    """Runs a program until the second replica is about to write its record of the last step, and the first one has."""
     from megarl.rollout.schedule import Schedule
 
-    append, first = Schedule.append, save / "schedule" / "replica_00000.jsonl"
+    append, first = Schedule.append, save / "schedule" / "replica_00000.log"
 
     def appended(schedule, record, replica, replicas):
         if record.round[0] == STEPS and replica == 1:
-            assert wait_until(lambda: f'"step": {STEPS},' in first.read_text())
+            assert wait_until(lambda: f'"step": {STEPS},'.encode() in first.read_bytes())
             os.kill(os.getpid(), signal.SIGKILL)
         append(schedule, record, replica, replicas)
 
@@ -115,14 +104,14 @@ def test_a_killed_run_follows_its_own_lines(roles, folder, tmp_path):
     parsed, size = parsed_of(save, TWO, f"{flags} --train-iters {STEPS} --save-interval 2")
     with pytest.raises(RankFailed):  # whichever rank notices first
         run_world(killed, size, parsed, save)
-    before = {(line["step"], line["replica"]): line for line in lines_of(save)}
+    before = {(each["step"], each["replica"]): each for each in records_of(save)}
     assert (STEPS, 0) in before and (STEPS, 1) not in before
     shutil.copytree(save, tmp_path / "copy")
     (latest,) = (int((save / "checkpoints" / "latest").read_text()[5:]),)
     assert latest < STEPS - 2
     run(save, roles, f"{flags} --save-interval 2 --load {save}", seed=9)
-    after = {(line["step"], line["replica"]): line for line in lines_of(save)}
-    assert all(after[key] == line for key, line in before.items() if key[0] < STEPS)
+    after = {(each["step"], each["replica"]): each for each in records_of(save)}
+    assert all(after[key] == each for key, each in before.items() if key[0] < STEPS)
     assert len(after) == 2 * STEPS if roles == TWO else (STEPS, 0) in after
     of_before = metrics(tmp_path / "copy")
     assert all(timeless(metrics(save)[step]) == timeless(row) for step, row in of_before.items())
@@ -130,7 +119,7 @@ def test_a_killed_run_follows_its_own_lines(roles, folder, tmp_path):
     if roles == ONE:  # another branch from an earlier checkpoint follows all lines, and adds none
         run(save, TWO, f"{flags} --save-interval 2 --load {save}/checkpoints/step_00000002")
         assert_same(save, whole)
-        assert lines_of(save) == lines_of(whole)
+        assert records_of(save) == records_of(whole)
     flags = RUNS["two replicas"][0]
     assert_same(run(tmp_path / "replay", ONE, f"{flags} --save-interval 2 --replay-schedule {save}"), whole)
 
@@ -179,24 +168,37 @@ def test_saved_rollouts_of_a_recording_are_trained_on_alone(tmp_path):
 # -- wrong input ---------------------------------------------------------------------------------------------------
 
 
-def with_other_number(content: str) -> str:
-    """A file whose last round begins with other weights."""
-    lines = content.splitlines()
-    line = json.loads(lines[-1])
-    line["weights"][0] -= 1
-    return "\n".join([*lines[:-1], json.dumps(line)]) + "\n"
+def ends_of(file: Path) -> list[int]:
+    """Where the records of a log end."""
+    return [entry.end for entry in response_log.intact(file, print)]
 
 
-CUT = {"a number": with_other_number, "a lost line": lambda text: "\n".join(text.splitlines()[:-1]) + "\n",
-       "a cut line": lambda text: text[:-9], "a lost line within": lambda text: "\n".join(
-           line for i, line in enumerate(text.split("\n")) if i != 2),
-       "other text": lambda text: "x\n"}  # fmt: skip
+def flip(file: Path):
+    """Changes a byte of the last round."""
+    data = bytearray(file.read_bytes())
+    data[-99] ^= 1
+    file.write_bytes(data)
+
+
+def forget_a_round(file: Path):
+    """Removes a record from the middle."""
+    data, ends = file.read_bytes(), ends_of(file)
+    file.write_bytes(data[: ends[1]] + data[ends[2] :])
+
+
+DAMAGE = {
+    "a byte": flip, "other text": lambda file: file.write_text("no log, but a text"),
+    "a lost round": lambda file: os.truncate(file, ends_of(file)[-2]),
+    "a cut round": lambda file: os.truncate(file, ends_of(file)[-1] - 9), "a lost round within": forget_a_round,
+    "other facts": lambda file: file.write_bytes(response_log.packed({"step": 1}, {})),
+}  # fmt: skip
 REFUSED = [  # damage, other flags, message after the flag and the folder
-    ("a number", "", "line 8 is damaged (its checksum is wrong)"),
-    ("a lost line within", "", "line 3 is damaged (its checksum is wrong)"),
-    ("other text", "", "line 1 is damaged"),
-    ("a lost line", "", "the schedule has no step 7, but steps 1 to 6; this run follows it from step 1 to 7"),
-    ("a cut line", "", "the schedule has no step 7"),
+    ("a byte", "", "its checksum is wrong"),
+    ("a lost round within", "", "the schedule has no step 2, but steps 1 to 7"),
+    ("other text", "", "the record at byte 0 is damaged"),
+    ("other facts", "", "is damaged (it is not what megarl writes)"),
+    ("a lost round", "", "the schedule has no step 7, but steps 1 to 6; this run follows it from step 1 to 7"),
+    ("a cut round", "", "the schedule has no step 7"),
     ("", "--train-iters 8", "the schedule has no step 8"),
     ("", "--train-iters 6", None),
     ("", "--seed 6", "was recorded with --seed 5; this run has 6"),
@@ -211,9 +213,8 @@ REFUSED = [  # damage, other flags, message after the flag and the folder
 def test_a_schedule_that_cannot_be_followed_is_wrong_input(damage, more, message, folder, tmp_path):
     recorded, flags = recording(folder, "two replicas"), RUNS["two replicas"][0]
     shutil.copytree(recorded / "schedule", tmp_path / "schedule")
-    file = tmp_path / "schedule" / "replica_00001.jsonl"
     if damage:
-        file.write_text(CUT[damage](file.read_text()))
+        DAMAGE[damage](tmp_path / "schedule" / "replica_00001.log")
     more = more.replace("heldout", str(inputs() / "heldout.jsonl"))
     parsed, _ = parsed_of(tmp_path / "run", TWO, f"{flags} --replay-schedule {tmp_path} {more}")
     if message is None:
@@ -239,21 +240,15 @@ def refused(rank: int, parsed, file: Path):
 )
 def test_other_responses_than_recorded_end_the_run(change, message, folder, tmp_path):
     """Checksums that fit: as if the weights at the start had been others."""
-    from megarl.rollout import schedule
-
     shutil.copytree(recording(folder, "two replicas") / "schedule", tmp_path / "schedule")
     changes = [change]
     for file in sorted((tmp_path / "schedule").iterdir()):
-        sha, written = "", []
-        for line in map(json.loads, file.read_text().splitlines()):
-            del line["sha"]
-            long_ones = [found[-1] for found in line.get("segments", {}).values() if found[-1][1] > 1]
-            if changes and line.get("step") == 2 and long_ones:
+        found = facts_of(file)
+        for facts in found:
+            long_ones = [segments[-1] for segments in facts.get("segments", {}).values() if segments[-1][1] > 1]
+            if changes and facts.get("step") == 2 and long_ones:
                 long_ones[0][1] += changes.pop()
-            text = json.dumps(line)[:-1]
-            sha = schedule._sha(sha, text)
-            written.append(f'{text}, "sha": "{sha}"}}\n')
-        file.write_text("".join(written))
+        file.write_bytes(b"".join(response_log.packed(facts, {}) for facts in found))
     assert not changes
     parsed, size = parsed_of(tmp_path / "run", ONE, f"{RUNS['two replicas'][0]} --replay-schedule {tmp_path}")
     with pytest.raises(RankFailed):

@@ -52,7 +52,7 @@ class Engine:
 
         return PrefillCounts()
 
-    def stream(self, source, end_ids, settings, routes, max_requests, response_limit):
+    def stream(self, source, end_ids, settings, routes, max_requests, response_limit=None):
         from megarl.mcore.inference.generation import Completion
 
         while not source.is_empty():

@@ -41,25 +41,16 @@ class PolicyVersions:
 
 
 def staleness_of(versions: Tensor, trained_version: int) -> Tensor:
-    """[T] staleness of tokens of these versions [T].
-
-    Args:
-        versions: [T] policy version that generated each token. Saved rollouts (`--load-rollouts`) may have later ones
-            than the run that trains on them, and are not stale.
-        trained_version: of the policy that trains, before its update.
-    """
+    """[T] staleness of tokens of these versions [T] of the policy. `trained_version`: of the one that trains, before
+    its update. Saved rollouts (`--load-rollouts`) may have later versions, and are not stale."""
     return (trained_version - versions).clamp(min=0)
 
 
 def staleness_metrics(batch: Batch, trained_version: int, settings: Settings, role_groups: RoleGroups) -> dict:
-    """Metrics of the staleness of the response tokens of a batch before it is trained on.
+    """Metrics of the staleness of the response tokens of a batch, of which `batch` is this rank's share.
 
-    `rollout/staleness_share_<k>` for k from 0 to `--generation-lag`, or to the oldest token if that is older. A
-    collective of the rollout.
-
-    Args:
-        batch: this rank's share.
-        trained_version: as of `staleness_of`.
+    `rollout/staleness_share_<k>` for k from 0 to `--generation-lag`, or to the oldest token if that is older.
+    `trained_version`: as of `staleness_of`. A collective of the rollout.
     """
     versions = batch.versions[batch.response_mask].long()
     staleness = staleness_of(versions, trained_version)

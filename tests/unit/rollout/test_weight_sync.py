@@ -39,7 +39,7 @@ def lose_weights():
 
 def misnumber():
     """Tokens and training get a version too many from step 5 on."""
-    from megarl.rollout.staleness import PolicyVersions
+    from megarl.rollout.policy_versions import PolicyVersions
 
     of_step = PolicyVersions.of_step
     PolicyVersions.of_step = lambda versions, step: tuple(version + (step > 4) for version in of_step(versions, step))
@@ -81,7 +81,7 @@ def keep_blocks():
 
 def misnumber_within_rounds():
     """Tokens that the weights of step 2 drew get a version too many, where weights change within a round."""
-    from megarl.rollout.staleness import PolicyVersions
+    from megarl.rollout.policy_versions import PolicyVersions
 
     PolicyVersions.of_weights = lambda versions, step: step + (step == 2)
 

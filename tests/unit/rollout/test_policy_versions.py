@@ -3,7 +3,7 @@
 import torch
 
 from megarl.arguments import Settings
-from megarl.rollout.staleness import PolicyVersions, staleness_of
+from megarl.rollout.policy_versions import PolicyVersions, staleness_of
 
 
 def test_a_step_without_an_update_has_the_version_before_it():
