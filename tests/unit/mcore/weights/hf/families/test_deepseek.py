@@ -1,9 +1,7 @@
 """DeepSeek's layers: configurations as published, and flags of the papers."""
 
-import pytest
-
 from tests.helpers.folders.deepseek_configs import DEEPSEEK_V3, DEEPSEEK_YARN
-from tests.helpers.folders.published_families import Published, check
+from tests.helpers.folders.published_families import Published, checked
 
 MODELS = {
     "DeepSeek-V3": Published(DEEPSEEK_V3, {
@@ -41,6 +39,4 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_published_configurations(name, tmp_path):
-    check(MODELS[name], tmp_path / "published")
+test_published_configurations = checked(MODELS)

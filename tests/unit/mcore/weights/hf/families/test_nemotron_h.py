@@ -1,6 +1,6 @@
 """Nemotron-H: a configuration as published, and flags of the paper."""
 
-from tests.helpers.folders.published_families import Published, check
+from tests.helpers.folders.published_families import Published, checked
 
 PATTERN = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 NEMOTRON_H_8B = Published(
@@ -15,5 +15,4 @@ NEMOTRON_H_8B = Published(
 )  # fmt: skip
 
 
-def test_published_configuration(tmp_path):
-    check(NEMOTRON_H_8B, tmp_path / "published")
+test_published_configuration = checked({"Nemotron-H-8B": NEMOTRON_H_8B})
