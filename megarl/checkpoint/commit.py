@@ -72,22 +72,17 @@ def commit_frozen(run: Path, entries: dict, files: dict[str, dict]) -> str:
     writing, folder = writing_folder(run, FROZEN), Path(run) / "checkpoints" / FROZEN / digest
     manifests.write(writing, {**entries, "files": files})
     folder.parent.mkdir(exist_ok=True)
-    if folder.exists() and not _is_intact(folder):
-        shutil.rmtree(folder)
     if folder.exists():
-        shutil.rmtree(writing)
-    else:
-        writing.rename(folder)
-        sync_directory(folder.parent)
+        try:
+            folders.check(folder, "--save")
+        except UsageError:
+            shutil.rmtree(folder)
+        else:
+            shutil.rmtree(writing)
+            return digest
+    writing.rename(folder)
+    sync_directory(folder.parent)
     return digest
-
-
-def _is_intact(folder: Path) -> bool:
-    try:
-        folders.check(folder, "--save")
-    except UsageError:
-        return False
-    return True
 
 
 def _replace(writing: Path, folder: Path):

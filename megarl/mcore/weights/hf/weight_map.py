@@ -150,12 +150,11 @@ class WeightMap:
         copies = [set(names) - {None} for names in itertools.zip_longest(*self._copies.values())]
         return [set(self.expected()).difference(*copies), *copies]
 
-    def tied_head_difference(self) -> int | None:
-        """The first row in which a stored head differs from the embedding to which it is tied; None: they are equal.
-
-        Reads both tensors.
-        """
-        return self._first_difference(self.embedding, self.model.naming.head) if self.has_tied_head else None
+    def differing_head_rows(self) -> list[str]:
+        """The first row in which a stored head differs from the embedding to which it is tied, both of which it reads;
+        empty: they are equal."""
+        row = self._first_difference(self.embedding, self.model.naming.head) if self.has_tied_head else None
+        return [] if row is None else [str(row)]
 
     def shared_copies(self) -> list[str]:
         """Tensors of multi-token prediction that equal the embedding or head in the folder, so that an export has them

@@ -43,7 +43,7 @@ def _experts_of_ffn(config: ModelConfig) -> Flags:
     return expert_flags(config, "intermediate_size")
 
 
-_BLOCK_SPARSE = expert_layers("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
+_BLOCK_SPARSE = expert_layers("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2"))
 # Mixtral (2401.04088): gates are a softmax over the chosen experts alone. Training-time jitter is not applied.
 MIXTRAL = Family("mixtral", LAYERS | _BLOCK_SPARSE, flags_of(model_flags, window_flags, _experts_of_ffn))
 # MiniMax-M2: norms of queries and keys over all heads, a rotation of half the channels. Training-time jitter is not
