@@ -11,6 +11,11 @@ NOTHING_KNOWN: dict[str, object] = {}
 SHAPES = {"num-layers": "num_hidden_layers", "hidden-size": "hidden_size", "norm-epsilon": "rms_norm_eps",
           "num-attention-heads": "num_attention_heads"}  # fmt: skip
 
+NEMOTRON_H = {  # Nemotron-H-8B: what its config.json says beside the defaults of the class
+    "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "vocab_size": 131072, "hidden_size": 4096,
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+}  # fmt: skip
+
 
 class Published(NamedTuple):
     """Entries of config.json as the model's authors published them."""

@@ -34,7 +34,7 @@ from tests.helpers.folders.hf_layouts import (
     run_cases,
 )
 from tests.helpers.folders.hf_prediction import add_module, with_prediction
-from tests.helpers.tiers import by_default
+from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import RankFailed, run_world
 
 TP2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
@@ -211,17 +211,23 @@ STORED_OTHERWISE = {
     "qwen3_vl_moe+transposed_experts": (1, transposed_experts),
     "qwen3_vl+tied_with_another_head": (1, text_config(tie_word_embeddings=True)),
 }
-FUSED = ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe_window", "qwen35_moe", "afmoe")
+FUSED = [f"{x}+fused" for x in ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe_window", "qwen35_moe", "afmoe")]
+# Those that are like another one.
+FURTHER = [
+    "glm4_moe+prediction_layer", "glm4_moe_lite+prediction_layer", "nemotron_h_moe+prediction_module",
+    "qwen35_vision+prediction_module", "gemma3_vision+untied_without_head", *FUSED[1:4],
+]  # fmt: skip
 
 
-def test_what_others_store_is_computed_and_exported_again(tmp_path):
+@pytest.mark.parametrize("names", [[x for x in [*STORED_OTHERWISE, *FUSED] if x not in FURTHER], long(FURTHER)],
+                         ids=["chosen", "further"])  # fmt: skip
+def test_what_others_store_is_computed_and_exported_again(names, tmp_path):
     folders = {}
-    for name, (files, change) in STORED_OTHERWISE.items():
+    for name in names:
+        files, change = STORED_OTHERWISE.get(name, (1, lambda folder: None))
         folders[name] = hf_folders.write_folder(name.partition("+")[0], tmp_path / name, files)
         change(folders[name])
-    fused = {f"{case}+fused": hf_folders.write_folder(case, tmp_path / f"{case}+fused") for case in FUSED}
-    run_world(written_by_transformers, 1, fused)
-    folders |= fused
+    run_world(written_by_transformers, 1, {name: folders[name] for name in names if name in FUSED})
     flags = f"{TP2} {SP} --expert-model-parallel-size 2"
     dense = {name: folder for name, folder in folders.items() if name.partition("+")[0] in DENSE}
     sparse = {name: folder for name, folder in folders.items() if name not in dense}
