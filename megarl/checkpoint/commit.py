@@ -48,10 +48,7 @@ def commit(run: Path, step: int, entries: dict, files: dict[str, dict]):
     """Makes what was written into the folder of `make_room` the step's checkpoint, then the latest.
 
     `best` then names the step `entries["best"]["step"]`, this one or an earlier one, if its checkpoint exists.
-
-    Args:
-        entries: of the manifest.
-        files: `manifest.seal` of every file by name.
+    `entries`: of the manifest; `files`: `manifest.seal` of every file by name.
     """
     folder = folders.step_folder(run, step)
     writing = writing_folder(run, folder.name)

@@ -67,11 +67,8 @@ def point(checkpoints: Path, pointer: str, folder: Path | None):
 def find(path: str, flag: str) -> Path:
     """The checkpoint folder of a path: a run folder (its latest), a step's folder, or a pointer `latest` or `best`.
 
-    If the latest of a run is damaged, the newest intact one, with a warning. Checks that every file exists and has its
-    size; `find_damage` reads them.
-
-    Raises:
-        UsageError: no such checkpoint, or an incomplete or damaged one.
+    If the latest of a run is damaged, the newest intact one, with a warning. UsageError for no such checkpoint, and
+    unless every file exists and has its size; `find_damage` reads them.
     """
     folder = Path(path)
     try:

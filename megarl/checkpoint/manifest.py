@@ -38,11 +38,8 @@ def write(folder: Path, entries: dict):
 
 
 def read(folder: Path, flag: str) -> dict:
-    """The entries that `write` was given.
-
-    Raises:
-        UsageError: no manifest, so no complete checkpoint; one of another format; or a damaged one.
-    """
+    """The entries that `write` was given. UsageError for no manifest, so no complete checkpoint, one of another format,
+    or a damaged one."""
     try:
         text = read_text(folder / NAME, MAX_BYTES)
         manifest = json.loads(text)

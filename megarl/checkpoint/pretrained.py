@@ -160,17 +160,12 @@ def _others(names: list[str]) -> str:
 def checkpoint_weights(
     path: str, flag: str, role: RoleSettings, vocab_size: int, sources: tuple[str, ...] = ("actor",)
 ) -> CheckpointWeights | FactorWeights:
-    """The weights in a checkpoint that a role's model starts from, checked before any work starts.
+    """The weights in a checkpoint that a role's model starts from, checked before any work starts. UsageError for no
+    readable checkpoint, one of another kind, a model of other shapes, or no weights under factors.
 
     The weights under low-rank factors are those of the role's flags; without flags, those that the factors were trained
-    on.
-
-    Args:
-        path: value of `flag`, as for `folders.find`.
-        sources: what it may start from: "actor" (a policy) or "reward" (a reward model with its scalar head).
-
-    Raises:
-        UsageError: no readable checkpoint, one of another kind, a model of other shapes, or no weights under factors.
+    on. `path`: value of `flag`, as for `folders.find`; `sources`: what the model may start from, "actor" (a policy) or
+    "reward" (a reward model with its scalar head).
     """
     folder = folders.find(path, flag)
     source = folders.source_of(folder, flag)

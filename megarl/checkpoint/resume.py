@@ -59,9 +59,7 @@ _KINDS = ("bf16", "fp16", "use_distributed_optimizer", "use_torch_fsdp2")
 def data_fingerprints(encoder: Encoder, settings: Settings, prompts: dict[str, PromptSet]) -> dict[str, dict[str, str]]:
     """The manifest's entry about a run's data: {flag: {"value": …, "sha256": …}}; values are for messages only.
 
-    Args:
-        encoder: the policy's tokenizer and chat template.
-        prompts: the sets of `--prompts`, `--eval-prompts` and `--evals` by their names here, after their filter.
+    `prompts`: the sets of `--prompts`, `--eval-prompts` and `--evals` by their names here, after their filter.
     """
     found = {name: {"value": prompts[name].path, "sha256": prompts[name].sha256()} for name in prompts}
     tokenizer, template, options = encoder.tokenizer, "", NO_OPTIONS
@@ -149,15 +147,13 @@ def check_data(manifest: dict, settings: Settings, data: dict[str, dict[str, str
 
 
 def check_resume(program: str, config: RunConfig, data: dict, expected: dict[str, dict]) -> tuple[Path, dict]:
-    """(the checkpoint of `--load` to resume from, its manifest), checked before any work starts.
+    """(the checkpoint of `--load` to resume from, its manifest), checked before any work starts. UsageError for no
+    readable checkpoint of this program, these models, data and schedules, or no steps left to do.
 
     Args:
-        program: module name of the program; checkpoints of other programs are rejected.
+        program: module name of the program.
         data: `data_fingerprints` of the run.
         expected: role -> global shapes of its weights according to the flags, as for `folders.check_weights`.
-
-    Raises:
-        UsageError: no readable checkpoint of this program, these models, data and schedules, or no steps left to do.
     """
     path, train_iters = config.settings.load, config.settings.train_iters
     folder = folders.find(path, "--load")

@@ -55,7 +55,8 @@ def buffers(weights: list[Weight], args, first_stage: bool) -> list[GradientBuff
     for itemsize, is_expert in dict.fromkeys((w.itemsize, w.is_expert) for w in weights):
         members = [w for w in weights if (w.itemsize, w.is_expert) == (itemsize, is_expert)]
         ranks = sizes.expert_data(args.world_size) if is_expert else dense
-        laid_out.append(GradientBuffer(*_lay_out(members[::-1], limit, ranks, args), itemsize, ranks))
+        ranges, buckets = _lay_out(members[::-1], limit, ranks, args)
+        laid_out.append(GradientBuffer(ranges, buckets, itemsize, ranks))
     return laid_out
 
 

@@ -34,11 +34,8 @@ class CachePlan:
 
 
 def cache_plan(role, settings, step: StepSizes) -> CachePlan:
-    """The cache of the rollout's replicas on CUDA, whose blocks have 64 tokens.
-
-    Raises:
-        UsageError: it does not hold one sequence, with the line of the run.
-    """
+    """The cache of the rollout's replicas on CUDA, whose blocks have 64 tokens. UsageError, with the line of the run,
+    if it does not hold one sequence."""
     args, sizes = role.megatron, parallel_sizes(role.megatron)
     config, kinds = transformer_config(args), layer_kinds(args)
     max_requests = ceil(max(settings.rollout_max_requests, MIN_ROWS) / sizes.tensor) * sizes.tensor

@@ -38,11 +38,9 @@ class Found(NamedTuple):
 def best_layouts(question: Question, cluster: Cluster, memory: float) -> Found:
     """Searches the layouts of all roles together. A size above 1 that the question's flags set stays.
 
-    Each is parsed and checked as a run. Activations are recomputed only as far as a layout needs it; sequences are
-    split (context parallelism) only if no layout fits without; the KV cache takes memory that is left.
-
-    Raises:
-        UsageError: the run refuses every layout; the last reason.
+    Each is parsed and checked as a run; UsageError, the last reason, if it refuses all of them. Activations are
+    recomputed only as far as a layout needs it; sequences are split (context parallelism) only if no layout fits
+    without; the KV cache takes memory that is left.
     """
     available, layouts = hardware.available(memory), []
     refused: UsageError | None = None

@@ -130,15 +130,12 @@ def with_source(error: UsageError, described: list[str], folder: str) -> UsageEr
 
 
 def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[str] = frozenset()):
-    """Megatron's namespace of one role, validated for that many ranks.
+    """Megatron's namespace of one role, validated for that many ranks. UsageError for an unknown, unused or wrong flag.
 
     Args:
         argv: the role's Megatron flags, common ones first, then its own.
         own: attributes that megarl decides (train_iters, seed, seq_length …); they win.
         extra: attributes that the calling program reads besides those in `used()`.
-
-    Raises:
-        UsageError: an unknown, unused or wrong flag; one line that names role, flag, value and what is allowed.
     """
     _refuse_unused(role, argv, extra)
     args = parse_tokens(role, argv)
@@ -253,11 +250,6 @@ def _latent_softmax_scale(args) -> float:
 
 def parallel_sizes(args) -> ParallelSizes:
     """The role's parallel sizes, for `create_groups`."""
-    tensor, pipeline, context = (
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.context_parallel_size,
-    )
-    return ParallelSizes(
-        tensor, pipeline, context, args.expert_model_parallel_size, args.expert_tensor_parallel_size or 1
-    )
+    expert, expert_tensor = args.expert_model_parallel_size, args.expert_tensor_parallel_size or 1
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    return ParallelSizes(tensor, pipeline, args.context_parallel_size, expert, expert_tensor)

@@ -201,12 +201,8 @@ def on_host(sizes: np.ndarray, fraction: float) -> np.ndarray:
     """Which parameters have their states on the host: the largest that fit into the fraction, one after another.
 
     So the host has the fraction, less a part that is smaller than the states of any parameter left on the device.
-
-    Args:
-        sizes: [ranks, parameters] bytes of the states on each rank; 0 for a parameter that it has no share of.
-
-    Returns:
-        [ranks, parameters] of bool; False where the size is 0.
+    `sizes`: [ranks, parameters] bytes of the states on each rank, 0 for a parameter that it has no share of; the result
+    [ranks, parameters] is False there.
     """
     limits, taken = np.floor(sizes.sum(1) * fraction), np.zeros(len(sizes), dtype=np.int64)
     chosen, ranks = np.zeros(sizes.shape, dtype=bool), np.arange(len(sizes))

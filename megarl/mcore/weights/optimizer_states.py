@@ -76,11 +76,8 @@ _STATES = "optimizer.state."
 def read_main_weights(state: dict, held: Container[str]):
     """Lets a role's state read its fp32 weights where a checkpoint has them, in place.
 
-    An optimizer for fp32 weights keeps no copy of them, and the kinds that do name it differently.
-
-    Args:
-        state: as of `dist_checkpoint.role_state`, for loading.
-        held: the checkpoint's keys.
+    An optimizer for fp32 weights keeps no copy of them, and the kinds that do name it differently. `state`: as of
+    `dist_checkpoint.role_state`, for loading; `held`: the checkpoint's keys.
     """
 
     def redirect(entry):

@@ -54,8 +54,7 @@ class WeightTransfer:
             group: all ranks of both.
             bucket_bytes: maximum bytes that a rank sends, and that it receives, in one exchange.
 
-        Raises:
-            ValueError: a key is missing on one side, has different shapes, or is incomplete in the source.
+        ValueError for a key that is missing on one side, has different shapes, or is incomplete in the source.
         """
         self.group, self.rank = group, dist.get_rank(group)
         self.source, self.destination = source, destination
@@ -231,15 +230,12 @@ def checksum(weights: Any, group, dtypes: dict[str, torch.dtype] | None = None) 
     """Returns a checksum for every key of a model's weights, equal in any layout; a collective of the group.
 
     The sum, modulo 2^64, of each element's bits times an odd hash of its index in the whole tensor. One changed bit
-    always changes it; two swapped elements almost always do. Replicated elements count once.
+    always changes it; two swapped elements almost always do. Replicated elements count once; RuntimeError if they have
+    different bits.
 
     Args:
         weights: on this rank, as of `WeightTransfer`.
-        group: all ranks that call this function.
         dtypes: the weights are converted to these first, by key; None: in their own dtypes.
-
-    Raises:
-        RuntimeError: replicas of a shard have different bits.
     """
     totals = {}
     wholes, shards = weights.description()

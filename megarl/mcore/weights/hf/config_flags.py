@@ -157,12 +157,8 @@ QKV_BIASES = switched("attention_bias", {"add-qkv-bias": True})  # of queries, k
 
 
 def model_flags(config: ModelConfig, activation: Activation = SWIGLU, rotary=rotary_flags) -> Flags:
-    """The flags that all families share: sizes, MLP, RMSNorm, rotary embeddings, no biases.
-
-    Args:
-        activation: of MLPs; its flags may describe one without a gate.
-        rotary: function for the flags of rotary embeddings.
-    """
+    """The flags that all families share: sizes, MLP, RMSNorm, rotary embeddings, no biases. The flags of the activation
+    may describe an MLP without a gate; `rotary`: function for the flags of rotary embeddings."""
     config.require(**{activation[0]: activation[1]})
     hidden, attention_heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     return {

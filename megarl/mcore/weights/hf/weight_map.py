@@ -28,15 +28,12 @@ class WeightMap:
     """The tensors of a folder that a role's weights consist of, row by row."""
 
     def __init__(self, model: HFModel, args, value_head: bool = False, copies: Collection[str] = ()):
-        """Describes the folder of a role.
+        """Describes the folder of a role; UsageError if it has a scalar head, and the role a vocabulary's.
 
         Args:
             args: the role's Megatron namespace.
             value_head: the role has a scalar head instead of the vocabulary's.
             copies: tensors of multi-token prediction that are written as copies of the model's.
-
-        Raises:
-            UsageError: the folder has a scalar head, the role a vocabulary's.
         """
         if model.has_scalar_head and not value_head:
             raise model.folder.error("a sequence-classification model; a policy needs a language model")
@@ -72,14 +69,12 @@ class WeightMap:
 
     def ranges(self, key: str, index: tuple[int, ...], rows: int) -> list[RowRange]:
         """The rows of the folder's tensors that a weight consists of; none for one that the folder does not have.
+        KeyError if the family has no tensor for such a weight.
 
         Args:
             key: of a checkpoint.
             index: layer, if the key stacks layers, then expert, if it stacks experts.
             rows: of the weight, rows that pad the vocabulary included.
-
-        Raises:
-            KeyError: the family has no tensor for such a weight.
         """
         if key.endswith(NOT_STORED):
             return []
