@@ -15,7 +15,7 @@ from megarl.mcore.config.optimizer_flags import MUON, SGD, on_host
 from megarl.mcore.lora.targets import LoRASettings
 from megarl.mcore.model.weight_table import LAYERS, Weight, prediction_weights
 from megarl.planning import activations
-from megarl.planning.gradient_buffers import GradientBuffer, buffers, gradient_bytes, gradient_itemsize
+from megarl.planning.gradient_buffers import buffers, gradient_bytes, gradient_itemsize
 from megarl.planning.parameters import (
     CACHED,
     SCALAR_HEAD,
@@ -111,15 +111,10 @@ def trained_bytes(weights: list[Weight], args, first_stage: bool) -> tuple[int, 
     if not args.use_distributed_optimizer:
         states = sum(w.elements * _states(args, w.itemsize, _is_of_muon(w, args)) for w in weights)
         return plain_bytes(weights), gradients, np.array([states])
-    held = sum(b.elements * b.itemsize for b in gradient_buffers)
-    return held, gradients, _states_of_ranks(gradient_buffers, args)
-
-
-def _states_of_ranks(gradient_buffers: list[GradientBuffer], args) -> np.ndarray:
-    """[data-parallel ranks] optimizer bytes of each; shares of a smaller (expert) group are repeated."""
-    ranks = max(b.ranks for b in gradient_buffers)
+    held, ranks = sum(b.elements * b.itemsize for b in gradient_buffers), max(b.ranks for b in gradient_buffers)
+    # Shares of a smaller group, of experts, are repeated.
     by_buffer = [np.repeat(b.shares() * _states(args, b.itemsize), ranks // b.ranks) for b in gradient_buffers]
-    return np.sum(by_buffer, axis=0)
+    return held, gradients, np.sum(by_buffer, axis=0)
 
 
 def host_part(chunks: list[list[Weight]], args, stage: int) -> tuple[np.ndarray, np.ndarray]:

@@ -221,7 +221,7 @@ def _rotary(args) -> list[Rule]:
                   "none with another scaling, --window-rotary-base or --multi-latent-attention"),
         allow("--rotary-attention-factor", scale is None or scale > 0, "above 0"),
         min_value(args, "--rotary-scaling-factor"),
-        allow("--yarn-beta-fast", fast > slow > 0, f"above --yarn-beta-slow {slow}, which is above 0", value=fast),
+        allow("--yarn-beta-fast", fast >= slow > 0, f"--yarn-beta-slow {slow}, which is above 0, or more", value=fast),
         min_value(args, "--yarn-original-max-position-embeddings"),
         allow("--use-rope-scaling", not args.use_rope_scaling or kind == "rope",
               f"none with --position-embedding-type {kind}"),
