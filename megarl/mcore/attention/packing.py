@@ -118,10 +118,7 @@ def routed_tokens(
         [token[own], uses, rows, sequence, counted.astype(np.int64)]
     )
     return RoutedTokens(
-        token_indices=token,
-        uses=uses,
-        occurrences=Occurrences(rows, sequence, counted.bool()),
-        sequences=len(lengths),
+        token_indices=token, uses=uses, occurrences=Occurrences(rows, sequence, counted.bool()), sequences=len(lengths)
     )
 
 

@@ -52,8 +52,7 @@ class SegmentBatch:
     def of(cls, plan: list[Tensor], window: int | None = None) -> "SegmentBatch":
         """Returns the batch of a plan of `plan_segments`, sent to the device; `window`: keys that a query sees."""
         queries, keys, real, *last_keys = plan
-        last = last_keys[0] if last_keys else None
-        return cls(queries=queries, keys=keys, last_keys=last, real_queries=real, window=window)
+        return cls(queries, keys, last_keys[0] if last_keys else None, real, window)
 
     @functools.cached_property
     def mask(self) -> Tensor | None:

@@ -71,7 +71,6 @@ class _HeadDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, states, targets, indices, teacher, options):
-        """Arguments as in `head_divergence`; hidden states are already gathered."""
         ctx.set_materialize_grads(False)
         heads = _heads(hidden, weight, states, targets, indices, teacher, options)
         count, divergence, kept = len(targets), teacher.divergence, None
@@ -123,13 +122,7 @@ def _heads(hidden, weight, states, targets, indices, teacher: TeacherHead, optio
 
 
 def head_divergence(
-    hidden: Tensor,
-    weight: Tensor,
-    states: Tensor,
-    teacher: TeacherHead,
-    targets: Tensor,
-    options: HeadOptions,
-    indices: Tensor | None = None,
+    hidden: Tensor, weight: Tensor, states: Tensor, teacher: TeacherHead, targets: Tensor, options, indices=None
 ) -> DistillScores:
     """Compares the student's next-token distributions with the teacher's, differentiable once in `hidden` and `weight`.
 
@@ -147,15 +140,7 @@ def head_divergence(
     return _compared(hidden, weight, states, teacher, targets, options, indices)
 
 
-def _compared(
-    hidden: Tensor,
-    weight: Tensor,
-    states: Tensor,
-    teacher: TeacherHead,
-    targets: Tensor,
-    options: HeadOptions,
-    indices: Tensor | None,
-) -> DistillScores:
+def _compared(hidden, weight, states, teacher: TeacherHead, targets, options, indices=None) -> DistillScores:
     """`head_divergence` of hidden states that are already gathered."""
     total = len(hidden if indices is None else indices)
     if (len(states), len(targets), len(teacher.weight)) != (total, total, len(weight)):
@@ -180,12 +165,7 @@ class TaughtRows(NamedTuple):
 
 
 def heads_divergence(
-    hidden: Tensor,
-    weight: Tensor,
-    taught: Sequence[TaughtRows],
-    targets: Tensor,
-    options: HeadOptions,
-    indices: Tensor | None = None,
+    hidden: Tensor, weight: Tensor, taught: Sequence[TaughtRows], targets: Tensor, options: HeadOptions, indices=None
 ) -> DistillScores:
     """`head_divergence` with a teacher for each token: the numbers of each token are those with its teacher alone.
 
@@ -197,7 +177,7 @@ def heads_divergence(
     if len(places) != len(hidden):
         raise ValueError(f"{len(hidden)} hidden states, but teachers for {len(places)}")
     scores = [
-        _compared(hidden.index_select(0, rows), weight, states, teacher, targets[rows], options, None)
+        _compared(hidden.index_select(0, rows), weight, states, teacher, targets[rows], options)
         for rows, states, teacher in [each for each in taught if len(each.rows)] or taught[:1]
     ]
     order = places.argsort()

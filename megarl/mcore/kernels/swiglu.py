@@ -63,14 +63,9 @@ def swiglu(x: Tensor) -> Tensor:
 def is_plain_swiglu(config) -> bool:
     """Whether MLPs or experts with this config are two products with `swiglu` between them."""
     c = config
+    others = c.add_bias_linear, c.glu_linear_offset, c.bias_activation_fusion, c.use_te_activation_func
     return (
-        c.gated_linear_unit
-        and c.activation_func is silu
-        and not c.add_bias_linear
-        and not c.glu_linear_offset
-        and c.activation_func_clamp_value is None
-        and not c.bias_activation_fusion
-        and not c.use_te_activation_func
+        c.gated_linear_unit and c.activation_func is silu and c.activation_func_clamp_value is None and not any(others)
     )
 
 

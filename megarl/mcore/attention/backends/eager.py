@@ -124,20 +124,14 @@ def attend_segments(
 
 
 def packed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: SegmentPlan,
-    scale: float | None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scale: float | None, softcap=None, sinks=None
 ) -> Tensor:
     """As that of `sdpa`, with `softcap` and the `sinks` [H] of this rank's heads."""
     attend = functools.partial(attend_segments, softcap=softcap, sinks=sinks)
     return sdpa.packed_attention(query, key, value, segments, scale, attend)
 
 
-class EagerPagedAttention(sdpa.PagedAttention):
+class PagedAttention(sdpa.PagedAttention):
     """As that of `sdpa`, with softcap and sinks."""
 
     _attend = staticmethod(attend_segments)
@@ -148,6 +142,3 @@ class EagerPagedAttention(sdpa.PagedAttention):
         key, value = self._gather_pages(cache, reads.pages, reads.mask.shape[-1], len(query))
         rows = query.flatten(1, 2).unsqueeze(2).expand(-1, -1, copies, -1)
         return attend(rows, key, value, reads.mask == 0, scale, softcap, sinks)[:, :, 0].view(query.shape)
-
-
-PagedAttention = EagerPagedAttention

@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 
 from megarl.batch import expand_array_counts
 from megarl.mcore import device
-from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads, bucket_of, softmax_scale
+from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads, StepRequests, bucket_of, softmax_scale
 from megarl.mcore.attention.segments import HostPlan, Segments
 
 Kernel = Callable[..., Tensor]
@@ -43,6 +43,11 @@ class CumulativePlan:
     max_queries: int
     max_keys: int
     window: int | None  # keys that a query sees, the last ones; None: all
+
+    @property
+    def lengths(self) -> tuple[Tensor, Tensor, int, int]:
+        """Cumulative lengths and the longest ones, as kernels take them."""
+        return self.cu_queries, self.cu_keys, self.max_queries, self.max_keys
 
     @property
     def window_size(self) -> tuple[int, int]:
@@ -76,14 +81,8 @@ def plan_segments(queries: np.ndarray, keys: np.ndarray, rows: np.ndarray | None
     lengths = [np.append(0, each.cumsum()) for each in (queries, keys)]
 
     def build(sent: list[Tensor]) -> CumulativePlan:
-        return CumulativePlan(
-            cu_queries=sent[0].int(),
-            cu_keys=sent[1].int(),
-            rows=sent[2] if len(sent) > 2 else None,
-            max_queries=int(queries.max()),
-            max_keys=int(keys.max()),
-            window=window,
-        )
+        gathered = sent[2] if len(sent) > 2 else None
+        return CumulativePlan(sent[0].int(), sent[1].int(), gathered, int(queries.max()), int(keys.max()), window)
 
     return HostPlan(lengths if rows is None else [*lengths, rows], build)
 
@@ -98,19 +97,8 @@ def flash_kernel() -> Kernel:
 
 def _of_flash_attn(function: Callable) -> Kernel:
     def attend(query, key, value, plan: CumulativePlan, scale: float) -> Tensor:
-        return function(
-            query,
-            key,
-            value,
-            plan.cu_queries,
-            plan.cu_keys,
-            plan.max_queries,
-            plan.max_keys,
-            softmax_scale=scale,
-            causal=True,
-            window_size=plan.window_size,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
+        options = {"deterministic": torch.are_deterministic_algorithms_enabled(), "window_size": plan.window_size}
+        return function(query, key, value, *plan.lengths, softmax_scale=scale, causal=True, **options)
 
     return attend
 
@@ -124,18 +112,7 @@ def _of_torch(function: Callable) -> Kernel:
     def attend(query, key, value, plan: CumulativePlan, scale: float) -> Tensor:
         if "enable_gqa" not in options:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-        return function(
-            query,
-            key,
-            value,
-            plan.cu_queries,
-            plan.cu_keys,
-            plan.max_queries,
-            plan.max_keys,
-            scale=scale,
-            window_size=plan.window_size,
-            **options,
-        )
+        return function(query, key, value, *plan.lengths, scale=scale, window_size=plan.window_size, **options)
 
     return attend
 
@@ -163,16 +140,9 @@ class PromptReads(NamedTuple):
     plan: CumulativePlan
 
 
-def plan_cache_reads(
-    queries: Tensor,
-    keys: Tensor,
-    pages: Tensor,
-    total: int,
-    cache: Tensor,
-    window: int | None = None,
-    token_bytes: int | None = None,
-) -> CacheReads:
+def plan_cache_reads(requests: StepRequests) -> CacheReads:
     """As that of `sdpa`."""
+    queries, keys, pages, total, cache, window, _ = requests
     first, is_decode = queries.cumsum(0) - queries, queries == 1
     decodes, prompts = is_decode.nonzero().flatten(), (~is_decode).nonzero().flatten()
     arrays, build = [first[decodes].numpy(), *_padded(keys[decodes], pages[decodes])], None
@@ -216,7 +186,7 @@ def _filled(rows: Tensor, count: int) -> Tensor:
     return pad(rows, (0, 0) * (rows.dim() - 1) + (0, count - len(rows))) if count > len(rows) else rows
 
 
-class VarlenPagedAttention(CacheAttention):
+class PagedAttention(CacheAttention):
     """Attention over the paged cache."""
 
     in_parts = True  # whether decodes divide long requests' keys into parts
@@ -238,6 +208,3 @@ class VarlenPagedAttention(CacheAttention):
         own, scale = _filled(query, len(reads.lengths)), softmax_scale(query.shape[-1], scale)
         out = paged_decode(own, cache, reads.pages, reads.lengths, scale, window=reads.window, in_parts=self.in_parts)
         return out[: len(query)]
-
-
-PagedAttention = VarlenPagedAttention  # the name of a backend's

@@ -152,16 +152,7 @@ class _Keys(NamedTuple):
     table_row: int = 0  # as of `_attend_part`
 
 
-def _launch(
-    query: Tensor,
-    keys: _Keys,
-    segments: Tensor,
-    scale: float,
-    window: int | None,
-    max_queries: int = 1,
-    split: int = 2**30,
-    splits: int = 1,
-):
+def _launch(query, keys: _Keys, segments, scale: float, window: int | None, max_queries=1, split=2**30, splits=1):
     """Runs `_attend_part`; returns (outputs [T, G·R, D], log-sums [G·R, T], sums, maxima, weighted values of parts).
 
     query [T, G·R, D] with contiguous channels; `max_queries`: of a segment; `split`, `splits`: keys of a part, parts.

@@ -31,6 +31,7 @@ def test_prefill_and_decode_are_the_packed_attention(name):
     if name == "native_attention" and not kernels.is_built():
         pytest.skip("no compiled kernels: no C++ compiler, or CUDA")
     backend = importlib.import_module(f"megarl.mcore.attention.{name}")
+    from megarl.mcore.attention.cache_attention import StepRequests
     from megarl.mcore.attention.packing import pack_sequences
     from megarl.mcore.attention.segments import FULL
 
@@ -47,7 +48,7 @@ def test_prefill_and_decode_are_the_packed_attention(name):
         tokens = torch.cat([torch.arange(int(cu_seqlens[r]), int(cu_seqlens[r + 1])) for r in rows])
         last = cu_seqlens[1:][rows] - 1
         for places, new in ((tokens, count), (last, torch.ones_like(count))):
-            reads = backend.plan_cache_reads(new, count, table[rows], len(places), cache)
+            reads = backend.plan_cache_reads(StepRequests(new, count, table[rows], len(places), cache))
             out = backend.PagedAttention()(query[places].unflatten(1, (G, -1)), cache, reads)
             allowed = 0.0 if name == "native_attention" else largest_gap_of_operators()
             assert (out.view(-1, H, D) - packed[places]).abs().max() <= allowed

@@ -80,7 +80,7 @@ def test_paged_attention_has_the_bits_of_the_training_forward(mix, window, heads
 
 def test_decodes_read_about_one_window():
     requests = PagedRequests([(1, 5000), (1, 40), (1, 2100)], 16, 4, 2, 5)
-    reads = sdpa.plan_cache_reads(requests.queries, requests.lengths, requests.pages, 3, requests.cache, 100)
+    reads = sdpa.plan_cache_reads(requests.requests(100))
     # 2,100 keys, of which the last 100 are seen: three whole blocks of 512 are not read.
     assert [part.mask.shape[-1] for part in reads.decodes] == [576]
     assert max((part.mask == 0).sum(-1).max() for part in reads.decodes) == 100
