@@ -93,7 +93,6 @@ class CacheAttention(abc.ABC):
         return result.flatten(1)
 
     def _new_result(self, query: Tensor, cache) -> Tensor:
-        """Zeros for the outputs of all tokens."""
         return query.new_zeros(query.shape)
 
     @abc.abstractmethod

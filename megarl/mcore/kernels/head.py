@@ -121,7 +121,6 @@ class Head:
         return found
 
     def _statistics_by_rows(self, logits: Tensor, rows: slice, squares: bool) -> list[Tensor]:
-        """As `softmax_statistics`, by one pass over the logits."""
         from megarl.mcore.kernels.cuda.head_rows import head_sums  # needs Triton
 
         own = head_sums(logits, *self.row_arguments(rows))
@@ -197,7 +196,9 @@ class HeadGradients:
         self.grad_hidden = allocate(head.hidden) if needs_hidden else None
         self.grad_weight, self._adds = None, linear.adds_to_main_grad(weight)
         if needs_weight:
-            self.grad_weight = weight.main_grad if self._adds else torch.zeros_like(weight, dtype=at_least_fp32(weight))
+            self.grad_weight = (
+                weight.main_grad if self._adds else weight.new_zeros(weight.shape, dtype=at_least_fp32(weight))
+            )
 
     def add(self, rows: slice, grad: Tensor, slope: Tensor | None):
         """Adds a chunk's gradient [C, V/tp] of scaled logits, which it overwrites; `slope`: of the softcap."""

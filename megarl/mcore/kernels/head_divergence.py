@@ -116,7 +116,6 @@ class _HeadDivergence(torch.autograd.Function):
 
 
 def _heads(hidden, weight, states, targets, indices, teacher: TeacherHead, options: HeadOptions) -> tuple[Head, Head]:
-    """Student's and teacher's head; arguments as of `_HeadDivergence`."""
     of_teacher = options._replace(temperature=teacher.temperature, softcap=teacher.softcap)
     return Head(hidden, weight, targets, indices, options), Head(states, teacher.weight, targets, None, of_teacher)
 

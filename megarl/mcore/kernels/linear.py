@@ -1,10 +1,8 @@
 """Matrix products of linear layers and heads, and a CPU implementation of Megatron's parallel linear layers.
 
-In fp32 on a CPU, products with weights use megarl's compiled kernel, else oneDNN's inner product if this torch has it.
-With few rows, as in a decode step, both take half the time of BLAS, and from two rows on a row's result does not depend
-on the number of rows. Rollout and training use the same, so that they are equal to the last bit. With
-`--exact-rollout` on CUDA forward passes multiply by tiles of fixed size (`kernels.cuda.fixed_tiles`). Other cases use
-torch's products.
+In fp32 on a CPU, products with weights use megarl's compiled kernel, else oneDNN's inner product: with few rows both
+take half the time of BLAS, and a row's result does not depend on the number of rows. With `--exact-rollout` on CUDA
+forward passes multiply by tiles of fixed size (`kernels.cuda.fixed_tiles`). Other cases use torch's products.
 """
 
 import contextlib
@@ -132,10 +130,8 @@ def logits_with(weight: Tensor, is_exact: bool = False) -> Callable[[Tensor], Te
     if not native.supports(weight):
         return functools.partial(matmul, weight=weight)
     packed = _prepacked.get(id(weight))
-    packed = native.ops.pack_weight(weight) if packed is None else packed
-    return lambda x: (
-        native.ops.linear(x.contiguous(), weight, packed, None) if native.supports(x) else matmul(x, weight)
-    )
+    own = native.ops.pack_weight(weight) if packed is None else packed
+    return lambda x: native.ops.linear(x.contiguous(), weight, own, None) if native.supports(x) else matmul(x, weight)
 
 
 def logits_dtype(config) -> torch.dtype:

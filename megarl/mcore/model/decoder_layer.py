@@ -248,7 +248,6 @@ class DecoderLayer(TransformerLayer):
         return self.mlp(self.pre_mlp_layernorm(hidden))
 
     def _add(self, residual: Tensor, output: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns residual + (output + bias)."""
         output = output if bias is None else output + bias
         return residual + output if torch.is_grad_enabled() else output.add_(residual)
 
@@ -293,7 +292,6 @@ class PostNormLayer(DecoderLayer):
         return self._add_normed(self.post_mlp_layernorm, self._feed_forward(hidden, plan), hidden)
 
     def _add_normed(self, norm: Norm, output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, *_) -> Tensor:
-        """Returns residual + norm(output + bias), in rollout and training."""
         output, bias = output_with_bias
         return residual + norm(output if bias is None else output + bias)
 

@@ -114,11 +114,6 @@ def value_head_of(chunk) -> ValueHead | None:
     return head if isinstance(head, ValueHead) else None
 
 
-def has_value_head(chunk) -> bool:
-    """Whether a model's chunk ends with a scalar head."""
-    return value_head_of(chunk) is not None
-
-
 # The chunks of a model that this rank holds, in the order in which a micro-batch runs through them.
 ModelChunks = torch.nn.ModuleList
 

@@ -1,11 +1,9 @@
 """Multi-latent attention (DeepSeek-V2, 2405.04434 §2.1) over packed sequences in training and a cache of latents.
 
-Parameters have Megatron's names, so that its checkpoints fit; the rest is megarl's own, because Megatron's module needs
-sequences that start at position 0, and its cache needs CUDA kernels with other bits than training.
-Projections to the latents are whole on each tensor-parallel rank, and so are the latents: their size does not depend on
-the number of heads. PyTorch's fused kernels need keys, queries and values of one width: they are padded to it.
-Shapes: T tokens, A heads of this rank with D channels for scores (the last r of them rotated) and V for values, L
-channels of a latent.
+Parameters have Megatron's names; the rest is megarl's own, because Megatron's module needs sequences that start at
+position 0, and its cache needs CUDA kernels with other bits than training. Projections to the latents are whole on each
+tensor-parallel rank. PyTorch's fused kernels need keys, queries and values of one width: they are padded to it.
+Shapes: T tokens, A heads of this rank with D channels for scores (the last r rotated) and V for values, L of a latent.
 """
 
 import functools

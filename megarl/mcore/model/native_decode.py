@@ -43,14 +43,12 @@ def run_decode_layers(block: TransformerBlock, hidden: Tensor | None, context, f
 
 
 def _supports(block: TransformerBlock, plan: StepPlan) -> bool:
-    """Whether `_run` computes this step of a block."""
     reads = plan.reads[0]
     only_decodes = reads.only_decodes and isinstance(reads.decodes[0], NativeDecodes)
     return only_decodes and plan.dedup is None and bool(_weights(block))
 
 
 def _run(block: TransformerBlock, hidden: Tensor, plan: StepPlan) -> Tensor:
-    """Returns the hidden states [T, 1, H] after a block's layers, without its final norm."""
     config, reads = block.config, plan.reads[0].decodes[0]
     out = hidden.squeeze(1).clone(memory_format=torch.contiguous_format)
     empty = out.new_empty(0)

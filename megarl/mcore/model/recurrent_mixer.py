@@ -1,8 +1,7 @@
 """What layers have instead of attention: a first projection, a recurrence over runs of rows, a last projection.
 
 The recurrence is a gated delta net (2412.06464, Qwen3-Next) or Mamba-2 (2405.21060, Nemotron-H): packed sequences in
-training, a state of each request in rollout. Megatron's modules have no packed sequences in their deterministic form,
-and no inference.
+training, a state of each request in rollout, neither of which Megatron's modules have.
 Shapes on this rank: T rows; of a gated delta net G key heads with K channels and H value heads with V channels; of
 Mamba-2 G groups, H heads of P channels, I = H·P.
 """

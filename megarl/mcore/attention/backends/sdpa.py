@@ -1,9 +1,7 @@
 """`--attention-backend sdpa` (the default): attention through PyTorch's SDPA, in training and over the paged KV cache.
 
-Training: one SDPA call per segment batch. Rollout: the new tokens of a step are a token stream, one request after
-another. Decodes (requests with one new token, in most steps all) read their pages through a scratch buffer that fits
-in the CPU cache. Prefills run as in training: a request's new tokens and its cached keys are an attention segment. The
-cache must be finite even where a page has no key yet: such keys are masked, but 0 · NaN is NaN.
+One SDPA call per segment batch. In rollout, decodes read their pages through a scratch buffer that fits in the CPU
+cache; prefills run as in training. The cache must be finite even where a page has no key yet: 0 · NaN is NaN.
 Shapes: N requests, T tokens, H query heads, G key/value groups of R query heads each, D channels per head.
 """
 

@@ -1,14 +1,9 @@
-"""`--attention-backend varlen`: flash attention over packed sequences, and paged decode in one launch. For CUDA.
+"""`--attention-backend varlen`: flash attention of packed sequences, and paged decode in one launch. For CUDA, 16 bits.
 
-Training and prefills: one call for all segments, without padding, of flash-attn where it is installed, else of
-`torch.nn.attention.varlen`. Decode steps: a kernel of megarl's own (`kernels.cuda.segment_attention`). For models in 16
-bits, as these kernels want; `sdpa` computes others.
-
-The kernels take segments by cumulative lengths. Segment i has queries cu_queries[i] … cu_queries[i + 1] − 1 of this
-rank's tokens, and keys cu_keys[i] … cu_keys[i + 1] − 1 of the gathered ones. It may have fewer queries than keys
-(shared prefixes, context parallelism, cached keys): the last query sees the last key, as in flash-attn from 2.1 on
-(bottom-right causal).
-Shapes: as in `sdpa`.
+Training and prefills: one call of flash-attn, else of `torch.nn.attention.varlen`; decode steps: a kernel of megarl's
+(`kernels.cuda.segment_attention`). Segment i has queries cu_queries[i] … cu_queries[i + 1] − 1 of this rank's tokens,
+and keys cu_keys[i] … cu_keys[i + 1] − 1 of the gathered ones. It may have fewer queries than keys: the last query sees
+the last key, as in flash-attn from 2.1 on. Shapes: as in `sdpa`.
 """
 
 import functools
@@ -182,7 +177,6 @@ def reads_of_table(blocks: Tensor, lengths: Tensor, window: int | None) -> Cache
 
 
 def _filled(rows: Tensor, count: int) -> Tensor:
-    """[n, …] -> [count, …], with zeros after the n-th."""
     return pad(rows, (0, 0) * (rows.dim() - 1) + (0, count - len(rows))) if count > len(rows) else rows
 
 
@@ -198,7 +192,6 @@ class PagedAttention(CacheAttention):
             result[places] = out[: len(places)].view(-1, *query.shape[1:])
 
     def _attend(self, query: Tensor, cache: Tensor, plan: CumulativePlan, scale: float) -> Tensor:
-        """query [T, H, D] of prompts -> [T, H, D]."""
         key, value = cache.flatten(0, 1)[plan.rows].unbind(2)
         return flash_kernel()(query, key, value, plan, scale)
 

@@ -38,11 +38,11 @@ def _product_tile(
 
 def _fp32_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     x, weight = x.contiguous(), weight.contiguous()
-    out = x.new_empty(len(x), len(weight))
-    _product_tile[triton.cdiv(len(x), ROWS), triton.cdiv(len(weight), COLUMNS)](
-        x, weight, bias, out, len(x), len(weight), x.shape[1], x.stride(0), weight.stride(0),
-        ROWS=ROWS, COLUMNS=COLUMNS, INNER=INNER, HAS_BIAS=bias is not None,
-    )  # fmt: skip
+    (rows, inner), columns = x.shape, len(weight)
+    out = x.new_empty(rows, columns)
+    tile = {"ROWS": ROWS, "COLUMNS": COLUMNS, "INNER": INNER, "HAS_BIAS": bias is not None}
+    grid = triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS)
+    _product_tile[grid](x, weight, bias, out, rows, columns, inner, x.stride(0), weight.stride(0), **tile)
     return out
 
 

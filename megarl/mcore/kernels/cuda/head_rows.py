@@ -92,11 +92,9 @@ def head_sums(logits: Tensor, temperatures: Tensor | None, temperature: float, t
         count: c; later columns are padding. With 0 the first sum is −∞.
     """
     sums = torch.empty(SUMS, len(logits), dtype=torch.float32, device=logits.device)
-    if len(logits):
-        _sum_row[len(logits),](
-            logits, temperatures, targets, sums, logits.stride(0), temperature, count, len(logits), TILE=TILE,
-            HAS_TEMPERATURES=temperatures is not None, num_warps=WARPS,
-        )  # fmt: skip
+    if rows := len(logits):
+        options = {"TILE": TILE, "HAS_TEMPERATURES": temperatures is not None, "num_warps": WARPS}
+        _sum_row[rows,](logits, temperatures, targets, sums, logits.stride(0), temperature, count, rows, **options)
     return sums
 
 
@@ -123,6 +121,3 @@ def head_gradient(
             logits, temperatures, targets, statistics, grads, out, logits.stride(0), out.stride(0), temperature, count,
             columns, rows, TILE=TILE, HAS_TEMPERATURES=temperatures is not None, num_warps=WARPS,
         )  # fmt: skip
-
-
-head_gradient.register_fake(lambda *_: None)

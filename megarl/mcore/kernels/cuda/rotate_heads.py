@@ -135,6 +135,3 @@ def rotate_and_store(heads: Tensor, cosines: Tensor | None, sines: Tensor | None
         HEAD_TILE=triton.next_power_of_2(each), CHANNELS=channels, CHANNEL_TILE=triton.next_power_of_2(channels),
         ROTATED=0 if cosines is None else cosines.shape[-1], **OPTIONS,
     )  # fmt: skip
-
-
-rotate_and_store.register_fake(lambda *_: None)

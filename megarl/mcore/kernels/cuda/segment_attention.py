@@ -1,11 +1,10 @@
 """Causal attention of segments in one launch: decoded tokens over the paged KV cache, prompts, and packed sequences.
 
-A segment is q consecutive queries of one sequence and its k keys; the last query sees the last key. Keys and values are
-read where they are, through a table of pages; a page may be one row. A program computes a tile of queries of one group
-of heads, key tile by key tile (FlashAttention, 2205.14135 §3.1). With `splits` a segment's keys are divided into parts
-of `SPLIT_KEYS`, computed by programs of their own and summed in the order of the keys (Flash-Decoding, 2311.01282 §3).
-Tiles and parts follow from a query's own segment alone, so a query has the same bits in every batch. Without splits it
-also has the same bits whether it is decoded or in the middle of a packed sequence.
+A segment is q consecutive queries of one sequence and its k keys, read through a table of pages (a page may be one
+row). A program computes a tile of queries of one group of heads, key tile by key tile (FlashAttention, 2205.14135
+§3.1); with `splits` the keys are divided into parts, summed in their order (Flash-Decoding, 2311.01282 §3). Tiles and
+parts follow from a query's own segment alone, so a query has the same bits in every batch; without splits also whether
+it is decoded or in the middle of a packed sequence.
 Shapes: n segments, T queries, G key/value groups of R query heads each, D channels per head, S parts.
 """
 
@@ -52,7 +51,6 @@ def _write_part(
     out, log_sums, sums, maxima, parts, sum_, top, weighted, token, head, heads, part, total, is_row, is_channel,
     channel, CHANNELS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Writes what `_attend_part` computed of the rows' queries and heads."""
     is_out = is_row[:, None] & is_channel[None, :]
     index = token * heads + head
     if SPLITS == 1:
