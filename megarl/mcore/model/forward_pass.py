@@ -21,13 +21,7 @@ from megarl.mcore.attention.segments import window_of
 from megarl.mcore.config.recurrent_rules import has_states
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 from megarl.mcore.kernels.head import HeadOptions
-from megarl.mcore.kernels.head_divergence import (
-    DistillScores,
-    TaughtRows,
-    TeacherHead,
-    head_divergence,
-    heads_divergence,
-)
+from megarl.mcore.kernels.head_divergence import DistillScores, TaughtRows, TeacherHead, head_divergence
 from megarl.mcore.kernels.head_scores import head_scores, head_top_logprobs
 from megarl.mcore.model.gpt import ValueHead
 from megarl.mcore.moe.routes import Routing
@@ -147,13 +141,11 @@ class TokenScorer:
             return SquaredScores(*scores, aligned(square_sums)) if self.squares else scores
         places = packing.next_tokens if rows is None else packing.next_tokens[rows]
         if self.teachers[0].tokens is None:
-            (teacher,) = self.teachers
-            states = teacher.states[places]
-            divergences = head_divergence(hidden, weight, states, teacher.head, row_targets, options, rows)
+            taught = [TaughtRows(None, self.teachers[0].states[places], self.teachers[0].head)]
         else:
             host_places = packing.host_next_tokens if rows is None else packing.host_next_tokens[scored.host_rows]
             taught = _taught_rows(self.teachers, places, host_places)
-            divergences = heads_divergence(hidden, weight, taught, row_targets, options, rows)
+        divergences = head_divergence(hidden, weight, taught, row_targets, options, rows)
         return TaughtScores(aligned(logprobs), aligned(entropy), DistillScores(*map(aligned, divergences)))
 
 

@@ -10,13 +10,7 @@ from torch.nn.functional import kl_div
 from megarl.algorithms.divergence import DIVERGENCES, JSD, Divergence
 from megarl.mcore.kernels import head_divergence as kernel
 from megarl.mcore.kernels.head import HeadOptions
-from megarl.mcore.kernels.head_divergence import (
-    DistillScores,
-    TaughtRows,
-    TeacherHead,
-    head_divergence,
-    heads_divergence,
-)
+from megarl.mcore.kernels.head_divergence import DistillScores, TaughtRows, TeacherHead, head_divergence
 from tests.helpers.models.output_heads import cut_chunks
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
@@ -88,7 +82,8 @@ def of_kernel(case, rank, size, sequence_parallel=False, indices=None):
         case["teacher"].chunk(size)[rank], case["temperatures"][1], case["softcaps"][1], case["divergence"]
     )
     options = options_of(case, sequence_parallel)
-    scores = head_divergence(hidden, share, case["states"], teacher, case["targets"], options, indices)
+    taught = [TaughtRows(None, case["states"], teacher)]
+    scores = head_divergence(hidden, share, taught, case["targets"], options, indices)
     return scores, torch.autograd.grad((scores.divergence * case["upstream"]).sum(), (hidden, share))
 
 
@@ -220,7 +215,7 @@ def of_several(cases, rows, rank, size, sequence_parallel):
         ))
         for each, at in zip(cases, rows, strict=True)
     ]  # fmt: skip
-    scores = heads_divergence(hidden, share, taught, case["targets"], options_of(case, sequence_parallel))
+    scores = head_divergence(hidden, share, taught, case["targets"], options_of(case, sequence_parallel))
     return scores, torch.autograd.grad((scores.divergence * case["upstream"]).sum(), (hidden, share))
 
 

@@ -92,13 +92,6 @@ def test_paged_attention_has_the_bits_of_the_training_forward(mix, window, kind,
     assert (out - requests.expected(window=window, softcap=softcap, sinks=sinks)).abs().max() <= 1e-5
 
 
-def test_without_softcap_and_sinks_it_is_the_fused_kernels_attention():
-    inputs = [random_heads(30, h, torch.float32, i) for i, h in enumerate((4, 2, 2))]
-    layout = pack_sequences(torch.tensor([12, 18]))
-    one, other = (packed_attention(backend=name)(*inputs, None, packed_seq_params=layout) for name in ("eager", "sdpa"))
-    assert (one - other).abs().max() <= 1e-6
-
-
 def logprobs(rank: int, softmax: str):
     from megarl.mcore.model.forward_pass import token_scores
 
