@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megarl.mcore.kernels.cuda import operator
+
 SPLIT_KEYS = 512  # keys of a part, at least
 MAX_SPLITS = 64  # parts; what they are added up from would take too much memory otherwise
 TILE_KEYS = 64  # keys that a program reads at a time
@@ -181,7 +183,7 @@ def split_of(max_keys: int) -> int:
     return max(SPLIT_KEYS, triton.cdiv(max_keys, MAX_SPLITS * TILE_KEYS) * TILE_KEYS)
 
 
-@torch.library.custom_op("megarl::paged_decode", mutates_args=())
+@operator("paged_decode", lambda query, *_, **__: query.new_empty(query.shape))
 def paged_decode(
     query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, window: int | None = None,
     in_parts: bool = True,
@@ -212,12 +214,11 @@ def paged_decode(
     return out.view(query.shape)
 
 
-@paged_decode.register_fake
-def _(query, cache, table, lengths, scale, window=None, in_parts=True):
-    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+def _empty_outputs(query, *_, **__):
+    return query.new_empty(query.shape), query.new_empty(query.shape[1], len(query), dtype=torch.float32)
 
 
-@torch.library.custom_op("megarl::packed_attention", mutates_args=())
+@operator("packed_attention", _empty_outputs)
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, rows: Tensor, segments: Tensor, max_queries: int, scale: float,
     window: int | None = None,
@@ -233,9 +234,3 @@ def packed_attention(
     """
     out, log_sums, *_ = _launch(query, _Keys(key, value, rows, page=1), segments, scale, window, max_queries)
     return out, log_sums
-
-
-@packed_attention.register_fake
-def _(query, key, value, rows, segments, max_queries, scale, window=None):
-    log_sums = torch.empty(query.shape[1], query.shape[0], dtype=torch.float32, device=query.device)
-    return torch.empty(query.shape, dtype=query.dtype, device=query.device), log_sums

@@ -103,8 +103,9 @@ def model_folder(tmp_path_factory):
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_adapters_are_refused_in_one_line(damage, model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(probe, "SECONDS", 1)
     change, says = DAMAGES[damage]
+    if damage == "an endless pattern":
+        monkeypatch.setattr(probe, "SECONDS", 1)
     config = PLAIN | {"r": 4, "target_modules": ["q_proj"]} | (change if isinstance(change, dict) else {})
     (tmp_path / CONFIG).write_text(json.dumps(config))
     tensors = {Q: torch.randn(4, 64), Q.replace("lora_A", "lora_B"): torch.randn(64, 4)}
