@@ -154,7 +154,7 @@ def _latent_part(pages: Tensor, keys: Tensor, starts: Tensor, lengths: Tensor, b
     return rows, segments
 
 
-class PagedAttention(CacheAttention):
+class NativePagedAttention(CacheAttention):
     """Attention over the paged cache."""
 
     def _decode(self, query, cache, reads: NativeDecodes, scale, softcap=None, sinks=None) -> Tensor:
@@ -171,7 +171,7 @@ class PagedAttention(CacheAttention):
             _attend(heads, key, value, segments, score, out)
 
 
-class LatentAttention(CacheAttention):
+class NativeLatentAttention(CacheAttention):
     """Attention over a cache of `Latents`; a read expands the rows that it needs, each once."""
 
     def _new_result(self, query: Tensor, cache) -> Tensor:
@@ -192,3 +192,6 @@ class LatentAttention(CacheAttention):
             key, value = cache.expand(flat.index_select(0, segments.keys.flatten()))
             places = torch.arange(segments.keys.numel()).view_as(segments.keys)
             _attend(heads, key, value, dataclasses.replace(segments, keys=places), score, out)
+
+
+PagedAttention, LatentAttention = NativePagedAttention, NativeLatentAttention  # the names of a backend's

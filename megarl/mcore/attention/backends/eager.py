@@ -129,7 +129,7 @@ def packed_attention(
     return sdpa.packed_attention(query, key, value, segments, scale, attend)
 
 
-class PagedAttention(sdpa.PagedAttention):
+class EagerPagedAttention(sdpa.PagedAttention):
     """As that of `sdpa`, with softcap and sinks."""
 
     _attend = staticmethod(attend_segments)
@@ -140,3 +140,6 @@ class PagedAttention(sdpa.PagedAttention):
         key, value = self._gather_pages(cache, reads.pages, reads.mask.shape[-1], len(query))
         rows = query.flatten(1, 2).unsqueeze(2).expand(-1, -1, copies, -1)
         return attend(rows, key, value, reads.mask == 0, scale, softcap, sinks)[:, :, 0].view(query.shape)
+
+
+PagedAttention = EagerPagedAttention  # the name of a backend's

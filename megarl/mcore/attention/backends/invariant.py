@@ -58,7 +58,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: Cumulative
     return _Attention.apply(query, key[plan.rows], value[plan.rows], plan, softmax_scale(query.shape[-1], scale))
 
 
-class PagedAttention(varlen.PagedAttention):
+class InvariantPagedAttention(varlen.PagedAttention):
     """Attention over the paged cache, by the kernel of training."""
 
     in_parts = False
@@ -66,3 +66,6 @@ class PagedAttention(varlen.PagedAttention):
     def _attend(self, query: Tensor, cache: Tensor, plan: CumulativePlan, scale: float) -> Tensor:
         key, value = cache.flatten(0, 1).unbind(2)
         return _attend(query, key, value, plan.rows.int(), plan, scale)[0]
+
+
+PagedAttention = InvariantPagedAttention  # the name of a backend's

@@ -180,7 +180,7 @@ def _filled(rows: Tensor, count: int) -> Tensor:
     return pad(rows, (0, 0) * (rows.dim() - 1) + (0, count - len(rows))) if count > len(rows) else rows
 
 
-class PagedAttention(CacheAttention):
+class VarlenPagedAttention(CacheAttention):
     """Attention over the paged cache."""
 
     in_parts = True  # whether decodes divide long requests' keys into parts
@@ -201,3 +201,6 @@ class PagedAttention(CacheAttention):
         own, scale = _filled(query, len(reads.lengths)), softmax_scale(query.shape[-1], scale)
         out = paged_decode(own, cache, reads.pages, reads.lengths, scale, window=reads.window, in_parts=self.in_parts)
         return out[: len(query)]
+
+
+PagedAttention = VarlenPagedAttention  # the name of a backend's
