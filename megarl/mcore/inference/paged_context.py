@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.attention import backends
-from megarl.mcore.attention.cache_attention import PrefillDedup, deduplicate_prefills, latent_attention
+from megarl.mcore.attention.cache_attention import PrefillDedup, StepRequests, deduplicate_prefills, latent_attention
 from megarl.mcore.attention.segments import window_of
 from megarl.mcore.inference.cache_size import cached_heads
 from megarl.mcore.inference.draft_rows import DraftRows
@@ -221,11 +220,11 @@ class PagedContext(DynamicInferenceContext):
         if dedup is not None:
             queries, keys, pages = (x[dedup.requests] for x in (queries, keys, pages))
             total = len(dedup.kept_tokens)
-        plan = functools.partial(self._backend.plan_cache_reads, queries, keys, pages, total, self.memory_buffer[0])
-        reads = plan(None, self._token_bytes)
+        step = StepRequests(queries, keys, pages, total, self.memory_buffer[0], None, self._token_bytes)
+        reads = self._backend.plan_cache_reads(step)
         if self._window is None or int(keys.max()) <= self._window:
             return dedup, (reads, reads)
-        return dedup, (reads, plan(self._window, self._token_bytes))
+        return dedup, (reads, self._backend.plan_cache_reads(step._replace(window=self._window)))
 
     @property
     def read_tokens(self) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from megarl.errors import UsageError
-from megarl.mcore.model.gpt import has_value_head
+from megarl.mcore.model.gpt import value_head_of
 from megarl.mcore.parallel.fsdp import local_rows
 from megarl.mcore.weights import optimizer_states, safe_reading
 
@@ -160,7 +160,7 @@ def model_state(role: str, stages, pg_collection, with_value_head: bool = True) 
     """Returns the state of one role's weights only, under the keys of `role` in the checkpoint."""
     weights = _weights(stages, pg_collection)
     for chunk, state in zip(stages, weights.values(), strict=True):
-        if not with_value_head and has_value_head(chunk):
+        if not with_value_head and value_head_of(chunk):
             for key in [key for key in state if key.startswith("output_layer.")]:
                 del state[key]
     return _prefixed(local_rows(weights), role)

@@ -64,10 +64,7 @@ def on_device(mode: FakeTensorMode):
     batch = Batch(sequence_ids=torch.arange(len(LENGTHS)), lengths=torch.tensor(LENGTHS), response_mask=mask,
                   tokens=torch.randint(0, VOCAB, (total,)), **{n: torch.randn(total) for n in FIELDS})  # fmt: skip
     batch.tokens[25:27] = batch.tokens[21:23]
-    prompts, found = (
-        mb.PromptPrefixes(torch.tensor([0, 1, 2, 3, 4, 4]), torch.full((6,), 2)),
-        [],
-    )  # the last two begin alike
+    prompts, found = mb.PromptPrefixes(torch.tensor([0, 1, 2, 3, 4, 4]), torch.full((6,), 2)), []  # two begin alike
     for part, places in mb.build_microbatches(batch, [torch.tensor([0, 2, 3]), torch.tensor([1, 4, 5])], prompts):
         there = Batch(**{name: mode.from_tensor(getattr(part, name)) for name in part.present()})
         there.host_metadata = part.host_metadata
