@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megarl.arguments import Settings
 from megarl.batch import Batch
@@ -179,8 +180,6 @@ def test_write_back_puts_values_at_their_sequences():
 
 
 def counts(rank: int, lengths: list[list[int]], multiple: int, sequences_per_example: int = 1):
-    import torch.distributed as dist
-
     mine = torch.tensor(lengths[rank], dtype=torch.int64)
     ids = torch.arange(len(mine))
     batch = Batch(sequence_ids=ids, lengths=mine, tokens=torch.zeros(int(mine.sum()), dtype=torch.int64),

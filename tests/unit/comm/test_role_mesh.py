@@ -2,20 +2,14 @@
 
 import math
 import os
+import socket
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megarl.comm import role_mesh
-from megarl.mcore.parallel.process_groups import (
-    DENSE,
-    EXPERT,
-    GroupCache,
-    ParallelSizes,
-    create_groups,
-    fake_world,
-)
+from megarl.mcore.parallel.process_groups import DENSE, EXPERT, GroupCache, ParallelSizes, create_groups, fake_world
 from tests.helpers.models.tiny_models import parse_roles
 from tests.helpers.worlds import SAFETY, run_world
 
@@ -257,8 +251,6 @@ def test_a_launchers_variables_define_the_world():
         total = torch.tensor(rank + 1)
         dist.all_reduce(total)
         return dist.get_rank(), dist.get_world_size(), total.item()
-
-    import socket
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import random
 
 import megarl.mcore  # noqa: F401  installs the shim
 from megarl.mcore import device
@@ -159,8 +160,6 @@ def test_compile_leaves_functions_as_they_are():
 
 
 def test_megatron_places_that_test_for_a_kernel():
-    from megatron.core.tensor_parallel import random
-
     torch.manual_seed(3)
     state = random._get_cuda_rng_state()
     first = torch.rand(2)

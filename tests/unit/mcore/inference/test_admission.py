@@ -6,7 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 
+from megarl.algorithms.token_sampling import SamplingSettings
+from megarl.mcore.inference import admission
+from megarl.mcore.inference import engine as engine_module
+from megarl.mcore.inference.decode_loop import DecodeLoopEngine
+from megarl.mcore.inference.engine import RequestList, RolloutEngine
+from megarl.mcore.inference.generation_session import GenerationSession
 from tests.helpers.models import reference_kernels
 from tests.helpers.models.tiny_models import VOCAB, build
 from tests.helpers.rollout.engines import make_engine, make_requests
@@ -26,12 +33,6 @@ def requests_that(share):
 
 def states(rank, max_requests, buffer_gb, step_tokens, share):
     """States of two engines after they scheduled requests in two parts: with megarl's method, with Megatron's."""
-    from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
-
-    from megarl.algorithms.token_sampling import SamplingSettings
-    from megarl.mcore.inference import admission
-    from megarl.mcore.inference.engine import RequestList, RolloutEngine
-    from megarl.mcore.inference.generation_session import GenerationSession
 
     def state(schedule):
         model, _, place = build()
@@ -82,10 +83,6 @@ def test_the_context_is_that_of_megatrons_scheduling(max_requests, buffer_gb, st
 
 def steps(rank, only_long: bool, join_together: bool = False, requests: list | None = None, **sizes):
     """(completions, [(waiting, prefilling, decoding, whether it was a short one) of each step])."""
-    from megarl.algorithms.token_sampling import SamplingSettings
-    from megarl.mcore.inference import engine as engine_module
-    from megarl.mcore.inference.decode_loop import DecodeLoopEngine
-
     if join_together:  # as on CUDA
         engine_module.device = types.SimpleNamespace(has_cuda=lambda: True)  # type: ignore[assignment]
         engine_module.JOIN_SHARE = 4

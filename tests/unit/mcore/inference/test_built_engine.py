@@ -5,15 +5,7 @@ import gc
 import torch
 
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.rollout.engines import (
-    NEVER,
-    largest_gap,
-    make_engine,
-    make_requests,
-    settings_of,
-    standard,
-    texts,
-)
+from tests.helpers.rollout.engines import NEVER, largest_gap, make_engine, make_requests, settings_of, standard, texts
 from tests.helpers.worlds import run_world
 
 

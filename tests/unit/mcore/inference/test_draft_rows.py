@@ -3,6 +3,7 @@
 import functools
 from dataclasses import replace
 
+from megarl.mcore.inference.engine import RolloutEngine
 from tests.helpers.models.tiny_models import VOCAB, build
 from tests.helpers.rollout.engines import NEVER, make_requests, settings_of
 from tests.helpers.worlds import run_world
@@ -12,8 +13,6 @@ LONG = 23  # new tokens: two to four blocks of 16 with the prompt
 
 def rows_of_steps(rank, siblings, **sampling):
     """Rows that each decode step of an engine computes, for 20 requests in groups with the same prompt."""
-    from megarl.mcore.inference.engine import RolloutEngine
-
     model, _, place = build("", "llama")
     requests = make_requests(LONG, 20)
     requests = [replace(request, prompt=requests[i // siblings].prompt) for i, request in enumerate(requests)]

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from megarl.mcore.inference.engine import RolloutEngine
+from megarl.mcore.model.forward_pass import inference_mode, token_scores
 from tests.helpers.models.tiny_models import VOCAB, build
 from tests.helpers.rollout.engines import NEVER, make_requests, on_device, settings_of
 from tests.helpers.tiers import long
@@ -39,8 +41,6 @@ def cut(text: str, stops) -> str:
 
 def with_stops(rank, flags="", shape="llama", sampling=None, siblings=1, written=0, **settings):
     """(responses without stop strings, those with them, whether each has ended, stop strings)."""
-    from megarl.mcore.inference.engine import RolloutEngine
-
     model, _, place = build(flags, shape)
     sampling, requests = settings_of(**(sampling or {})), make_requests(LIMIT)
     requests = [replace(request, prompt=requests[i // siblings].prompt) for i, request in enumerate(requests)]
@@ -154,8 +154,6 @@ def with_budget(rank, flags="", shape="llama", sampling=None, siblings=1, writte
                 **settings):  # fmt: skip
     """([(tokens, log-probs, whether it has ended)] of responses with the rule; the same token by token; of those that
     the rule does not reach, whether they are as without it; gap to training; accepted drafts)."""
-    from megarl.mcore.inference.engine import RolloutEngine
-
     model, _, place = build(flags, shape)
     sampling, requests = settings_of(**(sampling or {})), make_requests(limit)
     requests = [replace(request, prompt=requests[i // siblings].prompt) for i, request in enumerate(requests)]
@@ -185,8 +183,6 @@ def with_budget(rank, flags="", shape="llama", sampling=None, siblings=1, writte
 
 def gap_of_chosen(model, asked, done, temperature):
     """As `largest_gap`, of the tokens that the policy has chosen."""
-    from megarl.mcore.model.forward_pass import inference_mode, token_scores
-
     rows = [r.prompt + c.tokens for r, c in zip(asked, done, strict=True)]
     lengths = torch.tensor([len(row) for row in rows])
     with inference_mode(model):

@@ -5,6 +5,8 @@ import functools
 import pytest
 import torch
 
+from megarl.mcore.inference.generation import GenerationRequest
+from megarl.mcore.model.forward_pass import inference_mode, token_scores
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.models.tiny_models import SHAPES, VOCAB
 from tests.helpers.rollout.engines import (
@@ -75,8 +77,6 @@ def test_a_response_does_not_depend_on_other_requests():
 
 
 def samples_of_one_prompt(rank):
-    from megarl.mcore.inference.generation import GenerationRequest
-
     engine, model, _ = make_engine()
     prompt = make_requests()[1].prompt
     requests = [GenerationRequest(prompt, key, LIMIT) for key in (5, 6, 7, 5)]
@@ -90,8 +90,6 @@ def test_samples_of_one_prompt_follow_their_keys():
 
 
 def greedy_both_ways(rank, shape):
-    from megarl.mcore.model.forward_pass import inference_mode, token_scores
-
     engine, model, _ = make_engine(shape=shape)
     requests = make_requests(count=6)
     own = model.output_layer.weight
@@ -121,8 +119,6 @@ def test_greedy_decoding_equals_an_argmax_loop_over_the_full_forward(shape):
 
 
 def training_inside_and_after(rank):
-    from megarl.mcore.model.forward_pass import token_scores
-
     engine, model, _ = make_engine()
     messages, original = [], engine.sampling.sample_kernel
 

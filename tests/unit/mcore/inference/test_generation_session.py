@@ -1,15 +1,7 @@
 """Requests of a running engine end at their limits and end tokens."""
 
-from tests.helpers.rollout.engines import (
-    COUNT,
-    LIMIT,
-    NEVER,
-    make_engine,
-    make_requests,
-    settings_of,
-    standard,
-    texts,
-)
+from megarl.mcore.inference.generation import GenerationRequest
+from tests.helpers.rollout.engines import COUNT, LIMIT, NEVER, make_engine, make_requests, settings_of, standard, texts
 from tests.helpers.worlds import run_world
 
 
@@ -59,8 +51,6 @@ def test_a_response_ends_at_the_first_of_several_end_tokens():
 
 
 def limits_of_their_own(rank):
-    from megarl.mcore.inference.generation import GenerationRequest
-
     engine, _, _ = make_engine()
     requests = [GenerationRequest(r.prompt, r.key, 1 + i % 5) for i, r in enumerate(make_requests())]
     return texts(engine.generate(requests, NEVER, settings_of())), engine.generate([], NEVER, settings_of())

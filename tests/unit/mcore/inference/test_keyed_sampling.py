@@ -4,11 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.algorithms.token_sampling import SamplingSettings
+from megarl.mcore.inference.keyed_sampling import KeyedSampling
+from megarl.mcore.inference.recorded_routes import RoutedBlocks
 from tests.helpers.worlds import run_world
 
 BLOCKS, BLOCK, VOCAB, REQUESTS = 12, 16, 512, 4
@@ -44,10 +47,6 @@ def on_device(*shape: int) -> torch.Tensor:
 # Both run in a fork: autograd fails in processes forked after fake tensors were used.
 def cleared_blocks(rank) -> list[int]:
     """Blocks of the host's allocator, cleared in a cache on the device."""
-    from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
-
-    from megarl.mcore.inference.recorded_routes import RoutedBlocks
-
     with FakeTensorMode(allow_non_fake_inputs=True), Host():
         memory = on_device(2, BLOCKS, BLOCK, 2, 8)
         context = SimpleNamespace(memory_buffer=memory, block_size_tokens=BLOCK)
@@ -58,8 +57,6 @@ def cleared_blocks(rank) -> list[int]:
 
 def sampled(rank, settings: SamplingSettings, deterministic: bool):
     """(device of the tokens, of their log-probs, devices of floating-point cumulative sums) of one decode step."""
-    from megarl.mcore.inference.keyed_sampling import KeyedSampling
-
     torch.use_deterministic_algorithms(deterministic)
     row = torch.arange(REQUESTS, dtype=torch.int32)
     context = SimpleNamespace(sampled_rows=lambda: (row, 2 * row))

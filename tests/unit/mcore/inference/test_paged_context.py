@@ -5,6 +5,9 @@ import functools
 import pytest
 import torch
 
+from megarl.mcore.attention.backends import sdpa
+from megarl.mcore.inference.engine import RolloutEngine
+from megarl.mcore.inference.generation import GenerationRequest
 from megarl.mcore.kernels import native
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.models.tiny_models import VOCAB, build
@@ -43,9 +46,6 @@ def test_a_token_has_a_latent_and_a_key_in_each_layer_on_every_rank(ranks, flags
 
 def shared_prefixes(rank, **engine_settings):
     """(texts with these settings, gap, texts of an engine without), for prompts that begin alike."""
-    from megarl.mcore.inference.engine import RolloutEngine
-    from megarl.mcore.inference.generation import GenerationRequest
-
     model, _, place = build("", "latent")
     prompt = torch.randint(0, VOCAB, (36,), generator=torch.Generator().manual_seed(3)).tolist()
     prompts = [prompt[:n] + [n % VOCAB] for n in (35, 20, 35, 33, 17, 3, 34, 33, 16)]
@@ -70,8 +70,6 @@ def test_sharing_splitting_and_evicting_change_no_bit(engine_settings):
 
 def in_small_reads(rank, scratch, kernels):
     """Completions when each kernel call expands few latents, and rows of each call."""
-    from megarl.mcore.attention.backends import sdpa
-
     native.enable(kernels == "compiled")
     sdpa.SCRATCH_BYTES = scratch
     engine, model, _ = make_engine("", "latent")

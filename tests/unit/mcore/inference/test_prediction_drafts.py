@@ -7,6 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megarl.algorithms.token_sampling import uniforms
+from megarl.mcore.inference.drafter import FIRST_RATE, PREDICTED
+from megarl.mcore.inference.engine import RolloutEngine
+from megarl.mcore.model.forward_pass import inference_mode, run_chunk
+from megarl.mcore.model.prediction_layer import PredictionLayer
 from tests.helpers.models.tiny_models import VOCAB, build
 from tests.helpers.rollout.engines import NEVER, make_requests, settings_of
 from tests.helpers.tiers import long
@@ -22,8 +27,6 @@ def expected_guesses(model, layer, rows, draw) -> list[list[int]]:
 
     `draw`: (logits [T, V] of a sequence, its number) -> tokens [T].
     """
-    from megarl.mcore.model.forward_pass import inference_mode, run_chunk
-
     tokens, lengths = torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows])
 
     def predict(hidden, output_layer, weight, targets, packing, of):
@@ -43,11 +46,6 @@ def expected_guesses(model, layer, rows, draw) -> list[list[int]]:
 def with_predictions(rank, flags="", shape="llama", end=NEVER, sampling=None, count=20, siblings=1, routes=False,
                      **settings):  # fmt: skip
     """(completions without drafts, with them, decode counts, compared guesses, those that differ)."""
-    from megarl.algorithms.token_sampling import uniforms
-    from megarl.mcore.inference.drafter import FIRST_RATE, PREDICTED
-    from megarl.mcore.inference.engine import RolloutEngine
-    from megarl.mcore.model.prediction_layer import PredictionLayer
-
     model, args, place = build(flags, shape)
     layer = PredictionLayer(args, place.pg_collection).requires_grad_(False)
     sampling, requests = settings_of(**(sampling or {})), make_requests(LIMIT, count)

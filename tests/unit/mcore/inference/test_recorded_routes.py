@@ -4,7 +4,17 @@ import functools
 
 import pytest
 import torch
+from megatron.core.transformer.moe.router_replay import RouterReplay
 
+from megarl.mcore.attention.packing import routed_tokens
+from megarl.mcore.inference.decode_loop import DecodeLoopEngine
+from megarl.mcore.inference.engine import RolloutEngine
+from megarl.mcore.inference.generation import GenerationRequest
+from megarl.mcore.model import forward_pass
+from megarl.mcore.model.gpt import build_frozen_model
+from megarl.mcore.moe.router import moe_layers_of, routers_of
+from megarl.mcore.moe.routes import Routing
+from megarl.roles.passes import forward_only
 from tests.helpers.models.tiny_models import VOCAB, build_stages, one_microbatch
 from tests.helpers.rollout.engines import NEVER, make_requests, settings_of
 from tests.helpers.tiers import by_default
@@ -29,27 +39,17 @@ SMALL = {"buffer_gb": 0.0004}  # 26 blocks of 16 tokens, for 12 requests of thre
 
 def requests_of(prompts: int, samples: int, limit: int = 12):
     """Requests for `samples` responses to each of some prompts of 40 and 32 tokens; a block of the cache has 16."""
-    from megarl.mcore.inference.generation import GenerationRequest
-
     ones = make_requests(limit, prompts * samples)
     begin = [(ones[i].prompt * 40)[: 40 - i % 2 * 8] for i in range(prompts)]
     return [GenerationRequest(begin[i // samples], one.key, limit) for i, one in enumerate(ones)]
 
 
 def engine_of(model, role_groups, buffer_gb=0.01, max_requests=32, **options):
-    from megarl.mcore.inference.engine import RolloutEngine
-
     return RolloutEngine(model, role_groups.pg_collection, VOCAB, MAX_LENGTH, buffer_gb, max_requests, **options)
 
 
 def trained_routes(stages, args, role_groups, requests, completions):
     """([R] positions, [R, L, k] routes) of the training forward over the responses, at this rank's tokens."""
-    from megarl.mcore.attention.packing import routed_tokens
-    from megarl.mcore.model import forward_pass
-    from megarl.mcore.moe.router import moe_layers_of
-    from megarl.mcore.moe.routes import Routing
-    from megarl.roles.passes import forward_only
-
     rows = [request.prompt + completion.tokens for request, completion in zip(requests, completions, strict=True)]
     ((part, places),) = one_microbatch(rows)
     seen = routed_tokens(part.lengths, role_groups.pg_collection, args.sequence_parallel)
@@ -206,7 +206,6 @@ def test_equal_prompts_of_a_step_are_computed_once_with_the_same_routes(size, fl
 
 def with_and_without_the_short_step(rank):
     """[(completions, short steps)] of the same requests, with the engine's short decode step and without it."""
-    from megarl.mcore.inference.decode_loop import DecodeLoopEngine
 
     class LongSteps(DecodeLoopEngine):
         _only_decodes = False
@@ -233,10 +232,6 @@ def test_short_decode_steps_record_the_same_routes():
 
 
 def assert_nothing_records(stages, engine):
-    from megatron.core.transformer.moe.router_replay import RouterReplay
-
-    from megarl.mcore.moe.router import routers_of
-
     assert RouterReplay.global_router_replay_instances == [] and not stages[0].config.moe_enable_routing_replay
     for router in routers_of(stages):
         assert router.router_replay.router_replay_action is None and router.router_replay.recorded_topk_idx is None
@@ -244,8 +239,6 @@ def assert_nothing_records(stages, engine):
 
 def faults(rank):
     """Messages of a generation whose routes are incomplete in one way after another; then one without a fault."""
-    from megarl.mcore.moe.router import routers_of
-
     stages, args, place = build_stages(MOE)
     engine, requests = engine_of(stages[0], place), make_requests(limit=3)
     recorder, blocks = routers_of(stages)[1].router_replay, engine.context.kv_block_allocator
@@ -283,8 +276,6 @@ def test_incomplete_routes_are_an_error():
 
 def two_models(rank):
     """Two models of one process generate alternately; neither records unless asked to."""
-    from megarl.mcore.model.gpt import build_frozen_model
-
     stages, args, place = build_stages(MOE)
     args.seed += 1
     reference = build_frozen_model(args, VOCAB, place.pg_collection)

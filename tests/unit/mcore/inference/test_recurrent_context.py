@@ -5,6 +5,9 @@ import functools
 import pytest
 import torch
 
+from megarl.mcore.inference.engine import RolloutEngine
+from megarl.mcore.inference.generation import GenerationRequest
+from megarl.mcore.inference.recurrent_context import StateSnapshots
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.models.tiny_models import VOCAB, build
 from tests.helpers.rollout.engines import NEVER, largest_gap, make_engine, make_requests, settings_of, texts
@@ -16,8 +19,6 @@ BLOCK = 16 * 2 * 2 * 16 * 4  # bytes of 16 tokens in one layer with keys and val
 
 def requests():
     """Ragged prompts, some of them equal, with random streams of their own."""
-    from megarl.mcore.inference.generation import GenerationRequest
-
     found = make_requests()
     return [*found, *(GenerationRequest(each.prompt, 100 + i, 12) for i, each in enumerate(found[:6]))]
 
@@ -29,8 +30,6 @@ def state_bytes(engine) -> int:
 
 def generated(rank, blocks: int | None = None, shape: str = "recurrent", **settings):
     """(texts, gap, what happened, texts of an engine with much memory); `blocks`: of the cache, beside the states."""
-    from megarl.mcore.inference.engine import RolloutEngine
-
     model, _, place = build("", shape)
     arguments = {"max_requests": 32} | settings
     probe = RolloutEngine(model, place.pg_collection, VOCAB, 48, 0.01, arguments["max_requests"])
@@ -97,8 +96,6 @@ def test_states_of_old_weights_are_not_read():
 
 
 def test_the_snapshot_that_was_not_used_for_the_longest_time_goes_first():
-    from megarl.mcore.inference.recurrent_context import StateSnapshots
-
     kept = StateSnapshots(range(8, 11))
     assert [kept.take(block, ()) for block in (1, 2, 3)] == [8, 9, 10]
     assert kept.use(1) == 8 and kept.take(4, {9}) == 10  # the slot of 2 is pinned

@@ -1,13 +1,15 @@
 """Blocks that outlive their request: turns of episodes find what the last one read and wrote, and no bit changes."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.models.tiny_models import build, build_stages
 from tests.helpers.rollout.engine_turns import BLOCK, engine_of, make_episodes, play
-from tests.helpers.rollout.engines import NEVER, make_requests, settings_of
+from tests.helpers.rollout.engines import NEVER, largest_gap, make_requests, settings_of
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
@@ -130,10 +132,6 @@ def test_states_of_few_slots_and_shared_prompts_change_no_bit(ranks, case):
 
 def shared_prompts(rank, **settings):
     """(gap, counts, snapshots) of groups that are admitted in several steps, and the same with other weights."""
-    from dataclasses import replace
-
-    from tests.helpers.rollout.engines import largest_gap
-
     stages, _, place = build_stages("", "recurrent")
     engine, found = engine_of(stages[0], place, prefix_caching=True, max_requests=8, **settings), []
     prompts = [one.prompt * 2 for one in make_requests(12, 6)]
@@ -150,8 +148,6 @@ def shared_prompts(rank, **settings):
 
 
 def test_responses_to_a_prompt_continue_its_state_and_no_state_of_old_weights():
-    from tests.helpers.exactness import largest_gap_allowed
-
     ((found, tokens, kept),) = run_world(shared_prompts, 1)
     for gap, counts, snapshots in found:
         assert gap <= largest_gap_allowed() and counts == (tokens - 3 * kept, 3 * kept) and kept > 0
@@ -160,8 +156,6 @@ def test_responses_to_a_prompt_continue_its_state_and_no_state_of_old_weights():
 
 def one_slot(rank):
     """(completions without and with caching, counts) of prompts that come when the only snapshot is a first one's."""
-    from dataclasses import replace
-
     stages, _, place = build_stages("", "recurrent")
     first, other, again, shorter = make_requests(8, 5)[:4]
     prompts = first.prompt + list(range(1, 30)), list(range(30, 5, -1)) * 2
@@ -202,8 +196,6 @@ def test_a_full_cache_changes_no_bit(case):
 def contents(rank, flags, shape, routes, **settings):
     """([(keys and values, routes) by hash] of blocks that were filled by decoding and of those that prefills filled,
     tokens of the texts, whole blocks of the first prompts)."""
-    from dataclasses import replace
-
     stages, _, place = build_stages(flags, shape)
     engine = engine_of(stages[0], place, prefix_caching=True, **settings)
     requests, blocks = make_requests(40, 8), engine.context.kv_block_allocator
@@ -248,8 +240,6 @@ def test_decoded_blocks_hold_what_a_prefill_computes(ranks, flags, shape, routes
 
 def overtaken(rank, **settings):
     """(completions, counts) without and with reuse, of requests whose prompts others are about to write."""
-    from dataclasses import replace
-
     model, _, place = build()
     writers = make_requests(60, 5)
     written = engine_of(model, place).generate(writers, NEVER, settings_of())
@@ -276,8 +266,6 @@ def test_prompts_that_others_are_writing(settings):
 
 def aborted(rank):
     """(tokens of an aborted request, completion of a request that continues them and of the whole one, counts)."""
-    from dataclasses import replace
-
     model, _, place = build()
     engine = engine_of(model, place, prefix_caching=True)
     request, written, done = make_requests(60, 5)[1], [], {}

@@ -4,9 +4,15 @@ import functools
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from megarl.mcore.inference.device_decode import DeviceDecode
+from megarl.mcore.inference.draft_index import MAX_CONTEXT
+from megarl.mcore.inference.drafter import Drafter, Drafts, StepCosts
+from megarl.mcore.inference.engine import RolloutEngine
+from megarl.mcore.inference.speculative_decode import SpeculativeEngine, costs_of, parameters_of_a_token
 from tests.helpers.models import reference_kernels
 from tests.helpers.models.tiny_models import VOCAB, build
 from tests.helpers.rollout.engines import NEVER, make_requests, settings_of
@@ -21,10 +27,6 @@ WINDOW = "--window-size 20,0 --window-attn-skip-freq 2"
 
 def scripted_drafter(answers, kind: str):
     """A drafter that knows the answers, token lists by request: its drafts are right, wrong, random or mixed."""
-    import numpy as np
-
-    from megarl.mcore.inference.draft_index import MAX_CONTEXT
-    from megarl.mcore.inference.drafter import Drafter, Drafts, StepCosts
 
     class Scripted(Drafter):
         def __init__(self):
@@ -66,8 +68,6 @@ def scripted_drafter(answers, kind: str):
 def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, count=20, limit=LONG, routes=False,
                      siblings=1, **settings):  # fmt: skip
     """(completions without drafts, {kind of drafts: (completions, decode counts)})."""
-    from megarl.mcore.inference.engine import RolloutEngine
-
     model, _, place = build(flags, shape)
     requests, sampling = make_requests(limit, count), settings_of(**(sampling or {}))
     if "--expert-model" in flags:  # the other replica ends first, and then computes for this one alone
@@ -134,8 +134,6 @@ def test_drafts_change_no_bit(ranks, case):
 
 def planned_on_the_device(rank, flags="", **case):
     """As `with_and_without`; rows of the steps with drafts that the device planned, those of drafts among them."""
-    from megarl.mcore.inference.device_decode import DeviceDecode
-
     reference_kernels.use_them()
     drafted, run = [], DeviceDecode.run
 
@@ -167,8 +165,6 @@ def test_the_device_plans_steps_with_drafts(ranks, case):
 
 def on_devices_that_share_experts(rank):
     """Counts of decode steps that the device plans for replicas with the same experts, whose drafts would be right."""
-    from megarl.mcore.inference.engine import RolloutEngine
-    from megarl.mcore.inference.speculative_decode import SpeculativeEngine
 
     def failed(*_):
         raise AssertionError("drafts in a step of agreed rows")  # for which the other replica would wait
@@ -202,8 +198,6 @@ def test_right_drafts_need_one_step():
 
 
 def costs(rank, flags):
-    from megarl.mcore.inference.speculative_decode import costs_of, parameters_of_a_token
-
     model, _, place = build(flags, "llama")
     torch.set_num_threads(1 + rank)
     whole = sum(parameter.numel() for parameter in model.parameters())

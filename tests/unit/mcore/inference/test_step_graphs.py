@@ -7,6 +7,7 @@ import torch
 
 from megarl.mcore.inference import step_graphs
 from megarl.mcore.inference.step_graphs import StepGraphs
+from megarl.mcore.training import optimizer
 from tests.helpers.models.tiny_models import build
 from tests.helpers.worlds import run_world
 
@@ -83,8 +84,6 @@ def test_a_graph_holds_what_it_reads_and_has_not_made():
 
 
 def capturable(rank, flags):
-    from megarl.mcore.training import optimizer
-
     model, args, place = build(flags)
     optimizer.wrap_for_training([model], args, place.pg_collection)
     step_graphs.device = types.SimpleNamespace(has_cuda=lambda: True)

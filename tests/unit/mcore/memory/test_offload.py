@@ -7,6 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.mcore.inference.engine import RolloutEngine
+from megarl.mcore.memory.offload import KVCacheInGradBuffer
+from megarl.mcore.weights import dist_checkpoint
 from tests.helpers.checkpoints import save_state
 from tests.helpers.models.trainable_models import DISTRIBUTED, MOE, TP2, critic_model
 from tests.helpers.models.updates import batch_of, forward_of, split_microbatches
@@ -64,8 +67,6 @@ def assert_away(trainable_model):
 
 def steps_with_offload(rank: int, flags: str, folder: Path):
     """Steps of a model with offload and one without; then saves, loads into a third, and continues."""
-    from megarl.mcore.weights import dist_checkpoint
-
     kept, moved = critic_model(flags, False), critic_model(flags, True)
     copies = [block.host_copy.data_ptr() for kind in ("weights", "optimizer") for block in moved.offload.blocks[kind]]
     assert_away(moved)
@@ -195,8 +196,6 @@ def test_the_kv_cache_is_in_the_largest_gradient_buffer_and_grows_it(flags):
 
 def spoil(monkeypatch):
     """Fills the shared bytes with NaN whenever they change hands."""
-    from megarl.mcore.memory.offload import KVCacheInGradBuffer
-
     present = KVCacheInGradBuffer.present
 
     @contextlib.contextmanager
@@ -215,8 +214,6 @@ def spoil(monkeypatch):
 
 def watch(monkeypatch, folder: Path):
     """Records for each rank whether its cache is in the gradient buffer."""
-    from megarl.mcore.inference.engine import RolloutEngine
-
     build = RolloutEngine._build
 
     def noted(engine, config, vocab_size, options):

@@ -2,7 +2,15 @@
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_utils import (
+    compute_routing_scores_for_aux_loss,
+    get_updated_expert_bias,
+    switch_load_balancing_loss_func,
+    z_loss_func,
+)
 
+from megarl.mcore.moe.balancing import finish_update
+from megarl.mcore.moe.routes import MinibatchCounts, Occurrences, RoutedTokens, Routing
 from tests.helpers.models.tiny_models import build
 from tests.helpers.worlds import run_world
 
@@ -17,8 +25,6 @@ LENGTHS, PADDING = [5, 1, 7, 2], 3
 
 def rows_of(lengths: list[int], padding: int):
     """Rows of a rank that sees all tokens of a micro-batch."""
-    from megarl.mcore.moe.routes import Occurrences, RoutedTokens
-
     sequence = torch.repeat_interleave(torch.arange(len(lengths) + 1), torch.tensor([*lengths, padding]))
     is_last = torch.cat([sequence[1:] != sequence[:-1], torch.ones(1, dtype=torch.bool)])
     counted, rows = (sequence < len(lengths)) & ~is_last, torch.arange(len(sequence))
@@ -30,8 +36,6 @@ class Case:
 
     def __init__(self, flags: str, lengths=LENGTHS, padding: int = PADDING, more: int = 1, replays: bool = False):
         """`more`: how often the mini-batch has the tokens and sequences of this micro-batch."""
-        from megarl.mcore.moe.routes import MinibatchCounts, Routing
-
         model, args, _ = build(f"{MOE} {flags}")
         self.router, draw = model.decoder.layers[1].mlp.router, torch.Generator().manual_seed(1)
         self.rows = rows_of(lengths, padding)
@@ -148,12 +152,6 @@ def test_several_losses_add_up_with_their_own_coefficients():
 
 def against_megatron(rank):
     """One sequence, where a mean over the micro-batch is the mean over the sequence and over the mini-batch."""
-    from megatron.core.transformer.moe.moe_utils import (
-        compute_routing_scores_for_aux_loss,
-        switch_load_balancing_loss_func,
-        z_loss_func,
-    )
-
     for flags in (f"{SEQ} {Z}", f"{GLOBAL} {Z}"):
         case = Case(flags, lengths=[30], padding=0)
         logits = (case.hidden @ case.router.weight.T)[case.rows.counted].detach()
@@ -180,10 +178,6 @@ def counting(rank):
 
 def check_counts(replays: bool):
     """Two micro-batches, then an update that is skipped, then one that is applied."""
-    from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
-
-    from megarl.mcore.moe.balancing import finish_update
-
     case = Case(f"{GLOBAL} {BIAS}", replays=replays)
     router, bias, share = case.router, case.router.expert_bias.clone(), case.router.expert_share.clone()
     _, chosen = case.run()
@@ -210,8 +204,6 @@ def test_biases_and_loads_follow_the_chosen_experts():
 
 
 def nothing_counted(rank):
-    from megarl.mcore.moe.balancing import finish_update
-
     case = Case(GLOBAL, lengths=[1, 1, 1], padding=1)
     share = case.router.expert_share.clone()
     hidden, weight = case.gradients()
@@ -233,8 +225,6 @@ def passes(rank):
 
 
 def check_passes(flags: str):
-    from megarl.mcore.moe.routes import Routing
-
     case = Case(flags)
     uncounted = Routing("critic", (1, 2), EXPERTS, case.rows)
     with torch.no_grad():  # scoring in training mode, and the first forward of a layer that backward recomputes

@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.mcore.kernels import native
+from megarl.mcore.kernels import native, swiglu
+from megarl.mcore.kernels.linear import HAS_INNER_PRODUCT
+from megarl.mcore.kernels.swiglu import stack_of
+from megarl.mcore.memory import offload
 from tests.helpers.models.gradient_accumulation import accumulate
 from tests.helpers.models.lora_models import trainable
 from tests.helpers.models.tiny_models import build, build_stages
@@ -109,8 +112,6 @@ def test_a_token_does_not_depend_on_the_others(topk):
 @pytest.mark.long
 def test_nor_where_blas_sums_by_the_number_of_rows():
     """MKL's kernels for any processor do, and so do those for some: rollout and training then had other gates."""
-    from megarl.mcore.kernels.linear import HAS_INNER_PRODUCT
-
     if not HAS_INNER_PRODUCT:
         pytest.skip("this torch multiplies with BLAS alone")
     test = f"{__file__}::{test_a_token_does_not_depend_on_the_others.__name__}[2]"
@@ -162,8 +163,6 @@ def weights_of(stages) -> list[list[torch.nn.Parameter]]:
 
 
 def are_views(stages, attribute: str = "data") -> bool:
-    from megarl.mcore.kernels.swiglu import stack_of
-
     found = []
     for weights in weights_of(stages):
         tensors = [getattr(weight, attribute) for weight in weights]
@@ -176,7 +175,6 @@ def are_views(stages, attribute: str = "data") -> bool:
 def layout(rank: int, flags: str):
     """Whether weights, gradients and weights that came back from the host are views of their buffers; names, buckets
     that end within a layer's experts, and gradients."""
-    from megarl.mcore.memory import offload
     from megarl.mcore.moe import layer
 
     layer.device = SimpleNamespace(has_cuda=lambda: True)
@@ -215,8 +213,6 @@ def test_stacks_are_views_of_the_buffers(size, flags):
 
 def without_views(rank: int, flags: str):
     """As `layout`, but weights are copied and gradients added one after another."""
-    from megarl.mcore.kernels import swiglu
-
     swiglu.view_of = lambda weights: None
     return layout(rank, flags)
 
@@ -231,7 +227,6 @@ def test_the_layout_changes_no_gradient():
 
 def frozen(rank: int) -> list[bool]:
     """Whether the weights of a model that only scores are views, at first and when they came back from the host."""
-    from megarl.mcore.memory import offload
     from megarl.mcore.moe import layer
 
     layer.device = SimpleNamespace(has_cuda=lambda: True)

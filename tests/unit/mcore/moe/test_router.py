@@ -3,8 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from megarl.mcore.attention.packing import routed_tokens
+from megarl.mcore.model.forward_pass import token_scores
+from megarl.mcore.model.gpt import build_frozen_model
+from megarl.mcore.moe.router import moe_layers_of, recording_routes, routers_of
 from megarl.mcore.moe.routes import NO_ROUTE, Routing
 from tests.helpers.models.tiny_models import build, build_stages, ragged_tokens
 from tests.helpers.worlds import run_world
@@ -23,8 +27,6 @@ def random_routes(rows: int, layers: int, experts: int = 8, topk: int = 2, seed:
 
 def routing_of(model, role_groups, lengths, replayed=None, **changed) -> Routing:
     """Routing of a micro-batch of these sequences on a rank without sequence parallelism."""
-    from megarl.mcore.moe.router import moe_layers_of
-
     rows = routed_tokens(torch.tensor(lengths), role_groups.pg_collection, False)
     given = {"role": "actor", "layers": moe_layers_of(model), "experts": 8, "rows": rows, "replayed": replayed}
     return Routing(**given | changed)
@@ -75,8 +77,6 @@ def test_gates_of_replayed_experts_are_live_and_trained(scoring):
 
 def routed_twice(rank) -> list[torch.Tensor]:
     """Loads and differences of a routing after one pass and after a second, as when backward recomputes it."""
-    from megarl.mcore.model.forward_pass import token_scores
-
     model, _, place = build(MOE)
     tokens, lengths = ragged_tokens(LENGTHS)
     routing, found = routing_of(model, place, LENGTHS, random_routes(len(tokens), 2)), []
@@ -94,11 +94,6 @@ def test_a_recomputation_counts_no_token_again():
 
 def registries(rank):
     """Sizes of Megarl's and Megatron's list of routers while models are built, and while one of them records."""
-    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
-
-    from megarl.mcore.model.gpt import build_frozen_model
-    from megarl.mcore.moe.router import recording_routes, routers_of
-
     sizes = lambda: len(RouterReplay.global_router_replay_instances)  # noqa: E731
     model, args, place = build(MOE)
     found = [sizes()]
@@ -121,8 +116,6 @@ def test_models_of_a_process_do_not_share_routers():
 
 
 def numbered(rank, flags: str):
-    from megarl.mcore.moe.router import moe_layers_of
-
     stages, _, place = build_stages(f"{MOE} --num-layers 8 {flags}")
     return dist.get_rank(place.pg_collection.pp), moe_layers_of(stages)
 

@@ -5,6 +5,8 @@ import torch
 
 from megarl.batch import SharedPrefix
 from megarl.mcore.attention.packing import routed_tokens
+from megarl.mcore.model.forward_pass import inference_mode, token_scores
+from megarl.mcore.moe.router import check_recomputed, moe_layers_of, routers_of
 from megarl.mcore.moe.routes import NO_ROUTE, Routing
 from tests.helpers.models.tiny_models import build, join_actor, ragged_tokens
 from tests.helpers.worlds import run_world
@@ -21,8 +23,6 @@ def random_routes(rows: int, layers: int, experts: int = 8, topk: int = 2, seed:
 
 def routing_of(model, role_groups, lengths, replayed=None, **changed) -> Routing:
     """Routing of a micro-batch of these sequences on a rank without sequence parallelism."""
-    from megarl.mcore.moe.router import moe_layers_of
-
     rows = routed_tokens(torch.tensor(lengths), role_groups.pg_collection, False)
     given = {"role": "actor", "layers": moe_layers_of(model), "experts": 8, "rows": rows, "replayed": replayed}
     return Routing(**given | changed)
@@ -30,8 +30,6 @@ def routing_of(model, role_groups, lengths, replayed=None, **changed) -> Routing
 
 def tokens_without_routes(rank):
     """Per layer: whether routes were replayed, experts per token, tokens routed live, and the load of the experts."""
-    from megarl.mcore.model.forward_pass import inference_mode, token_scores
-
     model, _, place = build(MOE)
     tokens, lengths = ragged_tokens(LENGTHS)
     live = routing_of(model, place, LENGTHS)
@@ -104,9 +102,6 @@ def test_every_token_is_routed_on_one_rank(flags, size, lengths):
 
 def out_of_step(rank):
     """Error messages for routes of other tokens, layers or passes."""
-    from megarl.mcore.model.forward_pass import token_scores
-    from megarl.mcore.moe.router import check_recomputed, routers_of
-
     model, _, place = build(MOE)
     tokens, lengths = ragged_tokens(LENGTHS)
     size, messages = len(tokens), []

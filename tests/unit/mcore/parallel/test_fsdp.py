@@ -8,6 +8,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from megarl.batch import Batch
+from megarl.comm import microbatches as mb
+from megarl.mcore.model import forward_pass, gpt
+from megarl.mcore.model.forward_pass import token_scores
+from megarl.mcore.model.gpt import build_model
+from megarl.mcore.parallel import fsdp, pipeline
+from megarl.mcore.training import optimizer
+from megarl.mcore.weights import dist_checkpoint
+from megarl.mcore.weights.reshard import WeightTransfer
+from megarl.mcore.weights.reshard_plan import LocalWeights
+from megarl.roles.trainable_model import TrainableModel
 from tests.helpers.checkpoints import save_state
 from tests.helpers.models.tiny_models import VOCAB, farthest, join_actor, parse_roles, ragged_tokens, whole_tensor
 from tests.helpers.tiers import by_default, long
@@ -22,8 +33,6 @@ BAD = float("nan")
 
 def trainable_model(flags: str, value_head: bool = False):
     """A role's trainable model on this rank; a value head gets random weights, since 0 would stop gradients."""
-    from megarl.roles.trainable_model import TrainableModel
-
     _, place = join_actor(flags)
     found = TrainableModel(parse_roles(flags, dist.get_world_size())["actor"], place, VOCAB, 1, value_head)
     if value_head:
@@ -49,9 +58,6 @@ def microbatches(role_groups, count: int) -> list:
 
 def step(found, count: int = 2, value_head: bool = False, spoil: float = 0.0):
     """(loss over all replicas, whether applied, gradient norm) of an update; `spoil` is added to this rank's loss."""
-    from megarl.mcore.model import forward_pass
-    from megarl.mcore.parallel import pipeline
-    from megarl.mcore.training import optimizer
 
     def forward(chunk, part):
         if value_head:
@@ -209,17 +215,12 @@ def shares(rank):
 
 
 def parts_of_batch():
-    from megarl.batch import Batch
-    from megarl.comm import microbatches as mb
-
     (tokens, lengths), everything = ragged_tokens(LENGTHS), torch.arange(len(LENGTHS))
     batch = Batch(sequence_ids=everything, tokens=tokens, lengths=lengths)
     return [part for part, _ in mb.build_microbatches(batch, [everything])]
 
 
 def scores(chunk, part):
-    from megarl.mcore.model.forward_pass import token_scores
-
     return token_scores(chunk, part.tokens, part.lengths, 0.9, VOCAB)
 
 
@@ -233,9 +234,6 @@ def test_a_rank_holds_its_share_and_a_gathered_layer_is_freed_again(size):
 
 def scoring(rank):
     """(whether a frozen model gives the same scores when sharded, the fraction of its bytes on a rank)."""
-    from megarl.mcore.model import forward_pass, gpt
-    from megarl.mcore.parallel import fsdp
-
     args, place = join_actor()
     stages = gpt.build_model(args, VOCAB, place.pg_collection).requires_grad_(False)
     (batch,) = parts_of_batch()
@@ -252,10 +250,6 @@ def test_a_frozen_model_is_sharded_for_scoring():
 
 def transferred(rank):
     """Whether an unsharded model has the actor's updated weights after a transfer."""
-    from megarl.mcore.model.gpt import build_model
-    from megarl.mcore.weights.reshard import WeightTransfer
-    from megarl.mcore.weights.reshard_plan import LocalWeights
-
     found = trainable_model(f"{SGD_LIKE} {SHARDED}")
     groups = found.role_groups.pg_collection
     other = build_model(found.role.megatron, VOCAB, groups)
@@ -275,8 +269,6 @@ def test_a_rollout_model_gets_its_weights_from_the_shards():
 
 def relay(rank, flags: str, value_head: bool, source, target, updates: int):
     """Loads (or not), updates, saves (or not): contents before and after the updates."""
-    from megarl.mcore.weights import dist_checkpoint
-
     found = trainable_model(f"--lr 1e-2 {flags}", value_head)
     if source:
         found.restore(dist_checkpoint.load({"r": found.state({}, loading=True)}, source)["r"])

@@ -2,20 +2,15 @@
 
 import torch
 
-from tests.helpers.models.gradient_accumulation import (
-    forward_and_loss,
-    microbatches_of,
-    wrapped_model,
-)
+from megarl.mcore.model.forward_pass import inference_mode
+from megarl.mcore.parallel import pipeline
+from tests.helpers.models.gradient_accumulation import forward_and_loss, microbatches_of, wrapped_model
 from tests.helpers.worlds import run_world
 
 SGD_LIKE = "--adam-eps 1 --lr 0.05 --clip-grad 0 --weight-decay 0.1"  # no division by tiny second moments
 
 
 def forward_only(rank):
-    from megarl.mcore.model.forward_pass import inference_mode
-    from megarl.mcore.parallel import pipeline
-
     model, _, _, _, place = wrapped_model(SGD_LIKE)
     forward, loss = forward_and_loss(False)
     parts = microbatches_of(place, 3)

@@ -5,14 +5,7 @@ import itertools
 import pytest
 import torch.distributed as dist
 
-from megarl.mcore.parallel.process_groups import (
-    DENSE,
-    EXPERT,
-    GroupCache,
-    ParallelSizes,
-    create_groups,
-    replica_ranks,
-)
+from megarl.mcore.parallel.process_groups import DENSE, EXPERT, GroupCache, ParallelSizes, create_groups, replica_ranks
 from tests.helpers.worlds import SAFETY, run_world
 
 NAMES = [*DENSE, *EXPERT, "embd", "pos_embd"]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from megarl.mcore.kernels import native
 from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs
@@ -24,8 +25,6 @@ pytestmark = pytest.mark.skipif(not native.is_built(), reason=native.absence())
 
 def by_transformers(inputs: Inputs, sizes: HeadSizes) -> Tensor:
     """[T, H, V] of one sequence: the layer's code of Qwen3-Next between its projections and its norm."""
-    from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
-
     groups, heads, keys, values = sizes[:4]
     channels, taps = inputs.weight.shape[0], inputs.weight.shape[2]
     mixed = functional.conv1d(inputs.x.t()[None], inputs.weight, padding=taps - 1, groups=channels)[

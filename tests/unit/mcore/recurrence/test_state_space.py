@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 
 from megarl.mcore.kernels import native
 from megarl.mcore.recurrence.rule import apply_rule
@@ -64,8 +65,6 @@ def test_results_and_gradients_are_those_in_float64(holders, prefixes):
 
 def test_the_recurrence_is_that_of_transformers():
     """Its scan by chunks, which works in fp32."""
-    from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
-
     groups, heads, keys, values, min_step = SPACE
     rows = 150
     inputs = drawn(rows, SPACE)
