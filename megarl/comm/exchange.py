@@ -75,10 +75,8 @@ class PendingSends:
 
 
 def all_to_all(buffers: list[Tensor], group, pending: PendingSends | None) -> list[Tensor]:
-    """Sends buffers[i] (bytes) to the i-th rank of the group; returns the buffers received from each rank.
-
-    With `pending` this rank only sends: it receives nothing, returns at once, and `pending` waits later.
-    """
+    """Sends buffers[i] (bytes) to the i-th rank of the group; returns the buffers received from each rank. With
+    `pending` this rank only sends: it receives nothing, returns at once, and `pending` waits later."""
     counts = [len(buffer) for buffer in buffers]
     sizes, payload = torch.tensor(counts, dtype=torch.int64, device=buffers[0].device), torch.cat(buffers)
     arriving = torch.zeros_like(sizes)

@@ -76,13 +76,9 @@ def balanced_assignment(
     hidden: int,
     groups: PromptGroups | None = None,
 ) -> dict[str, Tensor]:
-    """Assignment for every role: as generated for the rollout, balanced by FLOPs for the others.
-
-    Args:
-        lengths: [N] tokens in each sequence, the same on every rank.
-        generated_on: [N] dp rank of the rollout that generated each sequence.
-        groups: as in `balance_by_flops`.
-    """
+    """Assignment for every role: as generated for the rollout, balanced by FLOPs for the others. `lengths`: [N] tokens
+    in each sequence, the same on every rank; `generated_on`: [N] dp rank of the rollout that generated each sequence;
+    `groups`: as in `balance_by_flops`."""
     replicas = {name: len(role_groups.replicas) for name, role_groups in mesh.roles.items()}
     balanced = {n: balance_by_flops(lengths, minibatches, n, hidden, groups) for n in set(replicas.values())}
     return {name: balanced[n] for name, n in replicas.items()} | {"rollout": generated_on}
@@ -109,9 +105,7 @@ def with_whole_groups(
 
 
 def positions_by_group(sequence_ids: Sequence[int], groups: PromptGroups) -> list[list[int]]:
-    """Positions of the sequences of each group, given the ascending ids of what a replica holds.
-
-    Some of a group may be missing: an episode whose environment failed has nothing to compare.
-    """
+    """Positions of the sequences of each group, given the ascending ids of what a replica holds. Some of a group may be
+    missing: an episode whose environment failed has nothing to compare."""
     numbers = groups.of(torch.tensor(sequence_ids, dtype=torch.int64)).tolist()
     return [list(members) for _, members in groupby(range(len(numbers)), key=numbers.__getitem__)]

@@ -44,10 +44,8 @@ def minibatch_ids(count: int, size: int | None, seed: int, step: int, epoch: int
 
 def minibatches_of_step(settings: Settings, groups: PromptGroups, step: int, epoch: int) -> list[Tensor]:
     """Sequence ids of the mini-batches of a step, by `minibatch_ids`: of whole groups if that is possible.
-
     `--minibatch-size` is then counted in groups of `--samples-per-prompt`, whatever the sizes of the groups: a step has
-    as many updates as the schedule of the learning rate expects.
-    """
+    as many updates as the schedule of the learning rate expects."""
     size, seed = settings.minibatch_groups, settings.seed
     if size is not None:
         return [groups.ids_of(drawn) for drawn in minibatch_ids(len(groups), size, seed, step, epoch)]
@@ -67,12 +65,10 @@ def updates_of_step(settings: Settings, batch: Batch, groups: PromptGroups, step
 
 
 def sequence_flops(lengths: Tensor, hidden: int) -> Tensor:
-    """[N] int64 cost of sequences of length s: s² + 12·hidden·s, in units of 2·hidden FLOPs per layer.
-
-    Causal attention takes 2·hidden·s² FLOPs: each token attends to half of the sequence on average, once for the scores
-    and once for the values. The linear layers have 12·hidden² weights (4 in attention, 8 in the MLP), so 24·hidden²·s
-    FLOPs. Only ratios matter. int64, because s² overflows int32 from 46,341 tokens on.
-    """
+    """[N] int64 cost of sequences of length s: s² + 12·hidden·s, in units of 2·hidden FLOPs per layer. Causal attention
+    takes 2·hidden·s² FLOPs: each token attends to half of the sequence on average, once for the scores and once for the
+    values. The linear layers have 12·hidden² weights (4 in attention, 8 in the MLP), so 24·hidden²·s FLOPs. Only ratios
+    matter. int64, because s² overflows int32 from 46,341 tokens on."""
     lengths = lengths.to(torch.int64)
     return lengths * (lengths + 12 * hidden)
 
@@ -121,9 +117,7 @@ def bin_pack(
 
 def _run_starts(lengths: list[int], cap: int, count: int, ids: list[int] | None) -> list[int]:
     """Ascending start positions of runs: adjacent examples with the same id whose lengths fit under the cap together.
-
-    At least `count` runs if enough examples exist. Without `ids` every example is a run.
-    """
+    At least `count` runs if enough examples exist. Without `ids` every example is a run."""
     if ids is None:
         return list(range(len(lengths)))
     starts, tokens = [], cap
@@ -193,14 +187,9 @@ def blank_sequences(fields: list[str], device, sequences: int = 1) -> Batch:
 def build_microbatches(
     batch: Batch, groups: list[Tensor], prompts: PromptPrefixes | None = None
 ) -> list[tuple[Batch, Tensor]]:
-    """[(micro-batch, positions of its sequences in `batch`)] for groups of positions on the host.
-
-    Copies what the host needs once, for all groups. `prompts`: of all sequences of `batch`; None: no prefix is
-    shared.
-
-    Raises:
-        RuntimeError: sequences with the same prompt id begin with different tokens.
-    """
+    """[(micro-batch, positions of its sequences in `batch`)] for groups of positions on the host. Copies what the host
+    needs once, for all groups. `prompts`: of all sequences of `batch`; None: no prefix is shared. RuntimeError:
+    sequences with the same prompt id begin with different tokens."""
     lengths, mask = batch.lengths.cpu(), batch.response_mask
     mask = None if mask is None else mask.cpu()
     teachers = None if batch.teacher_ids is None else batch.teacher_ids.cpu()
@@ -225,10 +214,8 @@ def build_microbatches(
 
 
 def _by_rows(host: HostMetadata, row_starts: Tensor) -> HostMetadata:
-    """The same with each row as a sequence of its own; the first row of a sequence has its prompt.
-
-    `row_starts`: [T] bool.
-    """
+    """The same with each row as a sequence of its own; the first row of a sequence has its prompt. `row_starts`: [T]
+    bool."""
     first = host.lengths.cumsum(0) - host.lengths
     begins = row_starts.index_fill(0, first, True).nonzero().flatten()
     sequence = torch.searchsorted(first, begins, right=True) - 1
@@ -276,10 +263,8 @@ def _shared_prefix(ids: np.ndarray, tokens: Tensor) -> SharedPrefix | None:
 
 
 def prompt_prefixes(batch: Batch) -> PromptPrefixes | None:
-    """The prompts of a batch, None if it does not have them.
-
-    A prompt's last token is not shared, because the token that it predicts differs between responses.
-    """
+    """The prompts of a batch, None if it does not have them. A prompt's last token is not shared, because the token
+    that it predicts differs between responses."""
     if batch.prompt_ids is None or batch.prompt_lengths is None:
         return None
     ids, lengths = batch.prompt_ids.cpu(), batch.prompt_lengths.cpu()
@@ -325,10 +310,8 @@ def role_microbatches(
 
 
 def write_back_rows(batch: Batch, name: str, results: list[tuple[Tensor, Tensor]]):
-    """As `write_back`, of a row [H] per token, as bytes: [(values [T_m, H], positions of their sequences)].
-
-    One micro-batch at a time: all rows are large, and would be in memory twice.
-    """
+    """As `write_back`, of a row [H] per token, as bytes: [(values [T_m, H], positions of their sequences)]. One
+    micro-batch at a time: all rows are large, and would be in memory twice."""
     width = results[0][0].shape[1] * results[0][0].element_size()
     field = torch.zeros(len(batch.tokens), width, dtype=torch.uint8, device=batch.tokens.device)
     for values, positions in results:

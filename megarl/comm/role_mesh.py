@@ -37,12 +37,9 @@ OF_LEADERS = {"evaluation"}  # channels of the replica leaders; the others are o
 
 @dataclass(frozen=True)
 class RoleGroups:
-    """One role's ranks and process groups, seen from this rank.
-
-    A replica is the set of ranks that hold one copy of the role's model and one data-parallel share of its batch: the
-    tensor-, context- and pipeline-parallel ranks together. Its first rank is its leader: it represents the replica in
-    exchanges with other roles and in metrics.
-    """
+    """One role's ranks and process groups, seen from this rank. A replica is the set of ranks that hold one copy of the
+    role's model and one data-parallel share of its batch: the tensor-, context- and pipeline-parallel ranks together.
+    Its first rank is its leader: it represents the replica in exchanges with other roles and in metrics."""
 
     role: str
     ranks: range  # world ranks of the role
@@ -86,10 +83,8 @@ class RoleGroups:
         return all_reduce_max(values, self.pg_collection.dp)
 
     def gather_rows(self, rows: torch.Tensor, values: torch.Tensor, count: int) -> torch.Tensor:
-        """[count, …] int64 on the host: the `values` of all replicas, each at its own `rows`; 0 at others.
-
-        Called on all ranks of each replica, with the same values.
-        """
+        """[count, …] int64 on the host: the `values` of all replicas, each at its own `rows`; 0 at others. Called on
+        all ranks of each replica, with the same values."""
         table = torch.zeros(count, *values.shape[1:], dtype=torch.int64, device=device.device())
         table[rows.to(table.device)] = values.to(table)
         return self.dp_all_reduce(table).cpu()
@@ -165,11 +160,8 @@ class RoleMesh:
 
 def join_process_group(timeout: timedelta, collective_timeout: timedelta | None = None):
     """Initializes torch.distributed from the launcher's environment; without a launcher, with a world of one rank.
-
-    Args:
-        timeout: of the ranks' first meeting.
-        collective_timeout: of collectives and, after the meeting, of waits in the store; default: `timeout`.
-    """
+    `timeout`: of the ranks' first meeting. `collective_timeout`: of collectives and, after the meeting, of waits in the
+    store; default: `timeout`."""
     if dist.is_initialized():
         return
     if device.has_cuda():
@@ -200,9 +192,7 @@ def join_process_group(timeout: timedelta, collective_timeout: timedelta | None 
 
 def create_mesh(roles: dict, timeout: timedelta) -> RoleMesh:
     """Initializes torch.distributed and creates the groups of all roles ({name: `RoleSettings`}). Collective.
-
-    `timeout`: of collectives.
-    """
+    `timeout`: of collectives."""
     join_process_group(timeout)
     cache, rank = process_groups.GroupCache(timeout), dist.get_rank()
     all_groups = {}

@@ -25,10 +25,8 @@ class Role(Protocol):
 
 @dataclass(eq=False, repr=False)
 class StepBatch:
-    """Batches by role: `step_batch["critic"]` is None on ranks that do not work for the critic.
-
-    A role that the run does not have takes part in no transfer.
-    """
+    """Batches by role: `step_batch["critic"]` is None on ranks that do not work for the critic. A role that the run
+    does not have takes part in no transfer."""
 
     mesh: RoleMesh
     timers: Timers
@@ -106,12 +104,5 @@ class StepBatch:
         pending = self.pending_sends(source, destination)
         with self.exchange_phase(source, destination):
             return exchange.send(
-                self.mesh,
-                self[source],
-                source,
-                destination,
-                fields,
-                self.dp_assignment,
-                pending,
-                self.in_evaluation,
+                self.mesh, self[source], source, destination, fields, self.dp_assignment, pending, self.in_evaluation
             )

@@ -43,10 +43,8 @@ def has_expandable_segments() -> bool:
 
 
 def choose(roles: Iterable):
-    """Sets the variables for the roles of this rank, by their Megatron namespaces, unless the user has set them.
-
-    Must come before CUDA starts. Devices of unknown capability count as older ones.
-    """
+    """Sets the variables for the roles of this rank, by their Megatron namespaces, unless the user has set them. Must
+    come before CUDA starts. Devices of unknown capability count as older ones."""
     if not device.has_cuda():
         return
     wants_one = any(args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1 for args in roles)

@@ -58,10 +58,8 @@ def accelerator_name() -> str | None:
 
 
 def peak_bytes() -> int | None:
-    """Returns the peak bytes that tensors of this process have allocated on its CUDA device; None without one.
-
-    The host has no equivalent: its peak resident set counts everything and varies from run to run.
-    """
+    """Returns the peak bytes that tensors of this process have allocated on its CUDA device; None without one. The host
+    has no equivalent: its peak resident set counts everything and varies from run to run."""
     return torch.cuda.max_memory_allocated() if has_cuda() else None
 
 
@@ -232,10 +230,8 @@ _installed = False
 
 
 def install():
-    """Sets what holds on every device; without CUDA, patches torch and megatron-core to run on the CPU.
-
-    Called once by the package.
-    """
+    """Sets what holds on every device; without CUDA, patches torch and megatron-core to run on the CPU. Called once by
+    the package."""
     global _installed
     if _installed:
         return

@@ -29,10 +29,7 @@ def available() -> list[str]:
 
 def choose(wanted: str, sizes: Sizes) -> str:
     """The kernels of a run: `wanted`, or with "auto" the first that all ranks can use. A collective of the world.
-
-    Args:
-        sizes: of the products of the run's models on one rank.
-    """
+    `sizes`: of the products of the run's models on one rank."""
     if wanted != AUTO:
         return wanted
     return next(name for name in KERNELS if _on_all_ranks(_is_usable(name, sizes)))

@@ -122,10 +122,8 @@ class LayerHolders:
                 )
 
     def senders(self, role: str, rank: int, dp_rank: int) -> dict[int, list[int]]:
-        """Sending rank in the rollout's replica `dp_rank` -> layers that it sends to `rank`.
-
-        A rank sends to itself where it can; otherwise the holders of a layer share the receivers round-robin.
-        """
+        """Sending rank in the rollout's replica `dp_rank` -> layers that it sends to `rank`. A rank sends to itself
+        where it can; otherwise the holders of a layer share the receivers round-robin."""
         senders, index = {}, self.mesh[role].ranks.index(rank)
         for layer in self.layers(role, rank):
             holders = self._by_layer[dp_rank][layer]
@@ -261,9 +259,8 @@ class RouteExchange:
 
 def _routed_tokens(batch: Batch, dp_assignment: Tensor) -> dict[int, Tensor]:
     """Replica of the other side -> positions in `batch`, on the host, of all tokens but the last of each row of the
-    sequences that it holds, too. Without replicas that hold none: their number grows with the world.
-
-    `dp_assignment`: [N] of the other side."""
+    sequences that it holds, too. Without replicas that hold none: their number grows with the world. `dp_assignment`:
+    [N] of the other side."""
     host = Batch(sequence_ids=batch.sequence_ids.cpu(), lengths=batch.lengths.cpu())
     dp_ranks, starts = dp_assignment[host.sequence_ids], host.cu_seqlens[:-1]
     is_last = torch.zeros(int(host.lengths.sum()), dtype=torch.bool)

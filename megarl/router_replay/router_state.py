@@ -44,11 +44,8 @@ class RouteTable:
         return cls(rows, index)
 
     def of(self, tokens: Tensor) -> Tensor:
-        """[n, L, k] int16 routes of tokens; −1 for tokens without a route.
-
-        Args:
-            tokens: [n] int64 positions in the batch; T and above are padding.
-        """
+        """[n, L, k] int16 routes of tokens; −1 for tokens without a route. `tokens`: [n] int64 positions in the batch;
+        T and above are padding."""
         if not len(self.rows):
             return self.rows.new_full((len(tokens), *self.rows.shape[1:]), NO_ROUTE)
         last = len(self.index) - 1
@@ -79,11 +76,8 @@ class RouterState:
         )
 
     def attach(self, batch: Batch, microbatches: Microbatches):
-        """Sets the `routing` of each micro-batch, with the routes of the table if it is set.
-
-        Raises:
-            RuntimeError: the table lacks a route of a micro-batch.
-        """
+        """Sets the `routing` of each micro-batch, with the routes of the table if it is set. RuntimeError: the table
+        lacks a route of a micro-batch."""
         if not self.experts:
             return
         missing = torch.zeros((), dtype=torch.int64, device=batch.lengths.device)
@@ -118,11 +112,8 @@ class RouterState:
             microbatch.routing.totals = totals
 
     def add_statistics(self, microbatches: Microbatches, trained: bool):
-        """Adds the statistics of micro-batches after a pass; `trained`: it was a pass with backward.
-
-        Raises:
-            RuntimeError: a layer did not route a micro-batch, or recomputation in backward left routes unused.
-        """
+        """Adds the statistics of micro-batches after a pass; `trained`: it was a pass with backward. RuntimeError: a
+        layer did not route a micro-batch, or recomputation in backward left routes unused."""
         if not self.experts:
             return
         routings = [microbatch.routing for microbatch, _ in microbatches]
@@ -133,11 +124,9 @@ class RouterState:
         (self._training if trained else self._forward).add(routings)
 
     def record(self, batch: Batch, microbatches: Microbatches) -> RouteTable:
-        """The routes that the micro-batches of the whole batch took, to be replayed by later passes. Collective.
-
-        Every rank gets the routes of all tokens of its replica, because later mini-batches split them differently. The
-        tokens of a shared prompt have the routes of the sequence that held it, for each sequence.
-        """
+        """The routes that the micro-batches of the whole batch took, to be replayed by later passes. Collective. Every
+        rank gets the routes of all tokens of its replica, because later mini-batches split them differently. The tokens
+        of a shared prompt have the routes of the sequence that held it, for each sequence."""
         tokens = torch.cat([_tokens_of(batch, positions, m.routing.rows) for m, positions in microbatches])
         routes = torch.cat([m.routing.recorded(self.topk) for m, _ in microbatches])
         tokens, routes = (exchange.all_gather(local, self._token_group) for local in (tokens, routes))

@@ -115,9 +115,7 @@ def probed_ids() -> torch.Tensor:
 
 def logprob_gaps(trainable_model, batch: Batch, forward) -> dict[str, float]:
     """Mean log-prob gap |rollout − recomputed| of the probed tokens, with replay and with live routers. Collective.
-
-    `trainable_model` is the actor's `TrainableModel`. Resets the statistics of its routers.
-    """
+    `trainable_model` is the actor's `TrainableModel`. Resets the statistics of its routers."""
     state, positions = trainable_model.router_state, mb.positions_of(batch, probed_ids())
     table, gaps = state.replayed_routes, {}
     for name, routes in (("replayed", table), ("live", None)):

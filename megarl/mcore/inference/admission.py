@@ -27,10 +27,8 @@ def may_add(engine) -> bool:
 
 
 def add_waiting(engine):
-    """Moves requests from the engine's queue to its context, in their order, as long as they fit.
-
-    With prefix caching, a request whose prefix this step computes for another one waits until it is cached.
-    """
+    """Moves requests from the engine's queue to its context, in their order, as long as they fit. With prefix caching,
+    a request whose prefix this step computes for another one waits until it is cached."""
     added = _fitting(engine, len(engine.waiting_request_ids))
     if not added:
         return

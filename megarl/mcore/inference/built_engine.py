@@ -167,13 +167,8 @@ class BuiltEngine:
 def context_of(
     model, config, memory: Callable[[int], Tensor] | None, snapshots: int | None, further_layers: int = 0
 ) -> PagedContext:
-    """Returns the context for a model's kind of attention.
-
-    Args:
-        config, memory: of the engine, and its memory, as of `PagedContext`.
-        snapshots: as of `RecurrentContext`.
-        further_layers: as of `PagedContext`.
-    """
+    """Returns the context for a model's kind of attention. `config`, `memory`: of the engine, and its memory, as of
+    `PagedContext`; `snapshots`: as of `RecurrentContext`; `further_layers`: as of `PagedContext`."""
     if has_states(model.config):
         mixers = [layer.self_attention for layer in model.decoder.layers]
         states = [isinstance(mixer, RecurrentMixer) for mixer in mixers] + [False] * further_layers

@@ -110,11 +110,9 @@ class DecodeLoopEngine(DynamicInferenceEngine):
             return done.value
 
     def suspend(self):
-        """Ends steps until `resume`. The cache stays where it is, and requests are the session's.
-
-        Megatron's own waits for the device to measure the memory that it frees: also for sends to other roles, which
-        may wait for their receivers.
-        """
+        """Ends steps until `resume`. The cache stays where it is, and requests are the session's. Megatron's own waits
+        for the device to measure the memory that it frees: also for sends to other roles, which may wait for their
+        receivers."""
         InferenceMode.unset_active()
         self.context.deallocate_inference_state_buffers()  # a mark, because the cache persists
         self.state = EngineState.SUSPENDED

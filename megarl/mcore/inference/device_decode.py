@@ -46,12 +46,8 @@ class DeviceStep:
     """Inputs of the steps of one bucket, in device memory that stays where it is."""
 
     def __init__(self, rows: int, blocks: int, spare_block: int, hidden: Tensor | None = None):
-        """
-        Args:
-            blocks: P, of the longest request.
-            spare_block: of the cache, for rows of padding.
-            hidden: memory for the hidden states of the pipeline stage before this one.
-        """
+        """`blocks`: P, of the longest request; `spare_block`: of the cache, for rows of padding; `hidden`: memory for
+        the hidden states of the pipeline stage before this one."""
         self.rows, self._spare_block, self.hidden = rows, spare_block, hidden
         self._staged = torch.zeros(rows * (_NUMBERS + blocks), dtype=torch.int32)
         if device.has_cuda():
@@ -72,9 +68,7 @@ class DeviceStep:
 
     def send(self, *inputs: Tensor):
         """Sends the inputs of n requests, host tensors [n] and [n, P] in the order of `_fields`; a missing block is −1.
-
-        The host may not send again before it has read the step's results.
-        """
+        The host may not send again before it has read the step's results."""
         count, fields = len(inputs[0]), self._fields(self._staged)
         for field, values, padding in zip(fields, inputs, (0, 1, 0, 0, -1, -1, self._spare_block), strict=True):
             field[:count], field[count:] = values, padding
@@ -142,10 +136,8 @@ class DeviceDecode:
         return bool(all_reduce_number(of_replica, groups.ep, dist.ReduceOp.MAX))
 
     def rows(self, count: int) -> int | None:
-        """Rows B of the next step, which decodes so many tokens, if it can run here; else None.
-
-        Not here: pipeline stages of replicas that share experts, and forced tokens.
-        """
+        """Rows B of the next step, which decodes so many tokens, if it can run here; else None. Not here: pipeline
+        stages of replicas that share experts, and forced tokens."""
         is_apart, sampling = self.engine.is_coupled and self.stages.count > 1, self.engine.controller.sampling
         if is_apart or not self.context.reads_tables or sampling.needs_host:
             return None
@@ -155,10 +147,8 @@ class DeviceDecode:
         return rows if rows <= self._max_rows else None
 
     def run(self, rows: int) -> tuple[Tensor, list[float]]:
-        """Returns the tokens [n] on the host that a step of as many rows or fewer draws, and their log-probs.
-
-        `rows`: of a bucket; the same on all replicas that share experts, also on one without requests.
-        """
+        """Returns the tokens [n] on the host that a step of as many rows or fewer draws, and their log-probs. `rows`:
+        of a bucket; the same on all replicas that share experts, also on one without requests."""
         c, drafts = self.context, self.context.draft_rows
         count = c.total_request_count if drafts is None else len(drafts.requests)
         step, outputs = self._step(rows), self._ahead
@@ -198,10 +188,8 @@ class DeviceDecode:
             return outputs._replace(computed=self.stages.of_last(outputs.computed, (2, step.rows), torch.float64))
 
     def _goes_ahead(self, step: DeviceStep) -> bool:
-        """Whether to launch the next step before this one's tokens are read: both are the same graph.
-
-        Routes would have to be read, too. Ranks of one replica would have to agree.
-        """
+        """Whether to launch the next step before this one's tokens are read: both are the same graph. Routes would have
+        to be read, too. Ranks of one replica would have to agree."""
         c = self.context
         is_alone = self.stages.count == 1 and not self.engine.is_coupled
         is_small = self.may_go_ahead and is_alone and c.total_request_count <= MAX_AHEAD

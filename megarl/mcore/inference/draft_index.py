@@ -44,11 +44,9 @@ class Guesses(NamedTuple):
 
 
 class DraftIndex:
-    """A table of n-grams with one slot for each hash: a new n-gram replaces an older one with the same slot.
-
-    So memory and time per token are fixed whatever the sequences contain: 16 · 2^bits bytes (16 MiB by default), one
-    look-up per token and kind.
-    """
+    """A table of n-grams with one slot for each hash: a new n-gram replaces an older one with the same slot. So memory
+    and time per token are fixed whatever the sequences contain: 16 · 2^bits bytes (16 MiB by default), one look-up per
+    token and kind."""
 
     def __init__(self, bits: int = TABLE_BITS):
         """`bits`: log2 of the number of n-grams that it holds."""
@@ -57,13 +55,9 @@ class DraftIndex:
         self._followers = np.zeros(1 << bits, np.int64)  # token · 8 + count
 
     def add(self, prompt_keys: np.ndarray, contexts: np.ndarray, tokens: np.ndarray):
-        """Adds what followed some contexts. N-grams that come several times in a call count once.
-
-        Args:
-            prompt_keys: [n] uint64, the same number for all sequences that begin with the same prompt.
-            contexts: [n, `MAX_CONTEXT`] the tokens before; `NO_TOKEN` before the sequence begins.
-            tokens: [n] the token after each context.
-        """
+        """Adds what followed some contexts. N-grams that come several times in a call count once. `prompt_keys`: [n]
+        uint64, the same number for all sequences that begin with the same prompt. `contexts`: [n, `MAX_CONTEXT`] the
+        tokens before; `NO_TOKEN` before the sequence begins. `tokens`: [n] the token after each context."""
         hashes, slots = self._find(prompt_keys, contexts)
         known, tokens = self._followers[slots], tokens.astype(np.int64)[:, None]
         counts, is_new = known & MAX_COUNT, self._hashes[slots] != hashes
@@ -75,13 +69,9 @@ class DraftIndex:
         self._hashes[slots] = hashes
 
     def guess(self, prompt_keys: np.ndarray, contexts: np.ndarray, rates: np.ndarray, sufficient: float) -> Guesses:
-        """Returns the most reliable guess of the token after each context.
-
-        Args:
-            prompt_keys, contexts: as in `add`.
-            rates: [`EVIDENCES`] share of right guesses, for each evidence.
-            sufficient: the first kind with this rate is preferred to better ones.
-        """
+        """Returns the most reliable guess of the token after each context. `prompt_keys`, `contexts`: as in `add`;
+        `rates`: [`EVIDENCES`] share of right guesses, for each evidence; `sufficient`: the first kind with this rate is
+        preferred to better ones."""
         hashes, slots = self._find(prompt_keys, contexts)
         followers = self._followers[slots]
         evidence = (followers & MAX_COUNT) + (np.arange(len(KINDS)) << _COUNT_BITS)

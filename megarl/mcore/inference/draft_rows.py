@@ -34,10 +34,8 @@ class DraftRows(NamedTuple):
 
 def fit_to_blocks(context, counts: Tensor) -> Tensor:
     """Returns how many of `counts` [n] drafted tokens of each request the cache has room for; allocates their blocks.
-
     If the free blocks do not suffice for all, no request gets a further block. Requests with sequences of the same
-    length and the same counts get the same.
-    """
+    length and the same counts get the same."""
     n, size = context.total_request_count, context.block_size_tokens
     blocks = context.kv_block_allocator
     offsets = context.request_last_kv_block_offset[:n].long()
@@ -55,13 +53,8 @@ def fit_to_blocks(context, counts: Tensor) -> Tensor:
 
 def begin_step(context, tokens: Tensor, counts: Tensor, groups: Groups, padded: int | None = None) -> dict:
     """Prepares a step in which each group reads its last token and drafted ones; all its requests have blocks for them.
-    Returns the inputs of the forward pass.
-
-    Args:
-        tokens: [Σ counts] int64 drafted ones.
-        counts: [m] of each group.
-        padded: rows of the step with padding; by default those of Megatron's steps.
-    """
+    Returns the inputs of the forward pass. `tokens`: [Σ counts] int64 drafted ones. `counts`: [m] of each group.
+    `padded`: rows of the step with padding; by default those of Megatron's steps."""
     c, n = context, context.total_request_count
     if not c.is_prepared:
         c.initialize_attention_state()  # after requests ended, Megatron's tensors have to be set again
@@ -96,10 +89,7 @@ def begin_step(context, tokens: Tensor, counts: Tensor, groups: Groups, padded: 
 
 def accepted_counts(context, drawn: Tensor) -> Tensor:
     """Returns [n] how many rows of each request drew its next tokens: those whose earlier drafts are what was drawn.
-
-    Args:
-        drawn: [S] the token after each row.
-    """
+    `drawn`: [S] the token after each row."""
     rows = context.draft_rows
     is_last = torch.ones(len(rows.owners), dtype=torch.bool)
     is_last[:-1] = rows.owners[1:] != rows.owners[:-1]
@@ -127,10 +117,8 @@ def copy_to_group(context, counts: Tensor):
 
 def end_step(context, counts: Tensor):
     """Keeps the first `counts` [n] ≥ 1 tokens of each request's rows, as if each had been decoded in a step of its own.
-
     Frees blocks that only later rows used. Afterwards the context is as in a step without drafts that has decoded the
-    last of these tokens.
-    """
+    last of these tokens."""
     c, size = context, context.block_size_tokens
     n = c.total_request_count
     c.keep_states(counts)

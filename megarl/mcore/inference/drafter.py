@@ -42,11 +42,9 @@ class StepCosts(NamedTuple):
 
     @classmethod
     def on_cpu(cls, parameters: int, layers: int, threads: int) -> "StepCosts":
-        """The costs of a model in which a token is multiplied by so many parameters.
-
-        Measured with tools/bench/decode_operators.py on one core of an AMD EPYC, with 0.7 to 42 million parameters:
-        180 GFLOPS, and 5 µs per row and layer outside products, of which attention has half.
-        """
+        """The costs of a model in which a token is multiplied by so many parameters. Measured with
+        tools/bench/decode_operators.py on one core of an AMD EPYC, with 0.7 to 42 million parameters: 180 GFLOPS, and 5
+        µs per row and layer outside products, of which attention has half."""
         product = parameters * 1.2e-5
         return cls(
             step=350 + 20 * layers + parameters * 1.2e-4,

@@ -55,10 +55,8 @@ class StopStates:
         return is_complete
 
     def completes(self, tokens: Sequence[int], request_ids: Sequence[int]) -> list[bool]:
-        """Whether each drawn token completes a stop string.
-
-        Tokens of one request that follow each other are drafted ones: each comes after those before it.
-        """
+        """Whether each drawn token completes a stop string. Tokens of one request that follow each other are drafted
+        ones: each comes after those before it."""
         found, last, place, matcher = [], -1, None, None
         for token, request_id in zip(tokens, request_ids, strict=True):
             if request_id not in self._places:

@@ -65,14 +65,8 @@ class RolloutEngine(BuiltEngine):
         routes: bool = False,
     ) -> list[Completion]:
         """Returns one completion per request, in order. All ranks of a replica call it with the same requests.
-
-        Args:
-            end_ids: tokens that end a response.
-            routes: also return which experts were chosen for each token (arXiv 2510.11370 §3).
-
-        Raises:
-            RuntimeError: the routes of some token are missing.
-        """
+        `end_ids`: tokens that end a response; `routes`: also return which experts were chosen for each token
+        (arXiv 2510.11370 §3). RuntimeError: the routes of some token are missing."""
         done = dict(self.stream(RequestList(enumerate(requests)), end_ids, settings, routes))
         return [done[number] for number in range(len(requests))]
 
@@ -166,9 +160,7 @@ class RolloutEngine(BuiltEngine):
 
     def _admit(self, session: GenerationSession, source: RequestSource, max_requests: int, join_others: bool = False):
         """Adds requests up to `max_requests`; none while some wait for cache, since another replica may start them.
-
-        `join_others`: also few, because the next step is not a graph in any case.
-        """
+        `join_others`: also few, because the next step is not a graph in any case."""
         room = 0 if self.engine.waiting_request_ids else max_requests - len(session)
         if room <= 0 or source.is_empty():
             return

@@ -124,13 +124,9 @@ class GenerationSession:
                 parallel_state.get_global_memory_buffer().buffer.clear()
 
     def step(self, agreed: int = ANY_STEP) -> list[tuple[int, Completion]]:
-        """Runs one step of all requests; returns those that ended, aborted ones excepted.
-
-        Replicas that share experts step together: this one computes tokens of others if it has no requests.
-
-        Args:
-            agreed: the `highest_of_replicas` of what they wanted, which is a step.
-        """
+        """Runs one step of all requests; returns those that ended, aborted ones excepted. Replicas that share experts
+        step together: this one computes tokens of others if it has no requests. `agreed`: the `highest_of_replicas` of
+        what they wanted, which is a step."""
         is_coupled = self.owner.is_coupled
         self.engine.agreed_rows = agreed - WAIT if is_coupled and agreed < ANY_STEP else None
         if not self.engine.has_unfinished_requests():
@@ -143,10 +139,8 @@ class GenerationSession:
         return [completion for completion in completions if completion is not None]
 
     def new_tokens(self, reported: Mapping[int, int]) -> Iterator[TokenChunk]:
-        """What requests that have not ended got since the last chunk.
-
-        `reported`: tokens of each request that are known, by its number; others are passed over.
-        """
+        """What requests that have not ended got since the last chunk. `reported`: tokens of each request that are
+        known, by its number; others are passed over."""
         for request_id, number in self._numbers.items():
             if (start := reported.get(number)) is None:
                 continue

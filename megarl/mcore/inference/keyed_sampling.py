@@ -32,10 +32,8 @@ class KeyedSampling(Sampling):
         self.reset(SamplingSettings(), 0)
 
     def reset(self, settings: SamplingSettings, max_requests: int):
-        """Begins a call of the engine without requests, whose ids will be below `max_requests`.
-
-        `settings`: of requests without own ones.
-        """
+        """Begins a call of the engine without requests, whose ids will be below `max_requests`. `settings`: of requests
+        without own ones."""
         self.settings = settings
         # By request id: random keys, temperatures in fp32, and 1 for a greedy request, else 0.
         self.keys = torch.zeros(max_requests, dtype=torch.int64)
@@ -93,10 +91,8 @@ class KeyedSampling(Sampling):
     def sample_on_device(
         self, logits: Tensor, numbers: Tensor, temperatures: Tensor, greedy: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns tokens and log-probs [n] of logits [n, V] on their device, without waiting for it.
-
-        `temperatures`, `greedy`: [n], as those of request ids.
-        """
+        """Returns tokens and log-probs [n] of logits [n, V] on their device, without waiting for it. `temperatures`,
+        `greedy`: [n], as those of request ids."""
         return self._sample_rows(self._softcapped(logits), numbers, temperatures, greedy)
 
     def _softcapped(self, logits: Tensor) -> Tensor:

@@ -266,11 +266,9 @@ class PagedContext(DynamicInferenceContext):
         return [[logprob] for logprob in sampling.log_probs(new_tokens).tolist()], None
 
     def update_requests(self, active_requests_mask: Tensor, new_tokens: Tensor, *args, **kwargs):
-        """Advances to the next step; blocks of finished requests may be reused afterwards.
-
-        If the step only decoded one token of each request, megarl advances the requests itself: Megatron's version
-        handles requests that join, end and wait, and takes as long as a small layer.
-        """
+        """Advances to the next step; blocks of finished requests may be reused afterwards. If the step only decoded one
+        token of each request, megarl advances the requests itself: Megatron's version handles requests that join, end
+        and wait, and takes as long as a small layer."""
         if self.after_prefill is not None:
             self.after_prefill(new_tokens)
         self.only_decodes = self._is_simple and bool(active_requests_mask.all()) and self._advance(new_tokens)
@@ -292,11 +290,9 @@ class PagedContext(DynamicInferenceContext):
         return super().resume_paused_requests(active_request_count, *args)
 
     def _find_kv_match_count(self, req, start_block: int, end_block: int) -> tuple[list[int], int]:
-        """Returns the cached blocks of a prompt from `start_block` on, and the hash of the last one.
-
-        Megatron takes for granted that the blocks before a cached one are cached. They need not be if two requests
-        with the same tokens computed some of them twice.
-        """
+        """Returns the cached blocks of a prompt from `start_block` on, and the hash of the last one. Megatron takes for
+        granted that the blocks before a cached one are cached. They need not be if two requests with the same tokens
+        computed some of them twice."""
         known, hashes = self.kv_block_allocator.kv_hash_to_block_id, req.precomputed_block_hashes[start_block:end_block]
         found = list(itertools.takewhile(lambda block: block is not None, map(known.get, hashes)))
         return found, hashes[len(found) - 1] if found else 0

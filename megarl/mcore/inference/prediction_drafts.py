@@ -53,12 +53,8 @@ class PredictionDrafts:
         self._guess(self._predicted(following)[:n], torch.arange(n), *c.sampled_rows())
 
     def after_drafts(self, drawn: Tensor, counts: Tensor):
-        """After a step with drafted tokens, before it ends.
-
-        Args:
-            drawn: [S] the token after each row of all requests.
-            counts: [n] rows of each request that drew its next tokens.
-        """
+        """After a step with drafted tokens, before it ends. `drawn`: [S] the token after each row of all requests;
+        `counts`: [n] rows of each request that drew its next tokens."""
         c, rows = self._context, self._context.draft_rows
         is_own = rows.requests[rows.computed] == rows.owners  # the others have the same rows
         following = torch.zeros(c.hidden_rows, dtype=torch.int64)
@@ -116,13 +112,8 @@ class PredictionDrafts:
         return states.squeeze(1)
 
     def _guess(self, hidden: Tensor, rows: Tensor, ids: Tensor, positions: Tensor):
-        """Guesses what follows the tokens of some requests.
-
-        Args:
-            hidden: [T, H] of the layer.
-            rows: [n] those of them that read each request's last token.
-            ids, positions: [n] of the requests, and of these tokens.
-        """
+        """Guesses what follows the tokens of some requests. `hidden`: [T, H] of the layer; `rows`: [n] those of them
+        that read each request's last token; `ids`, `positions`: [n] of the requests, and of these tokens."""
         model, ids = self._model, ids.long()
         weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
         head, is_split = model.output_layer, model.output_layer.sequence_parallel

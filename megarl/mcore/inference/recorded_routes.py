@@ -24,12 +24,8 @@ class StepRoutes(RoutingMetadata):
 
     def get_routing_indices(self) -> Tensor | None:
         """Returns routes [R, L, k] int32 of the R tokens, padding included, in this rank's routers; None if L is 0.
-
-        Duplicate prompts, which the routers did not see, have the routes of the prompt that was computed.
-
-        Raises:
-            RuntimeError: a router recorded nothing, or another number of tokens.
-        """
+        Duplicate prompts, which the routers did not see, have the routes of the prompt that was computed. RuntimeError:
+        a router recorded nothing, or another number of tokens."""
         recorded = RouterReplay.get_recorded_data()
         dedup, rows = self.context.dedup, self.context.padded_active_token_count // self.context.tensor_ranks
         rows = rows if dedup is None else len(dedup.kept_tokens)
@@ -66,10 +62,8 @@ class RoutedBlocks(ReusableBlocks):
             self.routes = torch.empty(size, dtype=torch.int16, device="cpu")
 
     def allocate_memory_blocks(self, num_blocks: int) -> Tensor | None:
-        """Returns [num_blocks] blocks, cleared of old keys and routes; None if too few are free.
-
-        Attention reads whole blocks, and reused memory may contain NaN.
-        """
+        """Returns [num_blocks] blocks, cleared of old keys and routes; None if too few are free. Attention reads whole
+        blocks, and reused memory may contain NaN."""
         blocks = super().allocate_memory_blocks(num_blocks)
         if blocks is not None and num_blocks:
             memory = self.context.memory_buffer
@@ -105,11 +99,7 @@ class RoutedBlocks(ReusableBlocks):
 
     def routes_of(self, request_id: int, tokens: int) -> Tensor:
         """Returns routes [tokens, L, k] int16 of a finished request of that length; the last token, which was never
-        computed, has none.
-
-        Raises:
-            RuntimeError: a token has no route in some layer.
-        """
+        computed, has none. RuntimeError: a token has no route in some layer."""
         rows = self.finished.pop(request_id, torch.zeros(0, len(self.layers), self.topk, dtype=torch.int16))
         known = int((rows >= 0).flatten(1).all(1).sum())
         if (len(rows), known) != (tokens - 1, tokens - 1):

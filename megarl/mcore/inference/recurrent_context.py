@@ -31,12 +31,10 @@ if TYPE_CHECKING:
 
 
 class RecurrentContext(PagedContext):
-    """Keeps the states of a request under its id, which the session gives to no other request before this one ended.
-
-    A request whose first tokens are read starts from zeros, so states are never cleared: one that is evicted or comes
+    """Keeps the states of a request under its id, which the session gives to no other request before this one ended. A
+    request whose first tokens are read starts from zeros, so states are never cleared: one that is evicted or comes
     later reads its whole sequence again. With prefix caching there are further states, for ends of prompts, and a
-    prompt continues the last of them on its way. States and cache share one memory, states first.
-    """
+    prompt continues the last of them on its way. States and cache share one memory, states first."""
 
     def __init__(
         self,
@@ -48,12 +46,9 @@ class RecurrentContext(PagedContext):
         has_cache: list[bool],
         snapshots: int | None,
     ):
-        """Arguments as of `PagedContext`, and these.
-
-        Args:
-            has_states, has_cache: whether each layer of this rank has a state, or keys and values.
-            snapshots: states for ends of prompts; None: as many as of requests. Without prefix caching there are none.
-        """
+        """Arguments as of `PagedContext`, and these. `has_states`, `has_cache`: whether each layer of this rank has a
+        state, or keys and values. `snapshots`: states for ends of prompts; None: as many as of requests. Without prefix
+        caching there are none."""
         self._has_states, self._has_cache, self._cache_memory = has_states, has_cache, memory
         ranks = inference_config.pg_collection.tp.size()
         self._taps, self._sizes = model_config.linear_conv_kernel_dim, layer_sizes(model_config, ranks)
@@ -242,10 +237,8 @@ def _cut(table: Tensor, cuts: dict[int, tuple[int, int]]) -> Tensor:
 
 
 class StateSnapshots:
-    """Which slot of the states holds the one after a block, by the hash of all tokens up to the block's end.
-
-    The host's bookkeeping alone: it decides the same on all ranks of a replica.
-    """
+    """Which slot of the states holds the one after a block, by the hash of all tokens up to the block's end. The host's
+    bookkeeping alone: it decides the same on all ranks of a replica."""
 
     def __init__(self, slots: range):
         """`slots`: numbers of the states that no request has."""

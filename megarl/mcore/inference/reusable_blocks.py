@@ -19,11 +19,9 @@ from torch import Tensor
 
 
 class PrefillCounts(NamedTuple):
-    """Tokens of prompts: those that were read, and those whose blocks were found in the cache.
-
-    Equal prompts of one step, which are computed once, count each. So do tokens of a response that are read again
-    because its request was evicted.
-    """
+    """Tokens of prompts: those that were read, and those whose blocks were found in the cache. Equal prompts of one
+    step, which are computed once, count each. So do tokens of a response that are read again because its request was
+    evicted."""
 
     read: int = 0
     reused: int = 0
@@ -99,11 +97,8 @@ class ReusableBlocks(KVBlockAllocator):
             self.block_hashes[list(new.values())] = torch.tensor(list(new))
 
     def register_sequences(self, rows: Tensor):
-        """Registers the whole blocks of requests that leave the cache; `rows`: their rows in the context.
-
-        Raises:
-            RuntimeError: a request's sequence is shorter than its keys.
-        """
+        """Registers the whole blocks of requests that leave the cache; `rows`: their rows in the context. RuntimeError:
+        a request's sequence is shorter than its keys."""
         if not self.enable_prefix_caching:
             return
         c, size = self.context, self.context.block_size_tokens

@@ -43,10 +43,8 @@ class DecodeCounts(NamedTuple):
 
 
 class SpeculativeEngine(DecodeLoopEngine):
-    """Generates the same tokens, log-probs and routes as its base class, in fewer steps.
-
-    It drafts in steps for which the base class has its short path.
-    """
+    """Generates the same tokens, log-probs and routes as its base class, in fewer steps. It drafts in steps for which
+    the base class has its short path."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -83,12 +81,9 @@ class SpeculativeEngine(DecodeLoopEngine):
         return self._step_with_drafts(drafts, groups)
 
     def _update_groups(self, more: int = 0, max_growth: int = 1, last: Tensor | None = None) -> Groups:
-        """Returns which requests in the cache have the same sequence.
-
-        Args:
-            more: tokens that each drew after the last one that is known to the context.
-            max_growth, last: as in `SequenceGroups.update`; `last`: by default those of the context.
-        """
+        """Returns which requests in the cache have the same sequence. `more`: tokens that each drew after the last one
+        that is known to the context. `max_growth`, `last`: as in `SequenceGroups.update`; `last`: by default those of
+        the context."""
         c, groups = self.context, self.drafter.groups
         if groups.are_apart:
             return Groups.apart(c.total_request_count - c.paused_request_count)
@@ -165,10 +160,8 @@ class SpeculativeEngine(DecodeLoopEngine):
         return self._end_step(drawn_last, [logprobs[row] for row in last.tolist()])
 
     def _device_rows_of(self, count: int, groups: Groups) -> int | None:
-        """Rows of a step with so many computed ones if the device can plan it; else None.
-
-        Not there: rows that stand for several requests, recurrent states, replicas that share experts.
-        """
+        """Rows of a step with so many computed ones if the device can plan it; else None. Not there: rows that stand
+        for several requests, recurrent states, replicas that share experts."""
         has_own_rows, is_alone = len(groups.first) == len(groups.of), not self.is_coupled
         if not (has_own_rows and is_alone and self.context.drafts_on_device):
             return None

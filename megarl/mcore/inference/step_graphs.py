@@ -60,12 +60,9 @@ class StepGraphs:
         self._pool = None  # memory that all graphs share, since one runs at a time
 
     def begin(self, memory: Iterable[Tensor], is_so_on_any_rank: Callable[[bool], bool] = bool):
-        """Begins a time in which all of `memory`, what functions read and others write, stays where it is.
-
-        Graphs of earlier times are kept if it is where it was then, on all ranks with which functions communicate:
-        NCCL wants a collective to be part of a graph on all of its ranks or on none. What else graphs read must never
-        change.
-        """
+        """Begins a time in which all of `memory`, what functions read and others write, stays where it is. Graphs of
+        earlier times are kept if it is where it was then, on all ranks with which functions communicate: NCCL wants a
+        collective to be part of a graph on all of its ranks or on none. What else graphs read must never change."""
         addresses = tuple(tensor.data_ptr() for tensor in memory)
         # For example, weights came back from the host to another place.
         if is_so_on_any_rank(addresses != self._addresses):
@@ -77,10 +74,8 @@ class StepGraphs:
         return self._graphs.get(key) is not None
 
     def run(self, key: Hashable, function: Callable[[], Any]) -> Any:
-        """Returns the outputs of `function`, which the next call of any key may overwrite.
-
-        `key`: calls of one key launch the same kernels on the same shapes, and read inputs from the same memory.
-        """
+        """Returns the outputs of `function`, which the next call of any key may overwrite. `key`: calls of one key
+        launch the same kernels on the same shapes, and read inputs from the same memory."""
         if key not in self._graphs:
             self._graphs[key] = None
             return function()

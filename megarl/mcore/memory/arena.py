@@ -25,10 +25,8 @@ def _side_stream():
 
 
 def host_memory(size: int, is_pinned: bool = True) -> Tensor:
-    """Allocates [size] bytes on the host, page-locked for CUDA unless not `is_pinned`.
-
-    torch rounds its own page-locked allocations up to powers of two, which could double the memory.
-    """
+    """Allocates [size] bytes on the host, page-locked for CUDA unless not `is_pinned`. torch rounds its own page-locked
+    allocations up to powers of two, which could double the memory."""
     memory = torch.empty(size, dtype=torch.uint8)
     if is_pinned and size and device.has_cuda():
         cudart, address = torch.cuda.cudart(), memory.data_ptr()

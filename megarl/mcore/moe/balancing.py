@@ -43,11 +43,8 @@ class BalancedRouter(TopKRouter):
             self.register_buffer("expert_counts", counts, persistent=False)  # this rank's tokens in the update
 
     def _trained_routing(self) -> Routing | None:
-        """Returns the routing of the current micro-batch in a training pass; None in other passes.
-
-        Raises:
-            RuntimeError: the routing lacks the counts of the mini-batch.
-        """
+        """Returns the routing of the current micro-batch in a training pass; None in other passes. RuntimeError: the
+        routing lacks the counts of the mini-batch."""
         if not (self.training and torch.is_grad_enabled()):
             return None
         if self.current_routing is None or self.current_routing.totals is None:
@@ -153,10 +150,8 @@ def balanced_routers(stages) -> list[BalancedRouter]:
 
 
 def finish_update(routers: list[BalancedRouter], applied: bool):
-    """Updates biases and shares if the update was applied, and resets the counts. Collective over each stage's ranks.
-
-    A skipped update (non-finite gradients) leaves the whole model unchanged; its counts are dropped.
-    """
+    """Updates biases and shares if the update was applied, and resets the counts. Collective over each stage's ranks. A
+    skipped update (non-finite gradients) leaves the whole model unchanged; its counts are dropped."""
     if applied and routers:
         counts = torch.stack([router.expert_counts for router in routers])
         dist.all_reduce(counts, group=routers[0].tp_dp_cp_group)

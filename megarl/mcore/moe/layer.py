@@ -102,10 +102,8 @@ class LatentProjection(ReplicatedLinear):
 
 @contextlib.contextmanager
 def _own_projections(group) -> Iterator[None]:
-    """Context in which Megatron's MoE layer is built with these projections: its own need Transformer Engine.
-
-    `group`: tensor-parallel ranks.
-    """
+    """Context in which Megatron's MoE layer is built with these projections: its own need Transformer Engine. `group`:
+    tensor-parallel ranks."""
     of_megatron = moe_layer.HAVE_TE, moe_layer.TELinear
     moe_layer.HAVE_TE, moe_layer.TELinear = True, functools.partial(LatentProjection, group=group)
     try:
@@ -305,11 +303,9 @@ class _Linear(torch.autograd.Function):
 @contextlib.contextmanager
 def stacked_experts(stages, config, pg_collection):
     """Context in which Megatron's buffers of these chunks are made, with a DistributedDataParallelConfig, so that the
-    weights of grouped experts lie at equal distances, in ascending order; names do not change.
-
-    Megatron lays parameters out in the reverse order of the modules, and pads the end of a bucket, which may lie
-    between two experts of a layer. Here every parameter begins where a bucket could end: its end adds no padding.
-    """
+    weights of grouped experts lie at equal distances, in ascending order; names do not change. Megatron lays parameters
+    out in the reverse order of the modules, and pads the end of a bucket, which may lie between two experts of a layer.
+    Here every parameter begins where a bucket could end: its end adds no padding."""
     modules = [module for chunk in stages for module in chunk.modules()]
     lists = [m.experts.local_experts for m in modules if isinstance(m, MixtureLayer) and m.is_grouped]
     replicas = math.lcm(*(dist.get_world_size(group) for group in (pg_collection.dp_cp, pg_collection.expt_dp)))

@@ -83,11 +83,7 @@ class Routing:
 
     def choose(self, layer: int, live: Tensor) -> Tensor:
         """Returns the experts to use, [R, k]: the replayed route of a token if it has one, else its live experts.
-
-        Args:
-            layer: layer number.
-            live: [R, k] int64 experts that the router chose now, ascending in each row.
-        """
+        `layer`: layer number; `live`: [R, k] int64 experts that the router chose now, ascending in each row."""
         if layer not in self.layers:
             raise RuntimeError(f"{self.role}: no routes for MoE layer {layer}, only for {list(self.layers)}")
         if len(live) != len(self.rows.token_indices):

@@ -35,10 +35,8 @@ clip_grads.get_data_parallel_group_if_dtensor = lambda tensor, found=None: _grou
 
 class FullyShardedDataParallel(_BaseDataParallel):
     """A model chunk with parameters, gradients and optimizer states sharded over data- and context-parallel ranks.
-
     Every backward reduce-scatters gradients into the shards, so all ranks of the group must run the same number of
-    micro-batches.
-    """
+    micro-batches."""
 
     def __init__(self, config, ddp_config, module, pg_collection):
         """Takes the arguments of DistributedDataParallel; `module` has equal weights on every rank of the group."""
@@ -71,11 +69,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
 
 
 def shard(chunk, pg_collection, reduce_in_fp32: bool = False):
-    """Shards a chunk's parameters by rows over `pg_collection.dp_cp`, in place, for training or scoring.
-
-    Forward passes gather the parameters they need and free them again, with and without gradients. Parameters of
-    another type than the chunk's stay whole.
-    """
+    """Shards a chunk's parameters by rows over `pg_collection.dp_cp`, in place, for training or scoring. Forward passes
+    gather the parameters they need and free them again, with and without gradients. Parameters of another type than the
+    chunk's stay whole."""
     mesh = DeviceMesh.from_group(pg_collection.dp_cp, device.device().type)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if reduce_in_fp32 else None, cast_forward_inputs=False)
     attributes = {name: dict(vars(parameter)) for name, parameter in chunk.named_parameters()}
@@ -162,11 +158,9 @@ def gathered_outside_layers(chunk):
 
 
 def local_rows(state: dict) -> dict:
-    """Replaces checkpoint entries of whole FSDP parameters and moments by this rank's rows, in place.
-
-    Keys and global shapes stay those of an unsharded model, so each layout loads the checkpoints of any other. Loaded
-    values are sharded like the parameters. Entries of plain tensors stay unchanged.
-    """
+    """Replaces checkpoint entries of whole FSDP parameters and moments by this rank's rows, in place. Keys and global
+    shapes stay those of an unsharded model, so each layout loads the checkpoints of any other. Loaded values are
+    sharded like the parameters. Entries of plain tensors stay unchanged."""
 
     def rows(entry):
         is_sharded = isinstance(entry, ShardedBase) and isinstance(entry.data, DTensor)

@@ -88,12 +88,8 @@ def scan(
     states: States | None,
 ) -> Tensor:
     """[T, H, V]: what the rows read, in their type; `states` get the memories after the runs. Has gradients without.
-
-    Args:
-        queries, keys: [T, G, K] before their norms, of 16 bits; each serves the values of H / G heads.
-        values: [T, H, V], of the same type.
-        log_decays, strengths: [T, H], fp32.
-    """
+    `queries`, `keys`: [T, G, K] before their norms, of 16 bits; each serves the values of H / G heads. `values`:
+    [T, H, V], of the same type. `log_decays`, `strengths`: [T, H], fp32."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     kept, found = dict[int, Tensor](), []  # memories by the number of the state; results of levels

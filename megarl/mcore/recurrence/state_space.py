@@ -111,10 +111,8 @@ def _heads_of(mixed: Tensor, sizes: SpaceSizes) -> Tensor:
 
 
 def _chunk_steps(c: Tensor, b: Tensor, changes: Tensor, log_decays: Tensor) -> Callable:
-    """As `steps_of` of `scan_chunks`; rows of padding have B = 0 and decay 1, and so change nothing.
-
-    c, b: [M, H, C, N], changes: [M, H, C, P] Δ·x, log_decays: [M, H, C, 1].
-    """
+    """As `steps_of` of `scan_chunks`; rows of padding have B = 0 and decay 1, and so change nothing. c, b:
+    [M, H, C, N], changes: [M, H, C, P] Δ·x, log_decays: [M, H, C, 1]."""
     total = log_decays.squeeze(-1).cumsum(-1)
     own = (c @ b.mT) * decay_ratios(total) @ changes
     c, b = c * total.exp().unsqueeze(-1), b * (total[..., -1:] - total).exp().unsqueeze(-1)
