@@ -1,12 +1,8 @@
 """Splits a step's sequences into mini-batches and micro-batches.
 
-Mini-batches are sets of sequence ids drawn from (seed, step, epoch), independent of the parallel layout; where their
-size allows they consist of whole groups. Each replica bin-packs its sequences of a mini-batch into as few micro-batches
-as possible under a hard token cap, with about equal FLOPs each. All replicas run equally many micro-batches; a replica
-with fewer adds blank ones, which have no weight.
-
-Responses to the same prompt share a micro-batch where possible, because models then compute the prompt once. The
-cap still counts the prompt for every response, so memory stays below what it is without sharing.
+Mini-batches are sets of sequence ids drawn from (seed, step, epoch), of whole groups where their size allows. A replica
+bin-packs its sequences of a mini-batch under a hard token cap, with about equal FLOPs each; all run equally many, some
+of them blank. Responses to the same prompt stay together, because models then compute it once; the cap counts it each.
 """
 
 import bisect
@@ -32,8 +28,7 @@ ORDER_STREAM = -1  # no prompt has this number, so the shuffle and the responses
 
 
 def minibatch_ids(count: int, size: int | None, seed: int, step: int, epoch: int) -> list[Tensor]:
-    """The numbers 0 … count − 1 of sequences or groups in random mini-batches of `size` (None: a single one); the last
-    may be smaller."""
+    """The numbers 0 … count − 1 in random mini-batches of `size`, of which the last may be smaller; None: in one."""
     if size is None or size >= count:
         return [torch.arange(count)]
     stream = torch.full((count,), ORDER_STREAM, dtype=torch.int64)
@@ -176,11 +171,9 @@ def blank_sequences(fields: list[str], device, sequences: int = 1) -> Batch:
     """One-token sequences without weight, for a replica that must run as many micro-batches as the others."""
     values = {name: torch.zeros(sequences, dtype=FIELDS[name].dtype, device=device) for name in fields}
     blank = Batch(**{**values, "lengths": torch.ones(sequences, dtype=torch.int64, device=device)})
-    blank.host_metadata = HostMetadata(
-        lengths=torch.ones(sequences, dtype=torch.int64),
-        response_mask=torch.zeros(sequences, dtype=torch.bool),
-        teacher_ids=torch.zeros(sequences, dtype=torch.int64) if "teacher_ids" in fields else None,
-    )
+    teachers = torch.zeros(sequences, dtype=torch.int64) if "teacher_ids" in fields else None
+    ones, mask = torch.ones(sequences, dtype=torch.int64), torch.zeros(sequences, dtype=torch.bool)
+    blank.host_metadata = HostMetadata(lengths=ones, response_mask=mask, teacher_ids=teachers)
     return blank
 
 
@@ -214,8 +207,7 @@ def build_microbatches(
 
 
 def _by_rows(host: HostMetadata, row_starts: Tensor) -> HostMetadata:
-    """The same with each row as a sequence of its own; the first row of a sequence has its prompt. `row_starts`: [T]
-    bool."""
+    """The same with each row, of `row_starts` [T] bool, as a sequence; the first row of each has its prompt."""
     first = host.lengths.cumsum(0) - host.lengths
     begins = row_starts.index_fill(0, first, True).nonzero().flatten()
     sequence = torch.searchsorted(first, begins, right=True) - 1

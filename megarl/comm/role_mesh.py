@@ -51,7 +51,6 @@ class RoleGroups:
 
     @property
     def is_member(self) -> bool:
-        """Whether this rank belongs to the role."""
         return self.rank in self.ranks
 
     @property
@@ -129,15 +128,7 @@ class RoleMesh:
         """The groups of a role; without ranks if the run does not have the role."""
         if role in self.roles or role not in ROLES:
             return self.roles[role]
-        return RoleGroups(
-            role=role,
-            ranks=range(0),
-            replicas=(),
-            pg_collection=None,
-            replica_group=None,
-            rank=self.rank,
-            model_role=role,
-        )
+        return RoleGroups(role, range(0), (), None, None, self.rank, model_role=role)
 
     def roles_of(self, rank: int) -> list[str]:
         """Roles that own a model on a rank; a role that runs on the model of another counts as the other."""
@@ -148,7 +139,6 @@ class RoleMesh:
         return self.channel("evaluation") if in_evaluation else self._leaders[frozenset((one, other))]
 
     def channel(self, name: str):
-        """Group of one of the `CHANNELS`."""
         return self._channels[name]
 
     def gather(self, item) -> list | None:
@@ -200,15 +190,8 @@ def create_mesh(roles: dict, timeout: timedelta) -> RoleMesh:
         sizes = megatron_flags.parallel_sizes(role.megatron)
         pg_collection = process_groups.create_groups(role.ranks, sizes, cache)
         replicas = tuple(map(tuple, process_groups.replica_ranks(role.ranks, sizes)))
-        all_groups[name] = RoleGroups(
-            role=name,
-            ranks=role.ranks,
-            replicas=replicas,
-            pg_collection=pg_collection,
-            replica_group=cache.mine(replicas),
-            rank=rank,
-            model_role=role.model_role,
-        )
+        mine = cache.mine(replicas)
+        all_groups[name] = RoleGroups(name, role.ranks, replicas, pg_collection, mine, rank, role.model_role)
     leaders = {}
     for one, other in itertools.combinations(all_groups, 2):
         pair = frozenset((one, other))
@@ -218,7 +201,7 @@ def create_mesh(roles: dict, timeout: timedelta) -> RoleMesh:
         if all(role in all_groups for role in ends):
             one, other = (all_groups[role] for role in ends)
             members = (one.leaders, other.leaders) if name in OF_LEADERS else (one.ranks, other.ranks)
-            ranks = sorted(set().union(*members))
+            ranks = sorted({*members[0], *members[1]})
             shares = not set(one.ranks).isdisjoint(other.ranks)
             channels[name] = cache.get(ranks) if shares else dist.new_group(ranks, timeout=timeout)
     return RoleMesh(all_groups, leaders, channels)

@@ -53,8 +53,7 @@ class StepBatch:
         return len(self.dp_assignment[ROLLOUT])
 
     def dispatch(self, *roles: str):
-        """Sends the responses to roles that do not have them yet, to each replica its own sequences. A rank that only
-        sends does not wait (`wait_sends`)."""
+        """Sends the responses to roles that lack them, each replica's own sequences; who only sends does not wait."""
         for role in roles:
             if self._has(role) and role not in self._batches:
                 fields = fields_sent(self.settings, self.sources, role)

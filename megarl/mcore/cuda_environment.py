@@ -1,10 +1,8 @@
 """Environment variables that CUDA and NCCL read when they start.
 
 `CUDA_DEVICE_MAX_CONNECTIONS`: how many queues kernels are launched from. Before compute capability 10, tensor and
-context parallelism want one: a collective that is called before a matrix product then also starts before it, and both
-overlap. It is speed, not correctness. Other layouts want CUDA's default, with which copies, sends and kernels of
-different streams do not wait for each other.
-
+context parallelism want one, for speed: a collective that is called before a matrix product then also starts before it.
+Other layouts want CUDA's default, with which copies, sends and kernels of different streams do not wait for each other.
 `NCCL_GRAPH_REGISTER`: NCCL registers the buffers of captured collectives, which may read illegal memory if segments of
 torch's allocator are expandable; Megatron refuses both together.
 """

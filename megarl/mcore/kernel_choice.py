@@ -41,7 +41,6 @@ def _is_usable(name: str, sizes: Sizes) -> bool:
 
 
 def _on_all_ranks(flag: bool) -> bool:
-    """Whether a flag is set on every rank of the world."""
     everywhere = torch.tensor([flag], dtype=torch.int32)
     if dist.is_initialized():
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
@@ -49,7 +48,6 @@ def _on_all_ranks(flag: bool) -> bool:
 
 
 def use(name: str):
-    """Makes this process compute with these kernels from now on."""
     native.enable(name == COMPILED)
     linear.use_onednn(name != BLAS)
 

@@ -1,10 +1,8 @@
 """The routers of one role's model: routes that its passes replay, routes that they record, and expert statistics.
 
 A route is the k experts of a token in an MoE layer: int16, ascending (arXiv 2510.11370 §3.2: the mask that is
-replayed). A sequence's last token has no route, because it passes no router: all k entries are −1.
-
-For a dense model every call does nothing. The tokens that a rank routes depend on the split into micro-batches and on
-the parallel layout.
+replayed). A sequence's last token has none: all k entries are −1. For a dense model every call does nothing. The tokens
+that a rank routes depend on the split into micro-batches and on the parallel layout.
 """
 
 from collections.abc import Iterable
@@ -44,8 +42,7 @@ class RouteTable:
         return cls(rows, index)
 
     def of(self, tokens: Tensor) -> Tensor:
-        """[n, L, k] int16 routes of tokens; −1 for tokens without a route. `tokens`: [n] int64 positions in the batch;
-        T and above are padding."""
+        """[n, L, k] int16 routes of tokens at positions [n] in the batch; −1 without a route; T and above: padding."""
         if not len(self.rows):
             return self.rows.new_full((len(tokens), *self.rows.shape[1:]), NO_ROUTE)
         last = len(self.index) - 1
@@ -54,8 +51,6 @@ class RouteTable:
 
 
 class RouterState:
-    """State of the routers of a role's model on this rank."""
-
     def __init__(self, role: RoleSettings, role_groups: RoleGroups, stages):
         args = role.megatron
         self.role = role
@@ -76,8 +71,7 @@ class RouterState:
         )
 
     def attach(self, batch: Batch, microbatches: Microbatches):
-        """Sets the `routing` of each micro-batch, with the routes of the table if it is set. RuntimeError: the table
-        lacks a route of a micro-batch."""
+        """Sets the `routing` of each micro-batch, with replayed routes. RuntimeError: the table lacks some of them."""
         if not self.experts:
             return
         missing = torch.zeros((), dtype=torch.int64, device=batch.lengths.device)
@@ -97,7 +91,6 @@ class RouterState:
             )
 
     def _rows(self, microbatch: Batch) -> RoutedTokens:
-        """The rows that this rank routes of a micro-batch."""
         host, pg_collection = microbatch.host_metadata, self.role_groups.pg_collection
         return routed_tokens(host.lengths, pg_collection, self.role.megatron.sequence_parallel, host.shared)
 

@@ -40,8 +40,7 @@ def snapshot_count(requests: int, prefix_caching: bool, wanted: int | None) -> i
 
 
 def cache_bytes(buffer_gb: float, requests: int, bytes_of_state: int, snapshots: int = 0) -> int:
-    """Bytes of a buffer of some GiB that keys and values have, after the states of `requests` and of `snapshots`.
-    UsageError: there are none."""
+    """Bytes of a buffer of some GiB left by states of `requests` and `snapshots`. UsageError: there are none."""
     buffer, states = int(buffer_gb * GIB), (requests + snapshots) * bytes_of_state
     if states and states >= buffer:
         whose = f"{requests} requests (--…-max-requests)"

@@ -46,8 +46,7 @@ class PipelineStages:
             self._exchange(dist.irecv, hidden, self._rank - 1)
 
     def of_last(self, computed: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns on all stages what the last one has computed, of a known shape and dtype. `computed`: on other stages
-        the hidden states for the next one."""
+        """Returns on all stages what the last one has `computed`, others hidden states; of a known shape and dtype."""
         if self.count == 1:
             return computed
         if self.is_last:

@@ -1,16 +1,11 @@
 """Decode steps that are planned on the device: fixed shapes and addresses, one copy to the device, one from it.
 
-A step of n requests, or of n rows of which some read drafted tokens (`draft_rows.py`), runs with as many rows as the
-next batch bucket has; rows after the n-th are padding, which reads no keys and writes to the spare block. The host
-sends each row's last token, position, random key and cache blocks in one copy. Cache slots, rotations, uniform numbers
-and the sampled token are computed on the device, so the whole step can be a CUDA graph, one per bucket. The host then
-reads tokens and log-probs together. Of a model in pipeline stages, each stage runs its part so; hidden states and
-samples are sent between the graphs (`controller.py`).
+A step of n requests, or of n rows of which some read drafted tokens (`draft_rows.py`), has the rows of the next batch
+bucket; later ones are padding. The host sends each row's last token, position, random key and cache blocks. All else is
+computed on the device, so the step can be a CUDA graph, one per bucket and pipeline stage (`controller.py`).
 
-The next step's inputs are this one's tokens, and positions one further. A few requests rarely end, so the graph of the
-next step is launched before the host reads this one's tokens, and the device need not wait for the host's work between
-two steps. If a request ends, or another kind of step comes, the step that was launched is dropped. It has written keys
-and values that the next step writes again, or that nobody reads, before all that comes after it.
+A few requests rarely end, so the next step's graph is launched before the host reads this one's tokens. If a request
+ends, or another kind of step comes, it is dropped: what it has written is written again, or nobody reads it.
 Shapes: B rows of a bucket, P blocks of a request.
 """
 
@@ -35,8 +30,6 @@ _NUMBERS = 7
 
 
 class StepOutputs(NamedTuple):
-    """What a step computes."""
-
     computed: Tensor  # [2, B] float64: tokens and their log-probs; of stages before the last one hidden states
     routes: Tensor | None  # [B, L, k] int32 of this rank's tokens; None: not recorded, or no MoE layer on this rank
     hidden: tuple[Tensor, Tensor | None] | None = None  # as of `PagedContext.keep_hidden`
@@ -66,7 +59,7 @@ class DeviceStep:
         keys, temperatures, *others, blocks = memory.split([2 * rows, *[rows] * 5, len(memory) - _NUMBERS * rows])
         return keys.view(torch.int64), temperatures.view(torch.float32), *others, blocks.view(rows, -1)
 
-    def send(self, *inputs: Tensor):
+    def send(self, inputs: tuple[Tensor, ...]):
         """Sends the inputs of n requests, host tensors [n] and [n, P] in the order of `_fields`; a missing block is −1.
         The host may not send again before it has read the step's results."""
         count, fields = len(inputs[0]), self._fields(self._staged)
@@ -116,7 +109,6 @@ class DeviceDecode:
         self._ahead: StepOutputs | None = None  # of the next step, which was launched
 
     def drop_ahead(self):
-        """Drops a step that was launched ahead: another one comes."""
         self._ahead = None
 
     def begin(self):
@@ -173,15 +165,9 @@ class DeviceDecode:
         c, sampling = self.context, self.engine.controller.sampling
         requests = torch.arange(c.total_request_count) if c.draft_rows is None else c.draft_rows.requests
         ids, own = c.request_ids[requests].long(), slice(len(requests))
-        step.send(
-            sampling.keys[ids],
-            sampling.temperatures[ids],
-            sampling.greedy[ids],
-            c.token_to_input_ids[own],
-            c.token_to_pos_ids[own],
-            ids,
-            c.request_to_kv_block_ids[requests],
-        )
+        draws = (each[ids] for each in (sampling.keys, sampling.temperatures, sampling.greedy))
+        tokens, positions = c.token_to_input_ids[own], c.token_to_pos_ids[own]
+        step.send((*draws, tokens, positions, ids, c.request_to_kv_block_ids[requests]))
         with c.use_device_plan(step):
             self.stages.receive(step.hidden)
             outputs = self._outputs(step)

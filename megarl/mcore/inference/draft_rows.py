@@ -68,14 +68,7 @@ def begin_step(context, tokens: Tensor, counts: Tensor, groups: Groups, padded: 
     computed = (rows.cumsum(0) - rows)[of[owners]] + places
     total = len(requests)
     padded = c.round_up_tokens(total) if padded is None else padded
-    c.draft_rows = DraftRows(
-        requests=requests,
-        positions=positions,
-        owners=owners,
-        places=places,
-        computed=computed,
-        padded_tokens=c.padded_active_token_count,
-    )
+    c.draft_rows = DraftRows(requests, positions, owners, places, computed, c.padded_active_token_count)
     c.active_token_count = total
     ids = c.token_to_input_ids[:n][requests]
     ids[place > 0] = tokens
@@ -88,8 +81,7 @@ def begin_step(context, tokens: Tensor, counts: Tensor, groups: Groups, padded: 
 
 
 def accepted_counts(context, drawn: Tensor) -> Tensor:
-    """Returns [n] how many rows of each request drew its next tokens: those whose earlier drafts are what was drawn.
-    `drawn`: [S] the token after each row."""
+    """Returns [n] how many rows of each request drew its next tokens; `drawn`: [S] the token after each row."""
     rows = context.draft_rows
     is_last = torch.ones(len(rows.owners), dtype=torch.bool)
     is_last[:-1] = rows.owners[1:] != rows.owners[:-1]
@@ -116,9 +108,8 @@ def copy_to_group(context, counts: Tensor):
 
 
 def end_step(context, counts: Tensor):
-    """Keeps the first `counts` [n] ≥ 1 tokens of each request's rows, as if each had been decoded in a step of its own.
-    Frees blocks that only later rows used. Afterwards the context is as in a step without drafts that has decoded the
-    last of these tokens."""
+    """Keeps the first `counts` [n] ≥ 1 tokens of each request's rows, as if each had been decoded in a step of its own,
+    the last of them now. Frees blocks that only later rows used."""
     c, size = context, context.block_size_tokens
     n = c.total_request_count
     c.keep_states(counts)
@@ -142,7 +133,6 @@ def _blocks(context, requests: Tensor, positions: Tensor) -> Tensor:
 
 
 def _slots(context, requests: Tensor, positions: Tensor) -> Tensor:
-    """Slots of the flattened cache of some requests' tokens."""
     size = context.block_size_tokens
     return _blocks(context, requests, positions).long() * size + positions % size
 

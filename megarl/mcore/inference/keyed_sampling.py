@@ -32,8 +32,7 @@ class KeyedSampling(Sampling):
         self.reset(SamplingSettings(), 0)
 
     def reset(self, settings: SamplingSettings, max_requests: int):
-        """Begins a call of the engine without requests, whose ids will be below `max_requests`. `settings`: of requests
-        without own ones."""
+        """Begins without requests, whose ids will be below `max_requests`; `settings`: of those without own ones."""
         self.settings = settings
         # By request id: random keys, temperatures in fp32, and 1 for a greedy request, else 0.
         self.keys = torch.zeros(max_requests, dtype=torch.int64)
@@ -137,8 +136,7 @@ class KeyedSampling(Sampling):
         return tokens
 
     def _drawn(self, logits: Tensor, request_ids: Tensor, positions: Tensor) -> Tensor:
-        """Returns tokens [n] of requests at their positions, each under its own settings; a row's result does not
-        depend on other rows."""
+        """Tokens [n] of requests at their positions, under their own settings; no row depends on other rows."""
         numbers = uniforms(self.keys[request_ids], positions)
         if not self._own:
             return self._sample(logits, numbers, self.settings)
@@ -156,7 +154,6 @@ class KeyedSampling(Sampling):
         return tokens
 
     def _keep_top_logprobs(self, logits: Tensor, request_ids: list[int], positions: list[int]):
-        """Keeps the most likely tokens of rows whose requests want them."""
         by_temperature = defaultdict(list)
         for row, request_id in enumerate(request_ids):
             if request_id in self._top_counts:

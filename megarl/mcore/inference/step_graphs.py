@@ -5,7 +5,7 @@ since Megatron's asks for process-wide groups.
 """
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,10 +45,8 @@ def _tensors(tree) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-class _Graph(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    outputs: Any
-    held: list[torch.UntypedStorage]  # that it reads where they are, and that nobody else may hold: tables, constants
+# A graph, its outputs, and what it reads where it is and nobody else may hold: tables, constants.
+_Graph = tuple[torch.cuda.CUDAGraph, Any, list[torch.UntypedStorage]]
 
 
 class StepGraphs:
@@ -82,8 +80,9 @@ class StepGraphs:
         found = self._graphs[key]
         if found is None:
             found = self._graphs[key] = self._capture(function)
-        found.graph.replay()
-        return found.outputs
+        graph, outputs, _ = found
+        graph.replay()
+        return outputs
 
     def _capture(self, function: Callable[[], Any]) -> _Graph:
         torch.cuda.synchronize()
@@ -91,4 +90,4 @@ class StepGraphs:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"), read:
             outputs = function()
         self._pool = graph.pool()
-        return _Graph(graph, outputs, list(read.held.values()))
+        return graph, outputs, list(read.held.values())

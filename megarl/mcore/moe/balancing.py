@@ -1,11 +1,9 @@
 """Expert load balancing: auxiliary losses, the z-loss, and the expert bias.
 
 Megatron's losses are means over the tokens of one router call. Here, as everywhere in megarl, a loss is a sum over this
-rank's counted tokens, divided by global counts of the mini-batch. Gradients are summed over ranks and micro-batches, so
-layout, micro-batches, padding and blank micro-batches do not change them. A recomputed layer runs each micro-batch once
-with gradients, and counts it then. A token that several sequences share counts in each of them.
-
-Biases and expert shares change after the update (`finish_update`), so a skipped update leaves them unchanged.
+rank's counted tokens, divided by global counts of the mini-batch, so layout, micro-batches and padding do not change
+it. A recomputed layer counts once, with gradients; a shared token counts in each of its sequences. Biases and expert
+shares change after the update (`finish_update`), so a skipped update leaves them unchanged.
 """
 
 import torch
@@ -56,8 +54,7 @@ class BalancedRouter(TopKRouter):
         return self.current_routing
 
     def _attach(self, carrier: Tensor, name: str, routing: Routing, terms: Tensor, count: Tensor, coefficient: float):
-        """Returns `carrier`, whose backward adds the loss: terms [R, …] of counted tokens, times the sequences that use
-        each, over a global count."""
+        """As `_attach_sum`, of terms [R, …] of counted tokens, times the sequences that use each."""
         uses = routing.rows.uses.view(-1, *[1] * (terms.dim() - 1))
         return self._attach_sum(carrier, name, routing, terms.masked_fill(uses == 0, 0.0) * uses, count, coefficient)
 

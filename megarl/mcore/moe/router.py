@@ -29,9 +29,8 @@ def topk_of_best_groups(scores: Tensor, topk: int, num_groups: int, group_topk: 
 
 
 class RouteRecorder(RouterReplay):
-    """Chooses each token's experts: the replayed ones or the top k, in ascending order. Megatron orders experts by
-    score, but not without gradients. One order makes the sums over a token's gates equal to the last bit in rollout,
-    training and replay."""
+    """Chooses each token's experts: the replayed ones or the top k, in ascending order. Megatron's order, by score, is
+    another one without gradients; one order makes sums over a token's gates equal in rollout, training, replay."""
 
     def __init__(self, group_score: str):
         """`group_score`: `--moe-router-group-score`."""

@@ -1,12 +1,9 @@
 """Routing of one micro-batch on one rank: the routes its MoE layers take, and statistics of them.
 
 A route is the k experts of one token in one MoE layer, in ascending order. A `Routing` travels with its micro-batch to
-every layer, in the forward pass and in recomputation. Both therefore take the same routes, without a queue that could
-get out of step. Layers have Megatron's numbers, from 1 over the whole model.
-
-A token counts if another token follows it in its sequence: the last token's output affects no log-prob and no value,
-and the rollout never ran it. Tokens that do not count, including padding, have no route and are routed live. A token of
-a shared prompt is routed once for several sequences, and counts once in each of them.
+every layer, in the forward pass and in recomputation. Layers have Megatron's numbers, from 1 over the whole model. A
+token counts if another one follows it in its sequence, once in each sequence that shares it. Others, which affect no
+log-prob and no value, and padding have no route and are routed live.
 """
 
 import functools

@@ -21,11 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megarl.mcore import device
 
 # Attribute of the ProcessGroupCollection -> dimensions of the dense grid (tp fastest, pp slowest: Megatron's order).
-DENSE = {
-    "tp": ["tp"],
-    "cp": ["cp"],
-    "dp": ["dp"],
-    "pp": ["pp"],
+DENSE = {name: [name] for name in ("tp", "cp", "dp", "pp")} | {
     "mp": ["tp", "pp"],
     "tp_cp": ["tp", "cp"],
     "dp_cp": ["cp", "dp"],
@@ -33,10 +29,7 @@ DENSE = {
     "intra_dp_cp": ["cp", "dp"],
     "intra_dist_opt": ["tp", "cp", "dp", "pp"],
 }
-EXPERT = {
-    "expt_tp": ["expt_tp"],
-    "ep": ["ep"],
-    "expt_dp": ["expt_dp"],
+EXPERT = {name: [name] for name in ("expt_tp", "ep", "expt_dp")} | {
     "intra_expt_dp": ["expt_dp"],
     "tp_ep": ["expt_tp", "ep"],
     "tp_ep_pp": ["expt_tp", "ep", "pp"],
@@ -133,9 +126,6 @@ def fake_world(size: int, rank: int = 0):
         yield
     finally:
         dist.destroy_process_group()
-
-
-# -- collectives ---------------------------------------------------------------------------------------------------
 
 
 def all_reduce(values: Tensor, group, op=dist.ReduceOp.SUM) -> Tensor:

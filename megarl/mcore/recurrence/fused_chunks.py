@@ -48,8 +48,7 @@ def load():
 
 
 def convolved(x: Tensor, weight: Tensor, kind: torch.dtype, runs: Runs, states: States | None) -> Tensor:
-    """[T, C] of a type, after the causal convolution and its SiLU; `states` get its last inputs. Arguments as of
-    `states.convolved`."""
+    """[T, C] of a type, after the causal convolution and its SiLU; otherwise as `states.convolved`."""
     from fla.modules.causal_conv1d import causal_conv1d
 
     plan, packed, before = runs.convolution, runs.in_order, None

@@ -27,8 +27,6 @@ from tests.helpers.models.tiny_models import join_actor
 from tests.helpers.programs import program, rl_argv
 from tests.helpers.worlds import SAFETY, run_world
 
-# -- the rollout ---------------------------------------------------------------------------------------------------
-
 
 def passes(rank, parsed):
     """(routes of responses to train on, of an evaluation, of a greedy baseline; the layers; the engine's options)."""
@@ -62,8 +60,6 @@ def test_the_rollout_records_routes_for_training_only(replay, options, tmp_path)
     else:
         assert layers is None and learnt is None
 
-
-# -- routes of groups that wait ----------------------------------------------------------------------------------
 
 PP2, TP2 = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"
 LAST = 99  # the last token of every sequence

@@ -15,7 +15,7 @@ from tests.helpers.models.trainable_models import DISTRIBUTED, MOE, TP2, critic_
 from tests.helpers.models.updates import batch_of, forward_of, split_microbatches
 from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
 from tests.helpers.tiers import long
-from tests.helpers.worlds import run_world
+from tests.helpers.worlds import in_world, run_world
 from tools.bench.offload import run_rounds
 
 SMALL_MOMENTS = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95"
@@ -106,7 +106,8 @@ def test_moves_to_host_and_back_are_exact_and_free_device_memory(size, flags, tm
         assert held <= copies <= 1.1 * held
 
 
-def nested(rank: int):
+@in_world()
+def test_nested_moves_and_failures_inside_one(rank: int):
     """Nested moves, failures, and a forward while the weights are on the host."""
     trainable_model = critic_model("", True)
     weight, offload = next(trainable_model.model.parameters()), trainable_model.offload
@@ -127,17 +128,10 @@ def nested(rank: int):
         raise ValueError("the first")
 
 
-def test_nested_moves_and_failures_inside_one():
-    run_world(nested, 1)
-
-
-def rounds(rank: int) -> dict:
-    """Moves of four matrices, each large enough that the system gets its memory back once it is freed."""
-    return run_rounds(208 * 2**20)
-
-
-def test_the_host_holds_the_payload_once():
-    (found,) = run_world(rounds, 1)
+@in_world()
+def test_the_host_holds_the_payload_once(rank):
+    """Each of the four matrices is large enough that the system gets its memory back once it is freed."""
+    found = run_rounds(208 * 2**20)
     payload = found["payload_bytes"]
     assert 0.9 * payload < found["host_peak_bytes"] < 1.1 * payload
     assert 0.9 * payload < found["host_away_bytes"] < 1.1 * payload  # no device memory is left
@@ -167,7 +161,9 @@ def test_a_run_is_the_same_with_offload_of_every_role(size, flags, resumes, tmp_
 NAN = 255  # of every byte: NaN in all types of floating point
 
 
-def check_memory(rank: int, flags: str):
+@pytest.mark.parametrize("flags", ["", f"--bf16 {MOE} {DISTRIBUTED}"])
+@in_world()
+def test_the_kv_cache_is_in_the_largest_gradient_buffer_and_grows_it(rank, flags):
     """Caches below and above the size of the largest buffer, with offload and without."""
     for offload in (False, True):
         trainable_model = critic_model(flags, offload)
@@ -187,11 +183,6 @@ def check_memory(rank: int, flags: str):
         assert storage.nbytes() == (0 if offload else 2 * size)
         with trainable_model.present_for_updates():
             assert storage.nbytes() == 2 * size and big.data_ptr() == largest.grad_data.data_ptr()
-
-
-@pytest.mark.parametrize("flags", ["", f"--bf16 {MOE} {DISTRIBUTED}"])
-def test_the_kv_cache_is_in_the_largest_gradient_buffer_and_grows_it(flags):
-    run_world(check_memory, 1, flags)
 
 
 def spoil(monkeypatch):

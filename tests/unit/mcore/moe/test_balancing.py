@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.moe_utils import (
 from megarl.mcore.moe.balancing import finish_update
 from megarl.mcore.moe.routes import MinibatchCounts, Occurrences, RoutedTokens, Routing
 from tests.helpers.models.tiny_models import build
-from tests.helpers.worlds import run_world
+from tests.helpers.worlds import in_world
 
 EXPERTS, TOPK = 8, 3
 MOE = f"--num-experts {EXPERTS} --moe-router-topk {TOPK} --moe-ffn-hidden-size 32"
@@ -111,7 +111,8 @@ FORMULAS = {
 }  # fmt: skip
 
 
-def against_the_papers(rank):
+@in_world()
+def test_losses_and_their_gradients_are_the_papers(rank):
     for name in FORMULAS:
         check_formula(name)
     check_formula("sequence-sigmoid", replays=True)  # losses teach the router's own choice, whatever is replayed
@@ -131,11 +132,8 @@ def check_formula(name: str, replays: bool = False):
     assert not found[0][~case.rows.counted].any()
 
 
-def test_losses_and_their_gradients_are_the_papers():
-    run_world(against_the_papers, 1)
-
-
-def several(rank):
+@in_world()
+def test_several_losses_add_up_with_their_own_coefficients(rank):
     case = Case(f"{Z} --moe-router-load-balancing-type global_aux_loss seq_aux_loss --moe-aux-loss-coeff 0.25 0.125")
     found = case.gradients()
     hidden, weight = (x.detach().double().requires_grad_() for x in (case.hidden, case.router.weight))
@@ -146,11 +144,8 @@ def several(rank):
         torch.testing.assert_close(gradient.double(), exact, rtol=1e-4, atol=1e-5)
 
 
-def test_several_losses_add_up_with_their_own_coefficients():
-    run_world(several, 1)
-
-
-def against_megatron(rank):
+@in_world()
+def test_losses_equal_megatrons_if_they_mean_the_same(rank):
     """One sequence, where a mean over the micro-batch is the mean over the sequence and over the mini-batch."""
     for flags in (f"{SEQ} {Z}", f"{GLOBAL} {Z}"):
         case = Case(flags, lengths=[30], padding=0)
@@ -164,14 +159,9 @@ def against_megatron(rank):
         assert float(case.routing.losses["z_loss"]) == pytest.approx(float(z_loss_func(logits, 1.0)), rel=1e-5)
 
 
-def test_losses_equal_megatrons_if_they_mean_the_same():
-    run_world(against_megatron, 1)
-
-
-# -- what moves with an update -----------------------------------------------------------------------------------
-
-
-def counting(rank):
+@in_world()
+def test_biases_and_loads_follow_the_chosen_experts(rank):
+    """Replayed ones, too."""
     for replays in (False, True):
         check_counts(replays)
 
@@ -198,12 +188,8 @@ def check_counts(replays: bool):
     assert not router.expert_counts.any()
 
 
-def test_biases_and_loads_follow_the_chosen_experts():
-    """Replayed ones, too."""
-    run_world(counting, 1)
-
-
-def nothing_counted(rank):
+@in_world()
+def test_a_minibatch_without_counted_tokens_changes_nothing(rank):
     case = Case(GLOBAL, lengths=[1, 1, 1], padding=1)
     share = case.router.expert_share.clone()
     hidden, weight = case.gradients()
@@ -212,14 +198,8 @@ def nothing_counted(rank):
     assert torch.equal(case.router.expert_share, share)
 
 
-def test_a_minibatch_without_counted_tokens_changes_nothing():
-    run_world(nothing_counted, 1)
-
-
-# -- passes without an update, and errors ------------------------------------------------------------------------
-
-
-def passes(rank):
+@in_world()
+def test_an_update_without_minibatch_counts_is_an_error(rank):
     for flags in (Z, SEQ, GLOBAL, BIAS):
         check_passes(flags)
 
@@ -241,17 +221,10 @@ def check_passes(flags: str):
         case.run(None)
 
 
-def test_an_update_without_minibatch_counts_is_an_error():
-    run_world(passes, 1)
-
-
-def plain(rank):
+@in_world()
+def test_a_router_without_balancing_needs_no_counts_and_keeps_none(rank):
     case = Case("--moe-router-load-balancing-type none")
     case.run(None)
     case.gradients()
     assert not case.routing.losses and not case.hidden.grad.any()
     assert {"expert_counts", "expert_share"}.isdisjoint(dict(case.router.named_buffers()))
-
-
-def test_a_router_without_balancing_needs_no_counts_and_keeps_none():
-    run_world(plain, 1)

@@ -18,7 +18,7 @@ from tests.helpers.models.gradient_accumulation import accumulate
 from tests.helpers.models.lora_models import trainable
 from tests.helpers.models.tiny_models import build, build_stages
 from tests.helpers.tiers import long
-from tests.helpers.worlds import run_world
+from tests.helpers.worlds import in_world, run_world
 
 MOE = "--num-experts 8 --moe-ffn-hidden-size 32"
 SHARED = "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate"
@@ -47,9 +47,7 @@ def hidden_states(rows: int, seed: int = 0) -> torch.Tensor:
 
 def both_paths(rank, flags: str, is_compiled: bool):
     """For several numbers of tokens: (output, that without gradients, gradients) of the direct and Megatron's path.
-
-    `is_compiled`: with megarl's kernels, whose SwiGLU has another exp than Megatron's path.
-    """
+    `is_compiled`: with megarl's kernels, whose SwiGLU has another exp than Megatron's path."""
     native.enable(is_compiled)
     layer, found = layer_of(flags), []
     layer.eval()  # without the losses of a mini-batch; recomputation needs training mode
@@ -94,19 +92,15 @@ def test_the_direct_path_has_the_results_of_megatrons(size, flags, is_compiled):
                 torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def rows_alone(rank, flags: str):
-    """Whether a token's output has the same bits with all others and in a batch with any number of them."""
-    layer, hidden = layer_of(flags).eval(), hidden_states(60)
-    with torch.no_grad():
-        whole, _ = layer(hidden)
-        return [torch.equal(layer(hidden[start : start + 4])[0], whole[start : start + 4]) for start in range(57)] + [
-            torch.equal(layer(hidden[:rows])[0], whole[:rows]) for rows in range(4, 60)
-        ]
-
-
 @pytest.mark.parametrize("topk", [1, 2, 5])
-def test_a_token_does_not_depend_on_the_others(topk):
-    assert all(run_world(rows_alone, 1, f"--moe-router-topk {topk} --moe-router-pre-softmax {SHARED}")[0])
+@in_world()
+def test_a_token_does_not_depend_on_the_others(rank, topk):
+    """Its output has the same bits with all others and in a batch with any number of them."""
+    layer = layer_of(f"--moe-router-topk {topk} --moe-router-pre-softmax {SHARED}").eval()
+    with torch.no_grad():
+        whole, _ = layer(hidden := hidden_states(60))
+        for rows in [*(slice(i, i + 4) for i in range(57)), *(slice(i) for i in range(4, 60))]:
+            assert torch.equal(layer(hidden[rows])[0], whole[rows])
 
 
 @pytest.mark.long
@@ -121,31 +115,24 @@ def test_nor_where_blas_sums_by_the_number_of_rows():
     assert done.returncode == 0, done.stdout
 
 
-def operators_of_a_step(rank):
-    """Operators of the layer on the tokens of a decode step, by path."""
+@in_world()
+def test_the_direct_path_has_half_the_operators(rank):
     layer, hidden, found = layer_of("--moe-router-topk 2").eval(), hidden_states(16), []
     for layer._is_direct in (True, False):
         with torch.inference_mode(), Operators() as operators:
             layer(hidden)
         found.append(operators.count)
-    return found
-
-
-def test_the_direct_path_has_half_the_operators():
-    direct, dispatched = run_world(operators_of_a_step, 1)[0]
+    direct, dispatched = found
     assert 2 * direct <= dispatched, (direct, dispatched)
-
-
-def which_path(rank, flags: str):
-    return layer_of(flags)._is_direct
 
 
 @pytest.mark.parametrize("flags, is_direct", [
     ("", True), ("--glu-linear-offset 1", False), (EP2, True),
     (f"{EP2} --context-parallel-size 2 --moe-token-dispatcher-type allgather", False),
 ])  # fmt: skip
-def test_experts_that_are_no_plain_swiglu_take_megatrons_path(flags, is_direct):
-    assert run_world(which_path, 2, f"--moe-router-topk 2 {flags}") == [is_direct] * 2
+@in_world(2)
+def test_experts_that_are_no_plain_swiglu_take_megatrons_path(rank, flags, is_direct):
+    assert layer_of(f"--moe-router-topk 2 {flags}")._is_direct == is_direct
 
 
 # 32 · 64 · 3 weights an expert: with three replicas no multiple of the 384 that ends of buckets are padded to.
@@ -225,16 +212,13 @@ def test_the_layout_changes_no_gradient():
     assert all(torch.equal(plain[name], copied[name]) for name in plain)
 
 
-def frozen(rank: int) -> list[bool]:
-    """Whether the weights of a model that only scores are views, at first and when they came back from the host."""
+@in_world()
+def test_stacks_of_a_frozen_model_are_views(rank: int):
+    """At first, and when they came back from the host."""
     from megarl.mcore.moe import layer
 
     layer.device = SimpleNamespace(has_cuda=lambda: True)
     stages, _, _ = build_stages(EXPERTS)
-    found = [are_views(stages)]
+    assert are_views(stages)
     with offload.offload_frozen(stages).present("weights"):
-        return [*found, are_views(stages)]
-
-
-def test_stacks_of_a_frozen_model_are_views():
-    assert run_world(frozen, 1) == [[True, True]]
+        assert are_views(stages)

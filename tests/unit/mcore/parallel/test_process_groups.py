@@ -45,7 +45,6 @@ def test_sizes_of_expert_data_parallelism():
 
 
 def pipeline_groups(rank):
-
     pg_collection = create_groups(range(4), ParallelSizes(pipeline=4), GroupCache(SAFETY))
     return {g: getattr(pg_collection, g) and dist.get_process_group_ranks(getattr(pg_collection, g)) for g in NAMES}
 
