@@ -85,7 +85,7 @@ class RouteExchange:
         self._by_layer: list[dict[int, list[int]]] = [{} for _ in mesh[ROLLOUT].replicas]  # ranks of each replica
         for by_layer, ranks in zip(self._by_layer, mesh[ROLLOUT].replicas, strict=True):
             for rank in ranks:
-                for layer in self._layers(ROLLOUT, rank):
+                for layer in self.layers(ROLLOUT, rank):
                     by_layer.setdefault(layer, []).append(rank)
         for role in sorted({role for held in self._held for role in held} - {ROLLOUT}):
             self._check_holders(role)
@@ -94,7 +94,8 @@ class RouteExchange:
         group = self.mesh[role].pg_collection.tp_cp
         return slice(dist.get_rank(group), None, dist.get_world_size(group))
 
-    def _layers(self, role: str, rank: int) -> tuple[int, ...]:
+    def layers(self, role: str, rank: int) -> tuple[int, ...]:
+        """MoE layers of a role on a rank."""
         return self._held[rank][role][0] if role in self._held[rank] else ()
 
     def _share(self, role: str, rank: int) -> slice:
@@ -103,7 +104,7 @@ class RouteExchange:
 
     def _check_holders(self, role: str):
         """RuntimeError if a replica of the rollout lacks a layer that the role has."""
-        wanted = {layer for rank in self.mesh[role].ranks for layer in self._layers(role, rank)}
+        wanted = {layer for rank in self.mesh[role].ranks for layer in self.layers(role, rank)}
         for dp_rank, held in enumerate(self._by_layer):
             missing = sorted(wanted - set(held))
             if missing:
@@ -116,7 +117,7 @@ class RouteExchange:
         """Sending rank in the rollout's replica `dp_rank` -> layers that it sends to `rank`. A rank sends to itself
         where it can; otherwise the holders of a layer share the receivers round-robin."""
         senders, index = {}, self.mesh[role].ranks.index(rank)
-        for layer in self._layers(role, rank):
+        for layer in self.layers(role, rank):
             holders = self._by_layer[dp_rank][layer]
             sender = rank if rank in holders else holders[index % len(holders)]
             senders.setdefault(sender, []).append(layer)
@@ -160,7 +161,7 @@ class RouteExchange:
         return self._table(destination, batch, wanted, dp_assignment[ROLLOUT], by_rank)
 
     def _check_source(self, source: Batch | None):
-        layers = list(self._layers(ROLLOUT, self.mesh.rank))
+        layers = list(self.layers(ROLLOUT, self.mesh.rank))
         if not layers:
             return
         if source is None or source.routes is None:
@@ -175,7 +176,7 @@ class RouteExchange:
     def _routes_by_rank(self, source: Batch, destination: str, dp_assignment: Tensor) -> dict[int, Tensor]:
         """Receiving rank -> its share of the rows, in the layers sent to it: [rows · layers · k] int16 as bytes."""
         rank, dp_rank, routes = self.mesh.rank, self.mesh[ROLLOUT].dp_rank, {}
-        held = self._layers(ROLLOUT, rank)
+        held = self.layers(ROLLOUT, rank)
         for receiving, tokens in _routed_tokens(source, dp_assignment).items():
             tokens = tokens.to(device.device())
             for receiver in self.mesh[destination].replicas[receiving]:
@@ -197,13 +198,13 @@ class RouteExchange:
         of_rows = torch.cat([torch.empty(0, ranks, dtype=torch.int64), *columns]).t().flatten().to(wanted.device)
         is_kept = pad(wanted, (0, 1))[of_rows]
         rows = rows[is_kept]
-        check_rows(destination, rows, self._layers(destination, self.mesh.rank), self.experts)
+        check_rows(destination, rows, self.layers(destination, self.mesh.rank), self.experts)
         return RouteTable.of_rows(of_rows[is_kept], rows, len(wanted))
 
     def _rows_of_share(self, destination: str, tokens: dict[int, Tensor], received: dict[int, Tensor]) -> Tensor:
         """[R, L, k] int16 received rows, those of each replica padded to the largest share of them."""
         rank = self.mesh.rank
-        layers, share = self._layers(destination, rank), self._share(destination, rank)
+        layers, share = self.layers(destination, rank), self._share(destination, rank)
         sizes, expected, start = {dp_rank: -(-len(t) // share.step) for dp_rank, t in tokens.items()}, {}, 0
         rows = torch.zeros(sum(sizes.values()), len(layers), self.topk, dtype=torch.int16, device=device.device())
         for dp_rank, size in sizes.items():

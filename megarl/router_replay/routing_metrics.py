@@ -54,7 +54,8 @@ class RoutingStatistics:
             total = torch.stack(list(self.losses.values()))
             dist.all_reduce(total, group=group)
             losses = dict(zip(self.losses, total, strict=True))
-        return RoutingStatistics(counts[:, :-3], *counts[:, -3:].unbind(1), losses, self.passes)
+        routed, replayed, differs = counts[:, -3:].unbind(1)
+        return RoutingStatistics(counts[:, :-3], routed, replayed, differs, losses, self.passes)
 
 
 def load_imbalance(load: Tensor) -> Tensor:

@@ -78,7 +78,8 @@ def in_world(size: int = 1):
             run_world(functools.partial(function, **arguments), size)
 
         signature = inspect.signature(function)
-        test.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])  # what pytest gives
+        given = [*signature.parameters.values()][1:]
+        test.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]  # pytest reads it
         return test
 
     return decorate

@@ -120,8 +120,8 @@ def with_rows(parameter: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """A tensor that is sharded like a parameter and has these rows on this rank; without FSDP the rows themselves."""
     if not isinstance(parameter, DTensor):
         return rows
-    layout = {"shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(rows, parameter.device_mesh, parameter.placements, run_check=False, **layout)
+    mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
+    return DTensor.from_local(rows, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _local_range(parameter: DTensor) -> range:
@@ -178,7 +178,7 @@ def _rows(entry: ShardedTensor | ShardedTensorFactory) -> ShardedTensorFactory:
             start += tensor.local_shape[0]
         return shards or [_placeholder(tensors[0], local)]
 
-    def merge(shards: list[torch.Tensor]) -> DTensor:
+    def merge(shards: list[torch.Tensor]) -> torch.Tensor:
         rows = [data.reshape(-1, *whole.shape[1:]) for data in shards]
         return with_rows(whole, torch.cat(rows)[: len(here)])  # without a placeholder row
 
