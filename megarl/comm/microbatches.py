@@ -38,9 +38,8 @@ def minibatch_ids(count: int, size: int | None, seed: int, step: int, epoch: int
 
 
 def minibatches_of_step(settings: Settings, groups: PromptGroups, step: int, epoch: int) -> list[Tensor]:
-    """Sequence ids of the mini-batches of a step, by `minibatch_ids`: of whole groups if that is possible.
-    `--minibatch-size` is then counted in groups of `--samples-per-prompt`, whatever the sizes of the groups: a step has
-    as many updates as the schedule of the learning rate expects."""
+    """Sequence ids of the mini-batches of a step, by `minibatch_ids`: of whole groups if that is possible, counted in
+    groups of `--samples-per-prompt` of any size, so that a step has as many updates as the learning rate expects."""
     size, seed = settings.minibatch_groups, settings.seed
     if size is not None:
         return [groups.ids_of(drawn) for drawn in minibatch_ids(len(groups), size, seed, step, epoch)]
@@ -180,9 +179,8 @@ def blank_sequences(fields: list[str], device, sequences: int = 1) -> Batch:
 def build_microbatches(
     batch: Batch, groups: list[Tensor], prompts: PromptPrefixes | None = None
 ) -> list[tuple[Batch, Tensor]]:
-    """[(micro-batch, positions of its sequences in `batch`)] for groups of positions on the host. Copies what the host
-    needs once, for all groups. `prompts`: of all sequences of `batch`; None: no prefix is shared. RuntimeError:
-    sequences with the same prompt id begin with different tokens."""
+    """[(micro-batch, positions of its sequences in `batch`)] for groups of positions on the host, to which all is
+    copied once. `prompts`: of all sequences; None: none is shared. RuntimeError: those with the same id differ."""
     lengths, mask = batch.lengths.cpu(), batch.response_mask
     mask = None if mask is None else mask.cpu()
     teachers = None if batch.teacher_ids is None else batch.teacher_ids.cpu()
@@ -255,8 +253,7 @@ def _shared_prefix(ids: np.ndarray, tokens: Tensor) -> SharedPrefix | None:
 
 
 def prompt_prefixes(batch: Batch) -> PromptPrefixes | None:
-    """The prompts of a batch, None if it does not have them. A prompt's last token is not shared, because the token
-    that it predicts differs between responses."""
+    """The prompts of a batch, if it has them, without their last tokens: what follows differs between responses."""
     if batch.prompt_ids is None or batch.prompt_lengths is None:
         return None
     ids, lengths = batch.prompt_ids.cpu(), batch.prompt_lengths.cpu()

@@ -25,8 +25,7 @@ class Role(Protocol):
 
 @dataclass(eq=False, repr=False)
 class StepBatch:
-    """Batches by role: `step_batch["critic"]` is None on ranks that do not work for the critic. A role that the run
-    does not have takes part in no transfer."""
+    """Batches by role, None on ranks that do not work for it. A role that the run lacks takes part in no transfer."""
 
     mesh: RoleMesh
     timers: Timers

@@ -33,9 +33,8 @@ class DraftRows(NamedTuple):
 
 
 def fit_to_blocks(context, counts: Tensor) -> Tensor:
-    """Returns how many of `counts` [n] drafted tokens of each request the cache has room for; allocates their blocks.
-    If the free blocks do not suffice for all, no request gets a further block. Requests with sequences of the same
-    length and the same counts get the same."""
+    """How many of `counts` [n] drafted tokens of each request the cache has room for; allocates their blocks, or none
+    if the free ones do not suffice for all. Requests with sequences of the same length and counts get the same."""
     n, size = context.total_request_count, context.block_size_tokens
     blocks = context.kv_block_allocator
     offsets = context.request_last_kv_block_offset[:n].long()

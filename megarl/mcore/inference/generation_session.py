@@ -146,8 +146,7 @@ class GenerationSession:
         return [completion for completion in completions if completion is not None]
 
     def new_tokens(self, reported: Mapping[int, int]) -> Iterator[TokenChunk]:
-        """What requests that have not ended got since the last chunk. `reported`: tokens of each request that are
-        known, by its number; others are passed over."""
+        """What open requests got since the last chunk; `reported`: known tokens, by number; others are passed over."""
         for request_id, number in self._numbers.items():
             if (start := reported.get(number)) is None:
                 continue

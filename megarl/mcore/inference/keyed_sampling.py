@@ -168,8 +168,7 @@ class KeyedSampling(Sampling):
                 self._top_logprobs[request_id][positions[row]] = pairs
 
     def log_probs(self, tokens: Tensor) -> Tensor:
-        """Returns [n] log-probs of the tokens [n] just sampled, under the temperature-scaled policy over the whole
-        vocabulary, as training recomputes them."""
+        """Log-probs [n] of the tokens [n] just sampled, of the scaled policy over all tokens, as training has them."""
         return self._policy.logprobs(tokens) if self._log_probs is None else self._log_probs
 
     def log_probs_kernel(self, logits, context, *, token_to_request_index=None):

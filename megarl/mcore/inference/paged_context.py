@@ -258,9 +258,8 @@ class PagedContext(DynamicInferenceContext):
         return [[logprob] for logprob in sampling.log_probs(new_tokens).tolist()], None
 
     def update_requests(self, active_requests_mask: Tensor, new_tokens: Tensor, *args, **kwargs):
-        """Advances to the next step; blocks of finished requests may be reused afterwards. If the step only decoded one
-        token of each request, megarl advances the requests itself: Megatron's version handles requests that join, end
-        and wait, and takes as long as a small layer."""
+        """Advances to the next step; blocks of finished requests may be reused afterwards. Megarl itself advances
+        requests that only decoded one token each: Megatron's version takes as long as a small layer."""
         if self.after_prefill is not None:
             self.after_prefill(new_tokens)
         self.only_decodes = self._is_simple and bool(active_requests_mask.all()) and self._advance(new_tokens)

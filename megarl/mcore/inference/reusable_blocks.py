@@ -62,8 +62,7 @@ class StepRoutes(RoutingMetadata):
 
 
 class ReusableBlocks(KVBlockAllocator):
-    """Megatron's allocator of cache blocks; with prefix caching, it keeps blocks after their requests. It keeps the
-    routes of their tokens while `is_recording`."""
+    """Megatron's allocator of cache blocks; it keeps them after their requests, and routes while `is_recording`."""
 
     def __init__(self, fresh: KVBlockAllocator, layers: tuple[int, ...], topk: int):
         """Replaces `fresh`, an unused allocator of the same size. `layers`: this rank's MoE layers."""
@@ -126,8 +125,7 @@ class ReusableBlocks(KVBlockAllocator):
             self.block_hashes[list(new.values())] = torch.tensor(list(new))
 
     def register_sequences(self, rows: Tensor):
-        """Registers the whole blocks of requests that leave the cache; `rows`: their rows in the context. RuntimeError:
-        a request's sequence is shorter than its keys."""
+        """Registers the whole blocks of requests that leave, by their rows. RuntimeError: a sequence is too short."""
         if not self.enable_prefix_caching:
             return
         c, size = self.context, self.context.block_size_tokens

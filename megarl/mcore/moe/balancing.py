@@ -41,8 +41,7 @@ class BalancedRouter(TopKRouter):
             self.register_buffer("expert_counts", counts, persistent=False)  # this rank's tokens in the update
 
     def _trained_routing(self) -> Routing | None:
-        """Returns the routing of the current micro-batch in a training pass; None in other passes. RuntimeError: the
-        routing lacks the counts of the mini-batch."""
+        """The routing of a training pass, else None. RuntimeError: it lacks the counts of the mini-batch."""
         if not (self.training and torch.is_grad_enabled()):
             return None
         if self.current_routing is None or self.current_routing.totals is None:
