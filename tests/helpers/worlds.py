@@ -69,7 +69,7 @@ def run_world(function, size: int, *args, timeout: float = SAFETY_SECONDS) -> li
                 rank.kill()
 
 
-def in_world(size: int = 1):
+def on_each_rank(size: int = 1):
     """Makes a test of a function of a rank, and of parameters and fixtures, in which each rank of a world asserts."""
 
     def decorate(function):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megarl.comm import role_mesh
 from megarl.mcore.parallel.process_groups import DENSE, EXPERT, GroupCache, ParallelSizes, create_groups, fake_world
 from tests.helpers.models.tiny_models import parse_roles
-from tests.helpers.worlds import SAFETY, in_world, run_world
+from tests.helpers.worlds import SAFETY, on_each_rank, run_world
 
 NAMES = [*DENSE, *EXPERT, "embd", "pos_embd"]
 
@@ -96,7 +96,7 @@ def test_a_separate_rollout_has_a_group_with_the_actor():
     ]  # fmt: skip
 
 
-@in_world(2)
+@on_each_rank(2)
 def test_an_absent_role_is_on_no_rank(rank):
     here = role_mesh.create_mesh(parse_roles("--advantage grpo --kl-coefficient 0", 2, program="rl"), SAFETY)
     for name in ("critic", "reference"):
@@ -111,7 +111,7 @@ def test_an_absent_role_is_on_no_rank(rank):
     assert dist.get_process_group_ranks(here.leaders_group("actor", "reward")) == [0, 1]
 
 
-@in_world(2)
+@on_each_rank(2)
 def test_colocated_roles_share_their_groups(rank):
     here = role_mesh.create_mesh(parse_roles("--reward-tensor-model-parallel-size 2", 2, program="rl"), SAFETY)
     actor, critic, reward, rollout = (here[name].pg_collection for name in ("actor", "critic", "reward", "rollout"))
@@ -159,7 +159,7 @@ def test_sums_and_gathers():
 
 
 @pytest.mark.parametrize("with_nan", [(), (0,), (1,), (2,), (0, 2)])
-@in_world(3)
+@on_each_rank(3)
 def test_a_maximum_over_replicas_shows_nan_of_each(rank, with_nan):
     """gloo's own loses it, unless it is the first rank's."""
     place = role_mesh.create_mesh(parse_roles("", 3, program="rl"), SAFETY)["actor"]

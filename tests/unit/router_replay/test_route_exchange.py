@@ -13,7 +13,7 @@ from megarl.comm.exchange import PendingSends
 from megarl.router_replay.route_exchange import RouteExchange, check_rows
 from megarl.router_replay.router_state import RouteTable
 from tests.helpers.models.batches import create_mesh, random_batch, share_of
-from tests.helpers.worlds import RankFailed, in_world, run_world
+from tests.helpers.worlds import RankFailed, on_each_rank, run_world
 
 TOPK, EXPERTS = 3, 300
 LAYERS = (2, 3, 5, 8, 9, 11)  # the others are dense
@@ -189,7 +189,7 @@ def assigned_to_one() -> dict:
     return dict.fromkeys(("rollout", "actor"), torch.zeros(4, dtype=torch.int64))
 
 
-@in_world()
+@on_each_rank()
 def test_wrong_routes_are_reported_at_once(rank):
     """Everything that one rank alone can see, on a world of one."""
     mesh, layers = create_mesh(""), {"rollout": (2, 4), "actor": (2, 4)}
@@ -244,7 +244,7 @@ def test_missing_sequences_are_reported():
         run_world(send_too_little, 2)
 
 
-@in_world(2)
+@on_each_rank(2)
 def test_the_rollout_does_not_wait_until_its_routes_are_received(rank):
     """Two steps of routes from a rank that generates, to one that receives them only after both are sent."""
     mesh = create_mesh("--role-map actor=1;critic=1;reward=1;reference=1;rollout=0")

@@ -15,7 +15,7 @@ from megarl.mcore.inference.engine import RequestList
 from megarl.mcore.inference.generation_session import GenerationSession
 from tests.helpers.models import reference_kernels
 from tests.helpers.rollout.engines import make_engine, make_requests, take_long_steps
-from tests.helpers.worlds import in_world, run_world
+from tests.helpers.worlds import on_each_rank, run_world
 
 COUNT = 20
 
@@ -33,7 +33,7 @@ def requests_that(share):
 @pytest.mark.parametrize(("max_requests", "buffer_gb", "step_tokens", "waiting"), [
     (32, 0.005, 4096, 0), (8, 0.005, 4096, 1), (32, 0.005, 100, 1), (32, 0.0001, 4096, 1),
 ])  # fmt: skip
-@in_world()
+@on_each_rank()
 def test_the_context_is_that_of_megatrons_scheduling(rank, max_requests, buffer_gb, step_tokens, waiting, share):
     """After prompts were scheduled in two parts."""
 

@@ -24,7 +24,7 @@ from tests.helpers.rollout.engines import (
     texts,
 )
 from tests.helpers.tiers import by_default
-from tests.helpers.worlds import in_world, run_world
+from tests.helpers.worlds import on_each_rank, run_world
 
 SAMPLINGS = [{}, {"temperature": 0.7}, {"temperature": 1.5, "top_k": 4}, {"top_p": 0.8},
              {"greedy": True, "temperature": 0.7}]  # fmt: skip
@@ -79,7 +79,7 @@ def test_a_response_does_not_depend_on_other_requests():
     assert alone == backwards == texts(standard()[0])
 
 
-@in_world()
+@on_each_rank()
 def test_samples_of_one_prompt_follow_their_keys(rank):
     engine, model, _ = make_engine()
     prompt = make_requests()[1].prompt
@@ -91,7 +91,7 @@ def test_samples_of_one_prompt_follow_their_keys(rank):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@in_world()
+@on_each_rank()
 def test_greedy_decoding_equals_an_argmax_loop_over_the_full_forward(rank, shape):
     engine, model, _ = make_engine(shape=shape)
     requests = make_requests(count=5)[1:]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.mcore.inference.keyed_sampling import KeyedSampling
 from megarl.mcore.inference.reusable_blocks import ReusableBlocks
-from tests.helpers.worlds import in_world
+from tests.helpers.worlds import on_each_rank
 
 BLOCKS, BLOCK, VOCAB, REQUESTS = 12, 16, 512, 4
 
@@ -45,7 +45,7 @@ def on_device(*shape: int) -> torch.Tensor:
 
 
 # Both run in a fork: autograd fails in processes forked after fake tensors were used.
-@in_world()
+@on_each_rank()
 def test_blocks_of_a_cache_on_the_device_are_cleared(rank):
     """Blocks of the host's allocator, cleared in a cache on the device."""
     with FakeTensorMode(allow_non_fake_inputs=True), Host():
@@ -59,7 +59,7 @@ def test_blocks_of_a_cache_on_the_device_are_cleared(rank):
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("settings", [SamplingSettings(1.1), SamplingSettings(top_k=5, top_p=0.9),
                                       SamplingSettings(top_p=0.9), SamplingSettings(greedy=True)], ids=str)  # fmt: skip
-@in_world()
+@on_each_rank()
 def test_a_step_samples_on_the_device_without_floating_point_cumulative_sums(rank, settings, deterministic):
     torch.use_deterministic_algorithms(deterministic)
     row = torch.arange(REQUESTS, dtype=torch.int32)

@@ -16,7 +16,7 @@ from megarl.roles.passes import forward_only
 from tests.helpers.models.tiny_models import VOCAB, build_stages, one_microbatch
 from tests.helpers.rollout.engines import NEVER, are_same, engine_on, make_requests, settings_of, take_long_steps
 from tests.helpers.tiers import by_default, long
-from tests.helpers.worlds import in_world, run_world
+from tests.helpers.worlds import on_each_rank, run_world
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 EP2, SP = "--expert-model-parallel-size 2", "--sequence-parallel"
@@ -89,7 +89,7 @@ def test_routes_are_those_of_the_training_forward(layout):
         assert layers == [(2, 3, 4)] * size
 
 
-@in_world()
+@on_each_rank()
 def test_more_than_256_experts_keep_their_ids(rank):
     stages, args, place = build_stages("--num-experts 300 --moe-router-topk 4 --num-layers 1 --hidden-size 16"
                                        " --ffn-hidden-size 16 --moe-ffn-hidden-size 16")  # fmt: skip
@@ -132,7 +132,7 @@ def test_responses_logprobs_and_routes_do_not_depend_on_the_cache(options, went_
         assert record[name] == value if value is not None else record[name] > 0, (name, record)
 
 
-@in_world()
+@on_each_rank()
 def test_a_weight_sync_invalidates_cached_prefixes(rank):
     stages, args, place = build_stages(MOE)
     engine, requests = engine_of(stages[0], place, prefix_caching=True, **CHUNKS), requests_of(3, 4)
@@ -182,7 +182,7 @@ def test_equal_prompts_of_a_step_are_computed_once_with_the_same_routes(size, fl
         assert (few[0], all_rows[0]) == ((112, 448) if size == 1 else (112, 224))
 
 
-@in_world()
+@on_each_rank()
 def test_short_decode_steps_record_the_same_routes(rank):
     stages, args, place = build_stages(MOE)
     engine, requests, found = engine_of(stages[0], place), requests_of(3, 4, limit=20), []
@@ -205,7 +205,7 @@ def assert_nothing_records(stages, engine):
         assert router.router_replay.router_replay_action is None and router.router_replay.recorded_topk_idx is None
 
 
-@in_world()
+@on_each_rank()
 def test_incomplete_routes_are_an_error(rank):
     stages, args, place = build_stages(MOE)
     engine, requests = engine_of(stages[0], place), make_requests(limit=3)
@@ -238,7 +238,7 @@ def test_incomplete_routes_are_an_error(rank):
         assert "has routes of" in message and 0 <= found < wanted and known in (None, found)
 
 
-@in_world()
+@on_each_rank()
 def test_two_models_of_a_process_record_separately(rank):
     stages, args, place = build_stages(MOE)
     args.seed += 1
@@ -256,7 +256,7 @@ def test_two_models_of_a_process_record_separately(rank):
     assert torch.equal(actor, again) and torch.equal(reference, twice) and not torch.equal(actor, reference)
 
 
-@in_world()
+@on_each_rank()
 def test_nothing_is_recorded_unless_asked_for(rank):
     stages, _, place = build_stages(MOE)
     engine, requests = engine_of(stages[0], place), make_requests(limit=2)

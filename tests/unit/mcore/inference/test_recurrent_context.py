@@ -10,7 +10,7 @@ from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.models.tiny_models import build
 from tests.helpers.rollout.engines import NEVER, engine_on, largest_gap, make_engine, make_requests, settings_of, texts
 from tests.helpers.tiers import by_default
-from tests.helpers.worlds import in_world, run_world
+from tests.helpers.worlds import on_each_rank, run_world
 
 BLOCK = 16 * 2 * 2 * 16 * 4  # bytes of 16 tokens in one layer with keys and values
 
@@ -86,7 +86,7 @@ def test_the_snapshot_that_was_not_used_for_the_longest_time_goes_first():
     assert len(kept) == 0 and kept.take(7, ()) == 8
 
 
-@in_world()
+@on_each_rank()
 def test_states_and_cache_share_the_buffer(rank):
     engine, _, _ = make_engine("--num-layers 4", "recurrent", buffer_gb=0.01, max_requests=8)
     context = engine.context

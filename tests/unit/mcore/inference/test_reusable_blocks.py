@@ -11,7 +11,7 @@ from tests.helpers.models.tiny_models import build, build_stages
 from tests.helpers.rollout.engine_turns import BLOCK, engine_of, make_episodes, play
 from tests.helpers.rollout.engines import NEVER, are_same, largest_gap, make_requests, settings_of
 from tests.helpers.tiers import long
-from tests.helpers.worlds import in_world, run_world
+from tests.helpers.worlds import on_each_rank, run_world
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 EP2, SP = "--expert-model-parallel-size 2", "--sequence-parallel"
@@ -140,7 +140,7 @@ def test_responses_to_a_prompt_continue_its_state_and_no_state_of_old_weights():
         assert snapshots == 4  # one prompt is shorter than a block
 
 
-@in_world()
+@on_each_rank()
 def test_a_snapshot_that_is_read_is_not_overwritten_and_some_token_is_read(rank):
     stages, _, place = build_stages("", "recurrent")
     first, other, again, shorter = make_requests(8, 5)[:4]
@@ -272,7 +272,7 @@ def test_what_an_aborted_request_wrote_is_found():
     assert prompt + len(written) == 64 and counts == (24 + 16, 48)  # some token has to be read
 
 
-@in_world()
+@on_each_rank()
 def test_the_oldest_blocks_are_emptied_first_and_the_last_ones_of_a_text_before_those(rank):
     model, _, place = build()
     blocks = engine_of(model, place, prefix_caching=True, **TINY).context.kv_block_allocator

@@ -23,7 +23,7 @@ from tests.helpers.rollout.engines import (
     settings_of,
 )
 from tests.helpers.tiers import long
-from tests.helpers.worlds import in_world, run_world
+from tests.helpers.worlds import on_each_rank, run_world
 
 LONG = 23  # new tokens: two to four blocks of 16 with the prompt
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"
@@ -162,7 +162,7 @@ def test_the_device_plans_steps_with_drafts(ranks, case):
         assert found["wrong"][1].accepted == 0 < found["mixed"][1].accepted
 
 
-@in_world(2)
+@on_each_rank(2)
 def test_replicas_that_share_experts_draft_nothing_in_steps_that_the_device_plans(rank):
     """They have agreed on a number of rows. All drafts would be right."""
 

@@ -9,7 +9,7 @@ from megarl.mcore.inference import step_graphs
 from megarl.mcore.inference.step_graphs import StepGraphs
 from megarl.mcore.training import optimizer
 from tests.helpers.models.tiny_models import build
-from tests.helpers.worlds import in_world
+from tests.helpers.worlds import on_each_rank
 
 
 class Recorded:
@@ -87,7 +87,7 @@ def test_a_graph_holds_what_it_reads_and_has_not_made():
     "flags, is_capturable",
     [("", True), ("--num-experts 4 --moe-router-topk 2", False), ("--bf16 --use-torch-fsdp2", False)],
 )
-@in_world()
+@on_each_rank()
 def test_what_the_host_reads_or_moves_is_not_captured(rank, flags, is_capturable):
     model, args, place = build(flags)
     optimizer.wrap_for_training([model], args, place.pg_collection)

@@ -15,7 +15,7 @@ from tests.helpers.models.trainable_models import DISTRIBUTED, MOE, TP2, critic_
 from tests.helpers.models.updates import batch_of, forward_of, split_microbatches
 from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
 from tests.helpers.tiers import long
-from tests.helpers.worlds import in_world, run_world
+from tests.helpers.worlds import on_each_rank, run_world
 from tools.bench.offload import run_rounds
 
 SMALL_MOMENTS = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95"
@@ -106,7 +106,7 @@ def test_moves_to_host_and_back_are_exact_and_free_device_memory(size, flags, tm
         assert held <= copies <= 1.1 * held
 
 
-@in_world()
+@on_each_rank()
 def test_nested_moves_and_failures_inside_one(rank: int):
     """Nested moves, failures, and a forward while the weights are on the host."""
     trainable_model = critic_model("", True)
@@ -128,7 +128,7 @@ def test_nested_moves_and_failures_inside_one(rank: int):
         raise ValueError("the first")
 
 
-@in_world()
+@on_each_rank()
 def test_the_host_holds_the_payload_once(rank):
     """Each of the four matrices is large enough that the system gets its memory back once it is freed."""
     found = run_rounds(208 * 2**20)
@@ -162,7 +162,7 @@ NAN = 255  # of every byte: NaN in all types of floating point
 
 
 @pytest.mark.parametrize("flags", ["", f"--bf16 {MOE} {DISTRIBUTED}"])
-@in_world()
+@on_each_rank()
 def test_the_kv_cache_is_in_the_largest_gradient_buffer_and_grows_it(rank, flags):
     """Caches below and above the size of the largest buffer, with offload and without."""
     for offload in (False, True):

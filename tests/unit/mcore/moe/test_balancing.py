@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.moe_utils import (
 from megarl.mcore.moe.balancing import finish_update
 from megarl.mcore.moe.routes import MinibatchCounts, Occurrences, RoutedTokens, Routing
 from tests.helpers.models.tiny_models import build
-from tests.helpers.worlds import in_world
+from tests.helpers.worlds import on_each_rank
 
 EXPERTS, TOPK = 8, 3
 MOE = f"--num-experts {EXPERTS} --moe-router-topk {TOPK} --moe-ffn-hidden-size 32"
@@ -111,7 +111,7 @@ FORMULAS = {
 }  # fmt: skip
 
 
-@in_world()
+@on_each_rank()
 def test_losses_and_their_gradients_are_the_papers(rank):
     for name in FORMULAS:
         check_formula(name)
@@ -132,7 +132,7 @@ def check_formula(name: str, replays: bool = False):
     assert not found[0][~case.rows.counted].any()
 
 
-@in_world()
+@on_each_rank()
 def test_several_losses_add_up_with_their_own_coefficients(rank):
     case = Case(f"{Z} --moe-router-load-balancing-type global_aux_loss seq_aux_loss --moe-aux-loss-coeff 0.25 0.125")
     found = case.gradients()
@@ -144,7 +144,7 @@ def test_several_losses_add_up_with_their_own_coefficients(rank):
         torch.testing.assert_close(gradient.double(), exact, rtol=1e-4, atol=1e-5)
 
 
-@in_world()
+@on_each_rank()
 def test_losses_equal_megatrons_if_they_mean_the_same(rank):
     """One sequence, where a mean over the micro-batch is the mean over the sequence and over the mini-batch."""
     for flags in (f"{SEQ} {Z}", f"{GLOBAL} {Z}"):
@@ -159,7 +159,7 @@ def test_losses_equal_megatrons_if_they_mean_the_same(rank):
         assert float(case.routing.losses["z_loss"]) == pytest.approx(float(z_loss_func(logits, 1.0)), rel=1e-5)
 
 
-@in_world()
+@on_each_rank()
 def test_biases_and_loads_follow_the_chosen_experts(rank):
     """Replayed ones, too."""
     for replays in (False, True):
@@ -188,7 +188,7 @@ def check_counts(replays: bool):
     assert not router.expert_counts.any()
 
 
-@in_world()
+@on_each_rank()
 def test_a_minibatch_without_counted_tokens_changes_nothing(rank):
     case = Case(GLOBAL, lengths=[1, 1, 1], padding=1)
     share = case.router.expert_share.clone()
@@ -198,7 +198,7 @@ def test_a_minibatch_without_counted_tokens_changes_nothing(rank):
     assert torch.equal(case.router.expert_share, share)
 
 
-@in_world()
+@on_each_rank()
 def test_an_update_without_minibatch_counts_is_an_error(rank):
     for flags in (Z, SEQ, GLOBAL, BIAS):
         check_passes(flags)
@@ -221,7 +221,7 @@ def check_passes(flags: str):
         case.run(None)
 
 
-@in_world()
+@on_each_rank()
 def test_a_router_without_balancing_needs_no_counts_and_keeps_none(rank):
     case = Case("--moe-router-load-balancing-type none")
     case.run(None)

@@ -18,7 +18,7 @@ from tests.helpers.models.gradient_accumulation import accumulate
 from tests.helpers.models.lora_models import trainable
 from tests.helpers.models.tiny_models import build, build_stages
 from tests.helpers.tiers import long
-from tests.helpers.worlds import in_world, run_world
+from tests.helpers.worlds import on_each_rank, run_world
 
 MOE = "--num-experts 8 --moe-ffn-hidden-size 32"
 SHARED = "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate"
@@ -93,7 +93,7 @@ def test_the_direct_path_has_the_results_of_megatrons(size, flags, is_compiled):
 
 
 @pytest.mark.parametrize("topk", [1, 2, 5])
-@in_world()
+@on_each_rank()
 def test_a_token_does_not_depend_on_the_others(rank, topk):
     """Its output has the same bits with all others and in a batch with any number of them."""
     layer = layer_of(f"--moe-router-topk {topk} --moe-router-pre-softmax {SHARED}").eval()
@@ -115,7 +115,7 @@ def test_nor_where_blas_sums_by_the_number_of_rows():
     assert done.returncode == 0, done.stdout
 
 
-@in_world()
+@on_each_rank()
 def test_the_direct_path_has_half_the_operators(rank):
     layer, hidden, found = layer_of("--moe-router-topk 2").eval(), hidden_states(16), []
     for layer._is_direct in (True, False):
@@ -130,7 +130,7 @@ def test_the_direct_path_has_half_the_operators(rank):
     ("", True), ("--glu-linear-offset 1", False), (EP2, True),
     (f"{EP2} --context-parallel-size 2 --moe-token-dispatcher-type allgather", False),
 ])  # fmt: skip
-@in_world(2)
+@on_each_rank(2)
 def test_experts_that_are_no_plain_swiglu_take_megatrons_path(rank, flags, is_direct):
     assert layer_of(f"--moe-router-topk 2 {flags}")._is_direct == is_direct
 
@@ -212,7 +212,7 @@ def test_the_layout_changes_no_gradient():
     assert all(torch.equal(plain[name], copied[name]) for name in plain)
 
 
-@in_world()
+@on_each_rank()
 def test_stacks_of_a_frozen_model_are_views(rank: int):
     """At first, and when they came back from the host."""
     from megarl.mcore.moe import layer

@@ -11,11 +11,11 @@ from megarl.mcore.moe.router import moe_layers_of, recording_routes, routers_of
 from megarl.mcore.moe.routes import NO_ROUTE, Routing
 from tests.helpers.models.routings import LENGTHS, MOE, random_routes, routing_of
 from tests.helpers.models.tiny_models import build, build_stages, ragged_tokens
-from tests.helpers.worlds import in_world
+from tests.helpers.worlds import on_each_rank
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-@in_world()
+@on_each_rank()
 def test_gates_of_replayed_experts_are_live_and_trained(rank, scoring):
     model, _, place = build(f"{MOE} --moe-router-score-function {scoring}")
     layer, (_, lengths) = model.decoder.layers[1].mlp, ragged_tokens(LENGTHS)
@@ -53,7 +53,7 @@ def formula(layer, x, routing: Routing, scoring: str):
     return sum(gates[:, i : i + 1] * output for i, output in enumerate(outputs))
 
 
-@in_world()
+@on_each_rank()
 def test_a_recomputation_counts_no_token_again(rank):
     model, _, place = build(MOE)
     tokens, lengths = ragged_tokens(LENGTHS)
@@ -66,7 +66,7 @@ def test_a_recomputation_counts_no_token_again(rank):
     assert differs.sum() > 0 and torch.equal(differs, differs_again)
 
 
-@in_world()
+@on_each_rank()
 def test_models_of_a_process_do_not_share_routers(rank):
     """Sizes of Megarl's and Megatron's list of routers while models are built, and while one of them records."""
     sizes = lambda: len(RouterReplay.global_router_replay_instances)  # noqa: E731
@@ -91,7 +91,7 @@ def test_models_of_a_process_do_not_share_routers(rank):
     ("--moe-layer-freq [0,0,1,1,1,1,1,1] --num-layers-per-virtual-pipeline-stage 2", [(5, 6), (3, 4, 7, 8)]),
     ("--moe-layer-freq 2", [(1, 3), (5, 7)]),
 ])  # fmt: skip
-@in_world(2)
+@on_each_rank(2)
 def test_layers_are_numbered_over_the_whole_model(rank, flags, expected):
     stages, _, place = build_stages(f"{MOE} --num-layers 8 --pipeline-model-parallel-size 2 {flags}")
     assert dist.get_rank(place.pg_collection.pp) == rank and moe_layers_of(stages) == expected[rank]

@@ -10,10 +10,10 @@ from megarl.mcore.moe.router import check_recomputed, routers_of
 from megarl.mcore.moe.routes import NO_ROUTE
 from tests.helpers.models.routings import LENGTHS, MOE, random_routes, routing_of
 from tests.helpers.models.tiny_models import build, join_actor, ragged_tokens
-from tests.helpers.worlds import in_world, run_world
+from tests.helpers.worlds import on_each_rank, run_world
 
 
-@in_world()
+@on_each_rank()
 def test_last_tokens_are_routed_live_and_all_others_as_recorded(rank):
     model, _, place = build(MOE)
     tokens, lengths = ragged_tokens(LENGTHS)
@@ -43,7 +43,7 @@ def test_last_tokens_are_routed_live_and_all_others_as_recorded(rank):
     assert not again.differs.any() and not live.differs.any()
 
 
-@in_world()
+@on_each_rank()
 def test_a_shared_token_is_routed_once_and_counts_in_each_sequence(rank):
     """The example in the docstring of `routed_tokens`."""
     _, place = join_actor(MOE)
@@ -78,7 +78,7 @@ def test_every_token_is_routed_on_one_rank(flags, size, lengths):
     assert all(not counted and of == len(lengths) for place, counted, of in rows if place >= sum(lengths))
 
 
-@in_world()
+@on_each_rank()
 def test_mismatched_routes_are_reported(rank):
     model, _, place = build(MOE)
     tokens, lengths = ragged_tokens(LENGTHS)

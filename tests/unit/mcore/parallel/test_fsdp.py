@@ -22,7 +22,7 @@ from megarl.roles.trainable_model import TrainableModel
 from tests.helpers.checkpoints import save_state
 from tests.helpers.models.tiny_models import VOCAB, farthest, join_actor, parse_roles, ragged_tokens, whole_tensor
 from tests.helpers.tiers import by_default, long
-from tests.helpers.worlds import in_world, run_world
+from tests.helpers.worlds import on_each_rank, run_world
 
 LENGTHS = [7, 2, 11, 1, 4, 9, 3]
 COUNT = sum(LENGTHS)
@@ -159,7 +159,7 @@ def test_bf16_gradients_are_accumulated_in_fp32():
     assert found == pytest.approx(norm, rel=1e-5)
 
 
-@in_world(2)
+@on_each_rank(2)
 def test_all_ranks_skip_a_loss_that_is_not_finite_on_one(rank):
     found = trainable_model(f"{SGD_LIKE} {SHARDED}")
     before = weights(found)
@@ -219,7 +219,7 @@ def test_a_rank_holds_its_share_and_a_gathered_layer_is_freed_again(size):
         assert left < model_bytes // 50
 
 
-@in_world(2)
+@on_each_rank(2)
 def test_a_frozen_model_is_sharded_for_scoring(rank):
     args, place = join_actor()
     stages = gpt.build_model(args, VOCAB, place.pg_collection).requires_grad_(False)
@@ -231,7 +231,7 @@ def test_a_frozen_model_is_sharded_for_scoring(rank):
         assert 2 * held(stages.parameters()) == sum(p.numel() * 4 for p in stages.parameters())
 
 
-@in_world(2)
+@on_each_rank(2)
 def test_a_rollout_model_gets_its_weights_from_the_shards(rank):
     found = trainable_model(f"{SGD_LIKE} {SHARDED}")
     groups = found.role_groups.pg_collection

@@ -5,12 +5,12 @@ import torch
 from megarl.mcore.model.forward_pass import inference_mode
 from megarl.mcore.parallel import pipeline
 from tests.helpers.models.gradient_accumulation import forward_and_loss, microbatches_of, wrapped_model
-from tests.helpers.worlds import in_world
+from tests.helpers.worlds import on_each_rank
 
 SGD_LIKE = "--adam-eps 1 --lr 0.05 --clip-grad 0 --weight-decay 0.1"  # no division by tiny second moments
 
 
-@in_world()
+@on_each_rank()
 def test_forward_only_returns_results_in_order_and_leaves_gradients_alone(rank):
     model, _, _, _, place = wrapped_model(SGD_LIKE)
     forward, loss = forward_and_loss(False)
