@@ -11,8 +11,8 @@ from pyarrow import parquet
 
 from megarl.data.column_names import FOREIGN, LABELLED, NAMES, RL, UNREAD, UNREAD_THOUGHTS
 from megarl.data.columns import REWARD, SFT, Columns
+from megarl.data.examples import preference_pairs
 from megarl.data.fields import FIELD_TYPES
-from megarl.data.preferences import preference_pairs
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError

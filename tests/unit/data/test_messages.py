@@ -9,10 +9,10 @@ from pyarrow import parquet
 
 from megarl.data.columns import Columns
 from megarl.data.conversations import Encoder
+from megarl.data.examples import sft_examples
 from megarl.data.messages import THOUGHTS, conversation_of, key_of, message_error, template_message, text_of
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import load_prompts
-from megarl.data.sft import sft_examples
 from megarl.errors import UsageError
 from tests.helpers.texts.chat_encoders import encoder_of, spelled
 from tests.helpers.texts.chat_templates import HERMES, QWEN25
