@@ -120,7 +120,6 @@ class ArrowTable:
 
     @contextlib.contextmanager
     def _errors(self, place=lambda: ""):
-        """Turns what pyarrow raises into one line."""
         try:
             yield
         except FileNotFoundError:
@@ -211,5 +210,4 @@ def _starts_with(path: str, magic: bytes) -> bool:
 
 
 def is_arrow(path: str) -> bool:
-    """Whether a file's name says that it is a Parquet or Arrow file."""
     return Path(path).suffix in (".parquet", ".arrow")

@@ -26,7 +26,6 @@ class ContentLimit:
         self._where, self._found = where, 0
 
     def add(self, count: int):
-        """UsageError if the content is far more than text compresses to."""
         self._found += count
         if self._found > self.bytes:
             raise UsageError(
@@ -138,7 +137,6 @@ def _next_message(raw: Any) -> tuple[bytes, int] | None:
 
 
 def _buffers_of(raw: Any, metadata: bytes, body: int) -> int:
-    """Decompressed bytes of one message; moves `raw` to its end."""
     message = _number(metadata, 0, "<I")
     kind, size = (_field(metadata, message, i) for i in (1, 3))
     header, total = _field(metadata, message, 2), 0
@@ -161,7 +159,6 @@ def _number(data: bytes, place: int, format: str) -> int:
 
 
 def _target(data: bytes, place: int) -> int:
-    """What an offset in a flatbuffer leads to."""
     return place + _number(data, place, "<I")
 
 

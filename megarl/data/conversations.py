@@ -90,7 +90,6 @@ class Encoder:
         return self.responses([(prompt, text)])[0]
 
     def responses(self, samples: Sequence[tuple[Prompt, str]]) -> list[list[int]]:
-        """`response` of each (prompt, text)."""
         if self.template is None:
             return [[*ids, self.tokenizer.eos_id] for ids in self.tokenizer.encode_batch([text for _, text in samples])]
         return self.template.encode_following([self._turn(prompt, text) for prompt, text in samples])
@@ -159,7 +158,6 @@ class Encoder:
         return self.template.encode_following([(opened, written)])[0]
 
     def _encode_prompt(self, key: str | tuple[MessageKey, ...], tools: str | None) -> tuple[str, tuple[int, ...]]:
-        """A prompt's rendered text, with marks, and its tokens. `tools`: JSON."""
         if self.template is None:
             if tools is not None:
                 raise UsageError(f"tools need {self.flag}, which shows them to the policy")
@@ -214,16 +212,12 @@ def build_encoder(
     `folder`: flag and path of the model's Hugging Face folder, whose tokenizer gives the default template. `bos`: value
     of `--bos`.
     """
-    prefix = _prefix_ids(tokenizer, bos, flag_prefix)
+    if bos == "always" and tokenizer.bos_id is None:
+        raise UsageError(f"--{flag_prefix}bos always: the tokenizer has no BOS")
+    prefix: Sequence[int] = {"auto": tokenizer.prefix_ids, "always": (tokenizer.bos_id,), "never": ()}[bos]
     if chat_template is None and folder is not None and tokenizer.template:
         where = f"{folder}: chat template"
         return Encoder(tokenizer, probed(tokenizer.template, tokenizer, where, options), where, prefix)
     chat_template = None if chat_template == "none" else chat_template
     flag = f"--{flag_prefix}chat-template"
     return Encoder(tokenizer, load_template(chat_template, tokenizer, flag, options), flag, prefix)
-
-
-def _prefix_ids(tokenizer: Tokenizer, bos: str, flag_prefix: str) -> Sequence[int]:
-    if bos == "always" and tokenizer.bos_id is None:
-        raise UsageError(f"--{flag_prefix}bos always: the tokenizer has no BOS")
-    return {"auto": tokenizer.prefix_ids, "always": (tokenizer.bos_id,), "never": ()}[bos]

@@ -22,18 +22,19 @@ class Limits(NamedTuple):
 
     prompt: int
     response: int
-    drops_long: bool
+    drops_long: bool = False
+
+
+LineReader = Callable[[Prompt, Encoder, Limits], list[list[TokenSequence]]]  # the examples of a line
+Arrays = dict[str, np.ndarray]
 
 
 class Examples(Sequence):
     """Examples of k token sequences each, made when they are read; a slice is a plain list."""
 
-    def __init__(self, prompts: PromptSet, arrays: dict[str, np.ndarray], sequences: int = 1):
-        """
-        Args:
-            prompts: a set with the line of each example, which is there once for each of its examples.
-            arrays: of `_arrays`; the sequences of example i are the rows i·k … i·k + k − 1.
-            sequences: k.
+    def __init__(self, prompts: PromptSet, arrays: Arrays, sequences: int = 1):
+        """`prompts`: a set with the line of each example, which is there once for each of its examples. `arrays`: of
+        `_arrays`; the sequences of example i are the rows i·k … i·k + k − 1. `sequences`: k.
         """
         self.prompts, self.margins = prompts, arrays["margins"]  # [lines] float64
         self._tokens, self._mask = Ragged.of_arrays(arrays), Ragged(arrays["mask"], arrays["offsets"])
@@ -56,7 +57,7 @@ class Examples(Sequence):
         return self._tokens.lengths(np.array(lines)[:, None] * self._sequences + np.arange(self._sequences))
 
 
-def _arrays(examples: Iterable[tuple[Prompt, list[TokenSequence]]]) -> dict[str, np.ndarray]:
+def _arrays(examples: Iterable[tuple[Prompt, list[TokenSequence]]]) -> Arrays:
     """Tokens and mask of all sequences; margins and lines of the examples."""
     tokens, mask, margins, kept = RaggedBuilder(), RaggedBuilder(np.bool_), [], []
     for prompt, sequences in examples:
@@ -70,18 +71,12 @@ def _arrays(examples: Iterable[tuple[Prompt, list[TokenSequence]]]) -> dict[str,
 
 
 def _within_limits(
-    read: Callable[[Prompt, Encoder, Limits], list[list[TokenSequence]]], prompts: PromptSet, encoder: Encoder,
-    unit: str, limits: Limits, more: Callable[[np.ndarray], dict[str, np.ndarray]] = lambda kept: {},
-) -> tuple[PromptSet, dict[str, np.ndarray]]:  # fmt: skip
+    read: LineReader, prompts: PromptSet, encoder: Encoder, unit: str, limits: Limits, more: Callable = lambda kept: {}
+) -> tuple[PromptSet, Arrays]:
     """(the set of the lines that are kept, the arrays of `Examples`).
 
-    Args:
-        read: makes the examples of a line.
-        unit: what a line is, for messages.
-        more: further arrays of the lines that are kept.
-
-    Raises:
-        UsageError: with file and line, for a wrong line or one that is too long; if all are.
+    `unit`: what a line is, for messages. `more`: makes further arrays of the numbers of the lines that are kept.
+    UsageError: with file and line, for a wrong line or one that is too long; if all are.
     """
 
     def examples() -> Iterator[tuple[Prompt, list[TokenSequence]]]:
@@ -95,7 +90,7 @@ def _within_limits(
                     continue
             yield from ((prompt, example) for example in found)
 
-    def compute() -> dict[str, np.ndarray]:
+    def compute() -> Arrays:
         before = encoder.unshown_thoughts
         found = _arrays(examples())
         return found | {"unshown": np.array([encoder.unshown_thoughts - before])} | more(found["kept"])
@@ -176,7 +171,7 @@ def preference_pairs(prompts: PromptSet, encoder: Encoder, max_length: int, drop
     or if both are the same text or the same tokens.
     """
 
-    def compute() -> dict[str, np.ndarray]:
+    def compute() -> Arrays:
         return _scored_arrays(prompts, encoder, max_length, drops_long)
 
     arrays = prompts.on_node(compute, "preferences", encoder, max_length, drops_long)
@@ -190,8 +185,7 @@ def preference_pairs(prompts: PromptSet, encoder: Encoder, max_length: int, drop
     return Examples(found, arrays, 2)
 
 
-def _scored_arrays(prompts: PromptSet, encoder: Encoder, max_length: int, drops_long: bool) -> dict[str, np.ndarray]:
-    """Those of `Examples`, and whether a text of each pair is cut."""
+def _scored_arrays(prompts: PromptSet, encoder: Encoder, max_length: int, drops_long: bool) -> Arrays:
     samples = []
     for prompt in prompts:
         with prompts.named_errors(prompt.index):
@@ -260,14 +254,14 @@ class LabelledResponses(Examples):
     of this one. Responses are masked.
     """
 
-    def __init__(
-        self, prompts: PromptSet, encoder: Encoder, max_prompt_length: int, max_response_length: int,
-        drops_long: bool = False,
-    ):  # fmt: skip
-        """UsageError as of `_within_limits`, for a line without a response and its label, and of a single prompt."""
-        limits, whole = Limits(max_prompt_length, max_response_length, drops_long), prompts
+    def __init__(self, prompts: PromptSet, encoder: Encoder, *limits: int):
+        """`limits`: as of `response_pairs`.
 
-        def labels(kept: np.ndarray) -> dict[str, np.ndarray]:
+        UsageError as of `_within_limits`, for a line without a response and its label, and of a single prompt.
+        """
+        whole = prompts
+
+        def labels(kept: np.ndarray) -> Arrays:
             found, numbers = [], {}
             for index in np.unique(kept).tolist():
                 prompt = whole[index]
@@ -275,7 +269,7 @@ class LabelledResponses(Examples):
             labels, prompt_ids = zip(*found, strict=True) if found else ((), ())
             return {"labels": np.array(labels, np.bool_), "prompt_ids": np.array(prompt_ids, np.int64)}
 
-        prompts, arrays = _within_limits(_labelled, whole, encoder, "lines", limits, labels)
+        prompts, arrays = _within_limits(_labelled, whole, encoder, "lines", Limits(*limits), labels)
         super().__init__(prompts, arrays)
         self.labels = arrays["labels"]  # [N] bool
         if len(set(arrays["prompt_ids"].tolist())) == 1:

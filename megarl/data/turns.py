@@ -23,8 +23,6 @@ _SAMPLE_PER_TOKEN = 64
 
 
 class TurnTokens:
-    """Encodes the messages around turns, and decodes turns."""
-
     def __init__(self, encoder: Encoder, max_observation_length: int):
         """`max_observation_length`: tokens of a message that follows a turn; a longer one is cut in the middle."""
         self._encoder, self._max_length = encoder, max_observation_length
@@ -50,9 +48,7 @@ class TurnTokens:
 
     def first_prompt(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """Tokens of the prompt with the opening of the assistant's turn; without a template, of the contents by line.
-
-        Raises:
-            UsageError: there are tools and no template, or the template fails.
+        UsageError: there are tools and no template, or the template fails.
         """
         if self._template is not None:
             return self._encoder.chat_prompt(messages, tools)
@@ -61,10 +57,8 @@ class TurnTokens:
         return self._encoder.text("\n".join(map(content_of, messages)))
 
     def closing_token(self) -> int:
-        """The token that ends an assistant's turn in a conversation that continues.
-
-        Raises:
-            UsageError: no end token does, or it depends on what follows.
+        """The token that ends an assistant's turn in a conversation that continues. UsageError: no end token does, or
+        it depends on what follows.
         """
         tokenizer = self._tokenizer
         if self._template is None:
@@ -79,19 +73,13 @@ class TurnTokens:
     def following(
         self, messages: Messages, count: int, last: int, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int] | None:
-        """Tokens between an assistant's turn and the next one: the last `count` messages, and the next opening.
+        """Tokens between an assistant's turn and the next one: the last `count` messages, and the next opening. None if
+        the template shows the turn otherwise once they follow it, or ends it without an end token, or with one that
+        says who speaks next and is not the policy's.
 
-        Args:
-            messages: the conversation, in which an assistant's turn is before the last `count` messages.
-            last: the last token that the policy wrote of the turn.
-
-        Returns:
-            None if the template shows the turn otherwise once they follow it, or ends it without an end token, or with
-            one that says who speaks next and is not the policy's.
-
-        Raises:
-            UsageError: the template fails on the messages.
-            ValueError: the messages become no token.
+        `messages`: the conversation, in which an assistant's turn is before the last `count` messages. `last`: the last
+        token that the policy wrote of the turn. UsageError: the template fails on the messages. ValueError: the
+        messages become no token.
         """
         plain = [template_message(message) for message in messages[:-count]]
         fresh = [self.shortened(message) for message in messages[-count:]]
@@ -107,9 +95,7 @@ class TurnTokens:
             raise ValueError("the messages become no token")
         return tokens
 
-    def _end_in(
-        self, whole: str, messages: Messages, last: int, tools: Sequence[Mapping[str, Any]] | None
-    ) -> int | None:  # fmt: skip
+    def _end_in(self, whole: str, messages: Messages, last: int, tools: Messages | None) -> int | None:
         """Where the last message, a turn, ends in the rendered text `whole`; None if that shows it in another way."""
         assert self._template is not None
         alone, before = (self._template.render(part, tools=tools) for part in (messages, messages[:-1]))
@@ -127,10 +113,8 @@ class TurnTokens:
 
     def bridge(self, messages: Messages) -> list[int]:
         """Tokens after a turn that ended with one of the end tokens: the messages, and the opening of the next turn.
-
-        Raises:
-            ValueError: there is no message, one is malformed or the assistant's, or they become no token.
-            UsageError: the template fails on the messages.
+        ValueError: there is no message, one is malformed or the assistant's, or they become no token. UsageError: the
+        template fails on the messages.
         """
         if not messages:
             raise ValueError("the environment answered a turn without a message and did not end the episode")
@@ -157,12 +141,10 @@ class TurnTokens:
         return whole | {"content": self._cut(whole["content"])}
 
     def _end_before(self, messages: Messages) -> str:
-        """The token that ends a turn which these messages follow."""
         rendered, end = self._rendered_after_turn(messages)
         return self._last_of(rendered[:end])
 
     def _last_of(self, text: str) -> str:
-        """The end token with which a text ends."""
         return max((token for token in self._tokenizer.end_tokens if text.endswith(token)), key=len)
 
     def _rendered_after_turn(self, messages: Messages) -> tuple[str, int]:
@@ -224,8 +206,7 @@ def end_of_last_turn(encoder: Encoder, whole: str, alone: str, start: int) -> tu
 
     The end is None if no end token ends the turn.
 
-    Args:
-        alone: the conversation up to the turn, rendered; `start`: where the turn begins in it.
+    `alone`: the conversation up to the turn, rendered; `start`: where the turn begins in it.
     """
     end = end_of_turn(encoder.tokenizer, alone, start)
     if end is not None:

@@ -16,8 +16,8 @@ from megarl.arguments import Settings
 from megarl.batch import Batch, expand_ranges
 from megarl.comm.load_balance import positions_by_group
 from megarl.comm.role_mesh import RoleGroups
-from megarl.data.context_template import ContextTemplate, for_teacher
 from megarl.data.conversations import Encoder
+from megarl.data.places import ContextTemplate, for_teacher
 from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
 from megarl.data.turns import TurnTokens

@@ -14,7 +14,7 @@ from urllib3.exceptions import HTTPError
 from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.arguments import Settings
 from megarl.comm.role_mesh import RoleGroups
-from megarl.data.stop_strings import StopMatcher
+from megarl.data.detokenizer import StopMatcher
 from megarl.errors import UsageError
 from megarl.mcore.inference.engine import RequestSource
 from megarl.mcore.inference.generation import Completion, GenerationRequest

@@ -17,7 +17,7 @@ from megatron.core.transformer import MLATransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
-from megarl.data.stop_strings import StopMatcher
+from megarl.data.detokenizer import StopMatcher
 from megarl.mcore.config.recurrent_rules import has_states
 from megarl.mcore.inference.cache_size import BLOCK_TOKENS
 from megarl.mcore.inference.controller import Controller

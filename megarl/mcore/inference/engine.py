@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from megarl.algorithms.token_sampling import SamplingSettings
-from megarl.data.stop_strings import StopMatcher
+from megarl.data.detokenizer import StopMatcher
 from megarl.mcore import device
 from megarl.mcore.inference.built_engine import BuiltEngine
 from megarl.mcore.inference.generation import Completion, GenerationRequest

@@ -12,11 +12,11 @@ from pyarrow import parquet
 from megarl.data.column_names import FOREIGN, LABELLED, NAMES, RL, UNREAD, UNREAD_THOUGHTS
 from megarl.data.columns import REWARD, SFT, Columns
 from megarl.data.examples import preference_pairs
-from megarl.data.fields import FIELD_TYPES
-from megarl.data.prompt import Prompt
+from megarl.data.prompt import FIELD_TYPES, Prompt
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
 from tests.helpers.texts.character_tokenizer import CHAT, PLAIN
+from tests.helpers.texts.refusals import refusal
 
 USER, ASSISTANT = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
 WRONG = {"role": "assistant", "content": "3"}
@@ -208,10 +208,9 @@ ERRORS = [
 @pytest.mark.parametrize("write", [write_parquet, write_jsonl])
 def test_errors_about_columns(row, columns, message, write, tmp_path):
     path = write(tmp_path / {write_parquet: "p.parquet", write_jsonl: "p.jsonl"}[write], [row])
-    with pytest.raises(UsageError) as caught:
-        load_prompts(path, columns=columns)
-    assert message in str(caught.value) and path in str(caught.value) and "\n" not in str(caught.value)
-    assert str(caught.value).startswith("--answer-column" if columns.answer else f"--prompts {path}")
+    said = refusal(load_prompts, path, columns=columns)
+    assert message in said and path in said
+    assert said.startswith("--answer-column" if columns.answer else f"--prompts {path}")
 
 
 TURNS = [USER, ASSISTANT, USER]
@@ -243,9 +242,7 @@ def test_a_wrong_row_is_named(columns, row, message, tmp_path):
     good |= {"completion": "c"} if columns.purpose == SFT else {"data_source": "d"}
     good |= {"prompt": "a"} if "prompt" in row else {}
     path = write_jsonl(tmp_path / "p.jsonl", [good, row, good])
-    with pytest.raises(UsageError) as caught:
-        load_prompts(path, columns=columns)
-    assert str(caught.value).startswith(f"--prompts {path}:2: {message}")
+    assert refusal(load_prompts, path, columns=columns).startswith(f"--prompts {path}:2: {message}")
 
 
 def test_a_wrong_row_of_a_table_is_named(tmp_path):
