@@ -129,13 +129,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def reading(where: str, problem: str = "cannot be read", missing: str | None = None) -> Iterator[None]:
     """Context that reads and checks files: whatever is raised in it becomes one line. A UsageError stays as it is.
 
-    Args:
-        where: flag and file, the start of the line.
-        problem: what the line says before the reason.
-        missing: what it says of a file that does not exist; default: the same.
-
-    Raises:
-        UsageError: "WHERE: PROBLEM (REASON)".
+    `where`: flag and file, the start of the line. `problem`: what the line says before the reason. `missing`: what it
+    says of a file that does not exist; default: the same. UsageError: "WHERE: PROBLEM (REASON)".
     """
     try:
         yield

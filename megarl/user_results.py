@@ -103,9 +103,8 @@ async def together(
 ) -> list[T | BaseException]:
     """Results of an async function for each item, in their order; an exception instead where it raised.
 
-    Args:
-        seconds: limit of each call from its start on; a later one is a `LateCall`.
-        concurrency: calls that run at a time.
+    `seconds`: limit of each call from its start on; a later one is a `LateCall`. `concurrency`: calls that run at a
+    time.
     """
     slots = asyncio.Semaphore(concurrency)
 

@@ -37,7 +37,6 @@ _LINKS = {"fd": "/proc/self/fd", **_STREAMS, "shm": "/tmp"}  # in /dev
 
 
 def main() -> int:
-    """Runs the command of the specification; returns the exit status."""
     given = json.loads(sys.argv[1])
     try:
         child = jail.start(lambda uid, report: _first_process(given, uid, report))
@@ -48,7 +47,6 @@ def main() -> int:
 
 
 def _give(workspace: str, uid: int):
-    """Makes the program the owner of its folder, if this process may."""
     if os.geteuid() == 0 and uid != 0:
         for folder, _, files in os.walk(workspace):
             for path in (folder, *(os.path.join(folder, name) for name in files)):
@@ -78,7 +76,6 @@ def _watch(child: int, given: dict) -> int:
 
 
 def _bytes_in(folder: str) -> int:
-    """Bytes that the files of a folder take."""
     total = 0
     for path, _, files in os.walk(folder):
         for name in files:
@@ -114,7 +111,6 @@ def _first_process(given: dict, uid: int, report: int):
 
 
 def _listener(port: int) -> socket.socket:
-    """A listening socket of the loopback interface, which it switches on."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     fcntl.ioctl(listener, _SET_INTERFACE_FLAGS, _UP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -186,7 +182,6 @@ def _carry_both(inside: socket.socket, outside: socket.socket, places: threading
 
 
 def _carry(source: socket.socket, target: socket.socket):
-    """Carries bytes one way, to their end."""
     try:
         while chunk := source.recv(1 << 16):
             target.sendall(chunk)

@@ -17,10 +17,9 @@ import struct
 import sys
 import time
 
-SYSTEM = (  # what every program needs to run
-    "/usr", "/bin", "/lib", "/lib64", os.path.realpath(sys.base_prefix), "/etc/ld.so.cache", "/dev/null", "/dev/zero",
-    "/dev/random", "/dev/urandom",
-)  # fmt: skip
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+# What every program needs to run.
+SYSTEM = ("/usr", "/bin", "/lib", "/lib64", os.path.realpath(sys.base_prefix), "/etc/ld.so.cache", *_DEVICES)
 
 # Exit statuses of the script; Python itself fails with 1 or 2.
 OK, ERROR, TIMEOUT, MEMORY, STOPPED, NO_SANDBOX = range(10, 16)
@@ -223,7 +222,6 @@ def _become_program(source, stdin, uid, cpu_seconds, memory, report) -> None:
 
 
 def become(uid: int) -> None:
-    """Become this user, without groups."""
     if os.geteuid() != uid:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -264,7 +262,6 @@ def build_root(
 
 
 def _show(path: str, attributes: int = 1 | 2) -> None:
-    """Make an outside file or folder visible at the same path, read-only by default."""
     outside = "/outside" + path
     if os.path.lexists(path) or not os.path.lexists(outside):
         return None
@@ -317,7 +314,6 @@ def set_limits(limits: dict[str, int]) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends."""
     call("prctl", _SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
 
 
@@ -343,7 +339,6 @@ def filter_calls(families: tuple[int, ...] = (1,)) -> None:
 
 
 def native_calls(architecture: int) -> list[tuple[int, int, int, int]]:
-    """The first lines of a filter: deny calls of other architectures, then load the call's number."""
     return [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), DENY, (LOAD, 0, 0, 0)]
 
 

@@ -79,10 +79,8 @@ def _run(source: str, stdin: str, limits: Limits) -> Outcome:
     numbers = [limits.seconds, limits.memory_mb << 20, os.getpid(), *map(len, contents)]
     command = [os.path.realpath(sys.executable), "-I", "-S", jail.__file__, *map(str, numbers)]
     with child_process.blocked(), cpu_cores.unbound():
-        process = subprocess.Popen(
-            command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}, cwd="/",
-            start_new_session=True,
-        )  # fmt: skip
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        process = subprocess.Popen(command, bufsize=0, env={}, cwd="/", start_new_session=True, **pipes)
     try:
         _write_input(process, b"".join(contents))
         output, overflow, late = _read(process, limits)
@@ -165,7 +163,6 @@ def _read(process: subprocess.Popen, limits: Limits) -> tuple[dict, bool, bool]:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Stop the program and wait until no process of it is left."""
     process.stdin.close()
     try:
         process.wait(_GRACE_SECONDS)

@@ -7,8 +7,7 @@ from megarl import plugins
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
 from megarl.rewards import VERIFIERS, by_file, expression
-from megarl.rewards.base import Verifier
-from megarl.rewards.built_in import BuiltIn, Options
+from megarl.rewards.base import BuiltIn, Options, Verifier
 from megarl.rewards.judge.config import read_config
 from megarl.rewards.pool import Workers
 from megarl.rewards.verifiers import VerifierSet
@@ -33,11 +32,10 @@ def build_verifiers(settings) -> VerifierSet:
     workers = Workers(options.workers, (options, limited)) if options.workers and limited else None
     with plugins.kept(f"--reward {settings.reward}"):
         verifiers = build_named_verifiers(options, names)
-    return VerifierSet(
-        verifiers, dict.fromkeys(limited, options.timeout), threads, workers, settings.reward_fallback,
-        wrong={name: traits[name].wrong for name in names if traits[name].wrong},
-        timing=[name for name in names if traits[name].wrong or traits[name].isolated],
-    )  # fmt: skip
+    seconds, wrong = dict.fromkeys(limited, options.timeout), {name: traits[name].wrong for name in names}
+    wrong = {name: score for name, score in wrong.items() if score}
+    timing = [name for name in names if name in wrong or traits[name].isolated]
+    return VerifierSet(verifiers, seconds, threads, workers, settings.reward_fallback, wrong, timing)
 
 
 def needs_whole_groups(settings) -> bool:
@@ -57,8 +55,9 @@ def build_named_verifiers(options: Options, names: Sequence[str]) -> dict[str, V
     """The verifiers `names`, built-in or plug-in. Raises UsageError as `build_verifiers` does."""
     rows = {name: _built_in(name) for name in names}
     functions = {name: row.make(options) if row else _plug_in(name) for name, row in rows.items()}
-    limits = options.timeout, options.concurrency
-    verifiers = {name: Verifier(name, function, *limits) for name, function in functions.items()}
+    verifiers = {
+        name: Verifier(name, function, options.timeout, options.concurrency) for name, function in functions.items()
+    }
     for name, verifier in verifiers.items():
         if verifier.batched and verifier.grouped:
             raise UsageError(f"--reward {name}: is marked both batched and grouped; keep the mark of the list it takes")
@@ -66,7 +65,6 @@ def build_named_verifiers(options: Options, names: Sequence[str]) -> dict[str, V
 
 
 def _built_in(name: str) -> BuiltIn | None:
-    """The row of a verifier; None of a plug-in."""
     return plugins.load("--reward", name, VERIFIERS) if name in VERIFIERS else None
 
 

@@ -42,12 +42,10 @@ def terms_of_run(settings) -> tuple[Term, ...]:
 
 
 def rewards_of(settings, entries: Sequence[MixtureEntry]) -> list[str]:
-    """The text of each entry's reward."""
     return [settings.reward if entry.reward is None else entry.reward for entry in entries]
 
 
 def _entries(settings) -> Iterator[tuple[str, MixtureEntry]]:
-    """The entries of all mixtures, each with the start of a message about it."""
     values = {"--prompts": settings.prompts, "--eval-prompts": settings.eval_prompts}
     named = {} if settings.evals is None else parse_named_paths(settings.evals)
     values |= {f"--evals {name}": path for name, path in named.items()}
@@ -68,7 +66,6 @@ def _parsed(text: str, where: str) -> tuple[Term, ...]:
 
 
 def _check(settings, terms: tuple[Term, ...], common: tuple[Term, ...], where: str):
-    """UsageError for terms that all rewards must have alike."""
     own, others = ([term.weight for term in of if term.name == ENVIRONMENT] for of in (terms, common))
     if settings.environment is not None and own != others:
         raise UsageError(f"{where}: needs the term environment as often as --reward has it: turns have one weight")

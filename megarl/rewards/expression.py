@@ -37,10 +37,8 @@ class Term(NamedTuple):
 def parse(text: str) -> tuple[Term, ...]:
     """The terms of `weight*name+name+…` in order; the default weight is 1.
 
-    A name is one of `NAMES` or a plug-in, which is imported later. `none` has no terms.
-
-    Raises:
-        UsageError: malformed, an unknown name, a name twice, a weight that is not finite, or a term that lacks another.
+    A name is one of `NAMES` or a plug-in, which is imported later. `none` has no terms. UsageError: malformed, an
+    unknown name, a name twice, a weight that is not finite, or a term that lacks another.
     """
     if text.strip() == NONE:
         return ()

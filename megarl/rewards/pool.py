@@ -1,18 +1,24 @@
-"""Worker processes that run verifiers, with a deadline per call; one that hangs or dies is replaced."""
+"""Worker processes that run verifiers, with a deadline per call; one that hangs or dies is replaced.
 
+A worker is `python -m megarl.rewards.pool FD`: it reads jobs from that socket, and writes outcomes. It exits when the
+socket closes or its parent exits, and does not import torch.
+"""
+
+import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from multiprocessing import connection
+from multiprocessing.connection import Connection
 
-from megarl.child_process import Child
+from megarl.child_process import Child, parent
 from megarl.rewards.base import Job, Score, TimedOut, failure
 
 _START_SECONDS = 300.0  # for a worker's imports; a plug-in may load a model
 
 
 class Workers:
-    """`count` processes, started with the first jobs; `setup` is the first message to each (see `worker.py`)."""
+    """`count` processes, started with the first jobs; `setup` is the first message to each (`_serve`)."""
 
     def __init__(self, count: int, setup: object):
         self.count = count
@@ -33,7 +39,6 @@ class Workers:
             raise
 
     def close(self):
-        """Kill all workers and the processes they have started."""
         for worker in self._workers:
             worker.end()
         self._workers = []
@@ -57,7 +62,6 @@ class Workers:
                     self.seconds[jobs[number].name] += time.monotonic() - worker.started
 
     def _assign(self, slot: int, jobs: Sequence[Job], waiting: deque[int]):
-        """Give the next waiting job to the worker of a slot if it is idle; start the worker if necessary."""
         if not waiting:
             return
         if slot == len(self._workers):
@@ -78,7 +82,7 @@ class _Worker(Child):
     _seconds: float
 
     def __init__(self, setup: object):
-        super().__init__("megarl.rewards.worker")
+        super().__init__("megarl.rewards.pool")
         self.job: int | None = None
         self._limited(setup, _START_SECONDS)
 
@@ -114,3 +118,32 @@ class _Worker(Child):
         self.started = time.monotonic()
         self.deadline = self.started + seconds
         self.send(message)
+
+
+def main():
+    connection = parent()
+    try:
+        _serve(connection)
+    except (EOFError, ConnectionError):
+        os._exit(0)
+
+
+def _serve(connection: Connection):
+    """Answer messages: the first holds the options and names of the verifiers, every other one is a Job."""
+    options, names = connection.recv()
+    verifiers = {}
+    try:
+        from megarl.rewards.build import build_named_verifiers
+
+        verifiers = build_named_verifiers(options, names)
+        answer = "ready"
+    except BaseException as error:
+        answer = f"{type(error).__name__}: {error}"
+    while True:
+        connection.send(answer)
+        job = connection.recv()
+        answer = verifiers[job.name].outcomes(job.samples)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,8 +15,7 @@ import urllib3
 from urllib3.exceptions import HTTPError, NewConnectionError, ProtocolError, TimeoutError
 
 from megarl.observe.files import json_bytes
-from megarl.rewards.base import Sample, Score
-from megarl.rewards.built_in import BuiltIn
+from megarl.rewards.base import BuiltIn, Sample, Score
 
 _RETRIED = (429, 500, 502, 503, 504)  # statuses of a server that may answer later
 _MAX_ANSWER = 1 << 24  # bytes
@@ -76,10 +75,11 @@ class Remote:
 
     def _attempt(self, body: bytes, deadline: float) -> tuple[int, bytes, float | None]:
         """Status, body and Retry-After in seconds of one request. TimeoutError past the deadline."""
+        timeout = urllib3.Timeout(total=max(deadline - time.monotonic(), 1e-3))
+        headers, options = {"Content-Type": "application/json"}, dict(retries=False, preload_content=False)
         response = self._connections.request(
-            "POST", self._url, body=body, headers={"Content-Type": "application/json"}, retries=False, redirect=False,
-            preload_content=False, timeout=urllib3.Timeout(total=max(deadline - time.monotonic(), 1e-3)),
-        )  # fmt: skip
+            "POST", self._url, body=body, headers=headers, timeout=timeout, redirect=False, **options
+        )
         text = bytearray()
         try:
             # The socket's time-out applies to each read, so a server that sends slowly must be stopped here.

@@ -24,8 +24,6 @@ class CosineValues(NamedTuple):
 
 
 class Shaped(NamedTuple):
-    """What the terms read of a response."""
-
     share: float  # its length as a share of the limit
     is_finished: bool
     tokens: Sequence[int] = ()  # that the policy wrote
@@ -65,8 +63,6 @@ def repeated_share(tokens: Sequence[int], n: int) -> float:
 
 
 class ShapingTerms:
-    """The shaping terms of one expression."""
-
     def __init__(self, terms: Sequence[Term], cosine: CosineValues, n: int):
         """`cosine`: of `--reward-cosine`; `n`: of `--reward-ngram`."""
         self.terms, self.names = terms, [term.name for term in terms if term.name in SHAPING]
@@ -77,9 +73,8 @@ class ShapingTerms:
     ) -> dict[str, list[Score]]:
         """Each shaping term's scores of the responses.
 
-        Args:
-            others: scores of the other terms by name.
-            groups: positions of the responses to each prompt that count in its mean.
+        `others`: scores of the other terms by name. `groups`: positions of the responses to each prompt that count in
+        its mean.
         """
         positions = range(len(responses))
         columns = dict(others)

@@ -6,8 +6,7 @@ from typing import Any
 
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
-from megarl.rewards.base import Sample, Score, whole_response
-from megarl.rewards.built_in import BuiltIn
+from megarl.rewards.base import BuiltIn, Sample, Score, whole_response
 
 
 def exact_match(sample: Sample) -> Score:

@@ -26,12 +26,9 @@ class JudgePrompts:
     """Fills and encodes the messages of a `--judge-config`."""
 
     def __init__(self, config: JudgeConfig, encoder: Encoder, seed: int, max_length: int, max_response_length: int):
-        """
-        Args:
-            encoder: the judge's tokenizer and chat template.
-            seed: of the run, from which the codes are drawn.
-            max_length: of the judge's prompt and judgement together, in tokens.
-            max_response_length: the policy's, in tokens.
+        """`encoder`: the judge's tokenizer and chat template. `seed`: of the run, from which the codes are drawn.
+        `max_length`: of the judge's prompt and judgement together, in tokens. `max_response_length`: the policy's, in
+        tokens.
         """
         self.config, self.seed, self.max_length = config, seed, max_length
         self.response_tokens = config.response_tokens or max_response_length
@@ -41,10 +38,8 @@ class JudgePrompts:
     def tokens(self, prompt: Prompt, responses: Sequence[str]) -> list[int]:
         """What the judge reads of a prompt and the responses that it judges together, in their order.
 
-        A response that is too long loses its middle.
-
-        Raises:
-            UsageError: the template fails on the messages, or they leave no room for a judgement.
+        A response that is too long loses its middle. UsageError: the template fails on the messages, or they leave no
+        room for a judgement.
         """
         tokens = self._turns.first_prompt(self.messages(prompt, responses))
         if len(tokens) + self.config.max_tokens > self.max_length:
@@ -70,7 +65,6 @@ class JudgePrompts:
         return [message | {"content": filled(message["content"], values)} for message in self.config.messages]
 
     def text(self, tokens: list[int]) -> str:
-        """The text of a judgement."""
         return self._turns.text(tokens)
 
     def check(self, prompts: PromptSet, group_size: int = 1):

@@ -23,9 +23,8 @@ def questions_of(
 ) -> list[JudgeQuestion]:
     """The questions about a replica's responses.
 
-    Args:
-        sequence_ids: ascending numbers of the responses in the step.
-        groups: positions of the responses to each prompt, in order; read where responses are judged together.
+    `sequence_ids`: ascending numbers of the responses in the step. `groups`: positions of the responses to each prompt,
+    in order; read where responses are judged together.
     """
     samples = range(config.samples)
     if config.mode == "group":
