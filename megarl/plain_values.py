@@ -1,9 +1,8 @@
 """Values that a file, a request or a user's code gives: what counts as a number, whole text, and the kinds of entries.
 
-`math.isfinite` raises for a whole number that no float holds, and so does `float`. Whoever takes a number from outside
-asks here. JSON's escapes write halves of surrogate pairs, which UTF-8 and every tokenizer refuse, so they come from
-files, templates, requests and policies. Kinds are for files that megarl writes and seals: whoever changes such a file
-can write its checksum, too.
+`math.isfinite` raises for a whole number that no float holds, and so does `float`. JSON's escapes write halves of
+surrogate pairs, which UTF-8 and every tokenizer refuse. Kinds are for files that megarl writes and seals: whoever
+changes such a file can write its checksum, too.
 """
 
 import re

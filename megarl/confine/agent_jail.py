@@ -1,11 +1,9 @@
 """The sandbox of an agent's program: `python -I -S agent_jail.py SPECIFICATION`, in the place of `keeper.py`.
 
-The program sees the system's files and those that the specification names, read-only, a folder of its own, and an empty
-/tmp. Its network is a loopback interface on which nothing listens but a relay to the episode's endpoint, which comes
-through a Unix socket. This script stays outside and watches; when process 1 inside ends, the kernel kills all others.
-
-The specification is what `agent_sandbox.py` makes. The script ends with the program's status, 128 + N for a
-signal N, 137 also at a limit, and with 126 if this machine allows no sandbox. The end of its standard input stops it.
+The program sees the system's files and those that the specification (`agent_sandbox.py`) names, read-only, a folder of
+its own, an empty /tmp, and a relay to the episode's endpoint as its network. This script stays outside and watches;
+when process 1 inside ends, the kernel kills all others. It ends with the program's status, 128 + N for a signal N, 137
+also at a limit, and with 126 if this machine allows no sandbox. The end of its standard input stops it.
 """
 
 import fcntl

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megarl.confine import agent_jail
 from megarl.confine.sandbox import probe_of_processes
@@ -112,9 +113,9 @@ def check_sandbox():
         arguments = limits.arguments(command, Path(name, "workspace"), [], Path(name, "door", "socket"), 80)
         stdin, other = socket.socketpair()  # its end would stop the program
         with stdin, other:
-            streams = dict(stdin=stdin.fileno(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            streams: dict[str, Any] = dict(stdin=stdin.fileno(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             command, env = [sys.executable, "-I", "-S", *arguments], {"PATH": os.defpath}
-            done = subprocess.run(command, check=False, timeout=_PROBE_SECONDS, env=env, **streams)
+            done = subprocess.run(command, check=False, timeout=_PROBE_SECONDS, env=env, text=True, **streams)
     if done.returncode:
         reason = done.stdout.strip().rpartition("\n")[2] or f"a first program ended with {done.returncode}"
         raise UsageError(f"this machine allows no sandbox for agents: {reason}")

@@ -1,11 +1,9 @@
 """A process that answers requests in confined children: the other end of `warm_process`.
 
-Requests and replies are JSON on the parent's connection. This process itself handles nothing but trusted data; what a
-policy wrote goes to forked children that confine themselves (`compute_only`). Where the work parses or evaluates it,
-each request has a child of its own: what a response does to the child ends with it, and no later one sees it. Where the
-work only compares text, one child serves many requests: a fork takes longer.
-
-For each connection that arrives through the socket DOOR this process forks itself; the fork serves that connection.
+Requests and replies are JSON. This process handles nothing but trusted data; what a policy wrote goes to forked
+children that confine themselves (`compute_only`). Where the work parses or evaluates it, each request has a child of
+its own, and no later one sees what it does to the child; where it only compares text, one child serves many, since a
+fork takes longer. For each connection that arrives through the socket DOOR this process forks itself.
 """
 
 import contextlib
@@ -55,9 +53,8 @@ def main(load: Callable[[str], Answers]):
 
 
 def _serve_caller(answers: Answers, problem: str | None, connection: Connection, door: socket.socket | None):
-    """Answers requests until the connection ends, and forks for each connection that arrives at the door.
-
-    `problem`: why this machine cannot confine a process; the first message of the connection.
+    """Answers requests until the connection ends, and forks for each connection that arrives at the door. `problem`:
+    why this machine cannot confine a process; the first message of the connection.
     """
     children, forks = Children(answers, connection.fileno()), []
     with contextlib.suppress(EOFError, ConnectionError):

@@ -24,10 +24,9 @@ class NoAnswer(Exception):
 
 
 def ask(module: str, name: str, request: dict) -> dict:
-    """The answer to a request of the process `python -m module FD DOOR name`, for one thread at a time.
-
-    The process is started with the first request; its main function is `children.main`. NoAnswer: the process, or this
-    machine, cannot do the work.
+    """The answer to a request of the process `python -m module FD DOOR name`, for one thread at a time. The process is
+    started with the first request; its main function is `children.main`. NoAnswer: the process, or this machine, cannot
+    do the work.
     """
     key = (os.getpid(), name)
     with _lock:

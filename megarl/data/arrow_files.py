@@ -133,9 +133,8 @@ class ArrowTable:
 
 
 def check_footers(paths: Sequence[str], flag: str):
-    """UsageError for the first Parquet file whose footer takes too much to read, or would end the process.
-
-    What else is wrong with a file is found when it is read. A missing pyarrow is no error here.
+    """UsageError for the first Parquet file whose footer takes too much to read, or would end the process. What else is
+    wrong with a file is found when it is read. A missing pyarrow is no error here.
     """
     paths = [path for path in paths if path.endswith(".parquet")]
     if not paths:

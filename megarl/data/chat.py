@@ -131,7 +131,6 @@ class ChatTemplate:
         values: Mapping[str, Any] | None = None,
     ) -> str:
         """Render the conversation as one text, with the special tokens' strings in all but the roles marked.
-
         `add_generation_prompt`: append the opening of the assistant's turn. `tools`: JSON Schema descriptions of the
         functions that the assistant may call. `values`: variables that go before those of the options.
         """
@@ -204,10 +203,9 @@ class ChatTemplate:
         return [self.encode(text) if MARK in text else next(whole) for text in rendered]
 
     def encode_following(self, pairs: Iterable[tuple[str, str]]) -> list[list[int]]:
-        """For each (before, text): ids of `text` to append to the ids of `before`.
-
-        They are the tail of the ids of `before + text`. If a token would span the boundary they are the ids of `text`
-        alone, because a policy too can only append tokens to its prompt.
+        """For each (before, text): ids of `text` to append to the ids of `before`. They are the tail of the ids of
+        `before + text`. If a token would span the boundary they are the ids of `text` alone, because a policy too can
+        only append tokens to its prompt.
         """
         tails = [(self._from_last_special(before), text) for before, text in pairs]
         prefixes = self.encode_batch([tail for tail, _ in tails])
@@ -252,9 +250,8 @@ def probed(source: str, tokenizer: Tokenizer, flag: str, options: TemplateOption
 
 
 def _with_aliases(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with its thoughts under the name that gpt-oss's template reads, too, as transformers has them.
-
-    That template fails on a message with calls, a content and thoughts.
+    """The message with its thoughts under the name that gpt-oss's template reads, too, as transformers has them. That
+    template fails on a message with calls, a content and thoughts.
     """
     thoughts = message.get("reasoning_content")
     has_both = "tool_calls" in message and message.get("content")

@@ -47,9 +47,8 @@ class Encoder:
         return type(self), (self.tokenizer, self.template, self.flag, self.prefix_ids)
 
     def check_turns(self):
-        """UsageError for a template with which no turn of the assistant can be encoded.
-
-        For programs that train on texts of turns, or score them: a policy's own turns are tokens already.
+        """UsageError for a template with which no turn of the assistant can be encoded. For programs that train on
+        texts of turns, or score them: a policy's own turns are tokens already.
         """
         # Some templates drop a message with empty content.
         self.responses([(Prompt(0, "a"), "b"), (Prompt(0, "a"), "")])
@@ -70,10 +69,9 @@ class Encoder:
         tools: Sequence[Mapping[str, Any]] | None = None,
         values: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The tokens that the policy continues after messages that may have tool calls, and with tools.
-
-        Without those it equals `prompt`. `values`: variables of the template. UsageError without a template, or if the
-        template fails on the messages.
+        """The tokens that the policy continues after messages that may have tool calls, and with tools. Without those
+        it equals `prompt`. `values`: variables of the template. UsageError without a template, or if the template fails
+        on the messages.
         """
         if self.template is None:
             raise UsageError(f"a prompt in messages needs {self.flag}")
@@ -98,7 +96,6 @@ class Encoder:
         self, samples: Sequence[tuple[Prompt, str]], max_length: int
     ) -> list[tuple[list[int], int]]:
         """The reward model's input for each (prompt, text), at most `max_length` >= 1 tokens, and how many were cut.
-
         Tokens are cut from the start of the prompt (a leading BOS stays), then from the start of the response; never
         from the end, because the score is read at EOS. Never empty.
         """
@@ -208,7 +205,6 @@ def build_encoder(
     bos: str = "auto",
 ) -> Encoder:
     """The encoder of a role: `chat_template` is the value of `--chat-template` (see `load_template`), or "none".
-
     `folder`: flag and path of the model's Hugging Face folder, whose tokenizer gives the default template. `bos`: value
     of `--bos`.
     """

@@ -27,10 +27,9 @@ class Vocabulary:
         self.piece_bytes = functools.lru_cache(2**17)(self._piece_bytes)
 
     def detokenizer(self, kept: Collection[str] = ()) -> "Detokenizer":
-        """A new detokenizer for one stream of tokens, whose pieces together are `decode` of all.
-
-        `feed` gives the text that is certain after a token and was not before, never a part of a character; `finish`
-        the rest. `kept`: special tokens whose strings are text, too.
+        """A new detokenizer for one stream of tokens, whose pieces together are `decode` of all. `feed` gives the text
+        that is certain after a token and was not before, never a part of a character; `finish` the rest. `kept`:
+        special tokens whose strings are text, too.
         """
         made = ByteLevelText(self) if self.tokenizer.byte_level else SegmentText(self)
         ids = self.special_ids(kept)

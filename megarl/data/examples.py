@@ -4,7 +4,7 @@ Responses end with EOS, as in a rollout. One rank of a node tokenizes the lines 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from megarl.errors import UsageError
 TokenSequence = tuple[list[int], list[bool]]  # tokens, and which of them are trained on or scored
 
 
-class Limits(NamedTuple):
+class TokenLimits(NamedTuple):
     """Tokens of prompt and response, its EOS counted; `drops_long`: lines above are left out, and a note says so."""
 
     prompt: int
@@ -25,7 +25,7 @@ class Limits(NamedTuple):
     drops_long: bool = False
 
 
-LineReader = Callable[[Prompt, Encoder, Limits], list[list[TokenSequence]]]  # the examples of a line
+LineReader = Callable[[Prompt, Encoder, TokenLimits], list[list[TokenSequence]]]  # the examples of a line
 Arrays = dict[str, np.ndarray]
 
 
@@ -71,12 +71,11 @@ def _arrays(examples: Iterable[tuple[Prompt, list[TokenSequence]]]) -> Arrays:
 
 
 def _within_limits(
-    read: LineReader, prompts: PromptSet, encoder: Encoder, unit: str, limits: Limits, more: Callable = lambda kept: {}
+    read: LineReader, prompts: PromptSet, encoder: Encoder, unit: str, limits: TokenLimits, more=lambda kept: {}
 ) -> tuple[PromptSet, Arrays]:
-    """(the set of the lines that are kept, the arrays of `Examples`).
-
-    `unit`: what a line is, for messages. `more`: makes further arrays of the numbers of the lines that are kept.
-    UsageError: with file and line, for a wrong line or one that is too long; if all are.
+    """(the set of the lines that are kept, the arrays of `Examples`). `unit`: what a line is, for messages. `more`:
+    makes further arrays of the numbers of the lines that are kept. UsageError: with file and line, for a wrong line or
+    one that is too long; if all are.
     """
 
     def examples() -> Iterator[tuple[Prompt, list[TokenSequence]]]:
@@ -106,7 +105,9 @@ def _within_limits(
     return prompts, arrays
 
 
-def _sequence(prompt: Prompt, text: str | None, encoder: Encoder, limits: Limits, may_be_empty: bool) -> TokenSequence:
+def _sequence(
+    prompt: Prompt, text: str | None, encoder: Encoder, limits: TokenLimits, may_be_empty: bool
+) -> TokenSequence:
     """The sequence of a prompt and its response, which is masked. `may_be_empty`: the response may be EOS alone."""
     if text is None:
         raise UsageError("supervised training needs a response (or an answer), or messages, on each line")
@@ -135,7 +136,7 @@ def sft_examples(
     shows an earlier turn otherwise once later messages follow (`Encoder.conversation`); a note in the set says how
     many. UsageError as of `_within_limits`.
     """
-    limits = Limits(max_prompt_length, max_response_length, drops_long)
+    limits = TokenLimits(max_prompt_length, max_response_length, drops_long)
     prompts, arrays = _within_limits(_supervised, prompts, encoder, "examples", limits)
     examples = np.unique(arrays["kept"], return_counts=True)[1]  # of each line
     if len(divided := examples[examples > 1]):
@@ -146,7 +147,7 @@ def sft_examples(
     return Examples(prompts, arrays)
 
 
-def _supervised(prompt: Prompt, encoder: Encoder, limits: Limits) -> list[list[TokenSequence]]:
+def _supervised(prompt: Prompt, encoder: Encoder, limits: TokenLimits) -> list[list[TokenSequence]]:
     if prompt.messages is None:
         text = prompt.response if prompt.response is not None else prompt.answer
         return [[_sequence(prompt, text, encoder, limits, may_be_empty=False)]]
@@ -209,16 +210,15 @@ def _scored_arrays(prompts: PromptSet, encoder: Encoder, max_length: int, drops_
 def response_pairs(
     prompts: PromptSet, encoder: Encoder, max_prompt_length: int, max_response_length: int, drops_long: bool = False
 ) -> Examples:
-    """The sequences of every line for a policy; responses are masked.
-
-    UsageError as of `_within_limits`, and for a line without two different responses or with an empty chosen one.
+    """The sequences of every line for a policy; responses are masked. UsageError as of `_within_limits`, and for a line
+    without two different responses or with an empty chosen one.
     """
-    limits = Limits(max_prompt_length, max_response_length, drops_long)
+    limits = TokenLimits(max_prompt_length, max_response_length, drops_long)
     found, arrays = _within_limits(_pairs, prompts, encoder, "pairs", limits)
     return Examples(found, arrays, 2)
 
 
-def _pairs(prompt: Prompt, encoder: Encoder, limits: Limits) -> list[list[TokenSequence]]:
+def _pairs(prompt: Prompt, encoder: Encoder, limits: TokenLimits) -> list[list[TokenSequence]]:
     """One example. The rejected response may be empty, as a policy's responses are now and then."""
     _check_pair(prompt)
     found = []
@@ -254,10 +254,9 @@ class LabelledResponses(Examples):
     of this one. Responses are masked.
     """
 
-    def __init__(self, prompts: PromptSet, encoder: Encoder, *limits: int):
-        """`limits`: as of `response_pairs`.
-
-        UsageError as of `_within_limits`, for a line without a response and its label, and of a single prompt.
+    def __init__(self, prompts: PromptSet, encoder: Encoder, *limits: Any):
+        """`limits`: as of `response_pairs`. UsageError as of `_within_limits`, for a line without a response and its
+        label, and of a single prompt.
         """
         whole = prompts
 
@@ -269,7 +268,7 @@ class LabelledResponses(Examples):
             labels, prompt_ids = zip(*found, strict=True) if found else ((), ())
             return {"labels": np.array(labels, np.bool_), "prompt_ids": np.array(prompt_ids, np.int64)}
 
-        prompts, arrays = _within_limits(_labelled, whole, encoder, "lines", Limits(*limits), labels)
+        prompts, arrays = _within_limits(_labelled, whole, encoder, "lines", TokenLimits(*limits), labels)
         super().__init__(prompts, arrays)
         self.labels = arrays["labels"]  # [N] bool
         if len(set(arrays["prompt_ids"].tolist())) == 1:
@@ -303,7 +302,7 @@ def next_of_other_prompt(prompt_ids: np.ndarray) -> np.ndarray:
     return others
 
 
-def _labelled(prompt: Prompt, encoder: Encoder, limits: Limits) -> list[list[TokenSequence]]:
+def _labelled(prompt: Prompt, encoder: Encoder, limits: TokenLimits) -> list[list[TokenSequence]]:
     return [[_sequence(prompt, text, encoder, limits, may_be_empty=True)] for text, _ in _texts(prompt)]
 
 

@@ -1,10 +1,7 @@
 """Files of prompts, read into checked lines in megarl's own fields.
 
-A line of a JSON file, or a row of a table, has `prompt` (non-empty string, or a list of messages as `messages.py` has
-them) and, optionally, `answer` (string, the reference answer), `task` (string), `metadata` (object, input of
-verifiers), `response` (string, target of supervised training), `chosen` and `rejected` (strings, the better and the
-worse response) with a `margin` (number >= 0). For supervised training `messages` (a whole conversation) may replace
-`prompt`. Files with other names of columns are read by `columns.ColumnMap`.
+The fields are those of `prompt.Prompt`; for supervised training `messages` (a whole conversation) may replace `prompt`.
+Files with other names of columns are read by `columns.ColumnMap`.
 """
 
 import json

@@ -1,9 +1,8 @@
 """Messages of a conversation: objects with `role` and `content`, the input of chat templates.
 
-A message of the assistant may hold `tool_calls` and `reasoning_content`, which may also be called `thinking` or
-`reasoning`; one of a tool, `tool_call_id` and `name`. A null counts as absent, as does an empty list of calls, and with
-`tool_calls` `content` may be absent. A content may be a list of parts of text, which become lines. The role `developer`
-is the system's.
+A message of the assistant may hold `tool_calls` and thoughts (`THOUGHTS`); one of a tool, `tool_call_id` and `name`. A
+null counts as absent, as does an empty list of calls, and with `tool_calls` `content` may be absent. A content may be a
+list of parts of text, which become lines. The role `developer` is the system's.
 """
 
 import json
@@ -161,7 +160,6 @@ def conversation_of(prompt: str | Sequence[MessageKey]) -> list[Message]:
 
 def text_of(messages: Sequence[Mapping[str, Any]]) -> str:
     """Messages as readable text: a single user message as it is, else one `role: content` paragraph per message.
-
     Thoughts and calls of the assistant have paragraphs of their own: `assistant thinks: …`, `assistant calls f({…})`.
     """
     if [message["role"] for message in messages] == ["user"]:

@@ -9,7 +9,7 @@
       reward: code
       max-response-length: 2048
 
-Weights count draws, not lines: here three of four prompts are of `math`, whatever the sizes of the files.
+Weights count draws: here three of four prompts are of `math`, whatever the sizes of the files.
 """
 
 import dataclasses
@@ -60,10 +60,9 @@ def is_mixture(value: str) -> bool:
 
 
 def read_mixture(path: str, flag: str, purpose: str) -> tuple[MixtureEntry, ...]:
-    """The entries of a mixture, in the order of the file.
-
-    `purpose`: of `columns`; without responses there are no limits of them, environments and rewards. UsageError: the
-    file cannot be read, or an entry has a wrong name, key or value.
+    """The entries of a mixture, in the order of the file. `purpose`: of `columns`; without responses there are no
+    limits of them, environments and rewards. UsageError: the file cannot be read, or an entry has a wrong name, key or
+    value.
     """
     where = f"{flag} {path}"
     content, _ = read_mapping(path, where, "names to prompts, weight and other keys")

@@ -7,7 +7,6 @@ the whole is encoded as a text.
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from megarl import bundled
 from megarl.data.messages import Message, content_of
@@ -29,20 +28,19 @@ def filled(text: str, values: Mapping[str, str]) -> str:
 
 
 FLAG = "--teacher-context-template"
-PLACES = ("question", "response")
+_PLACES = {"question", "response"}
 
 
-class ContextTemplate(NamedTuple):
-    text: str
-
-    def messages(self, prompt: Prompt, response: str) -> list[Message]:
-        """The prompt's messages with the response before the question, which is the user's last message."""
-        messages = list(prompt.conversation)
-        users = [number for number, message in enumerate(messages) if message["role"] == "user"]
-        at = users[-1] if users else len(messages) - 1
-        values = {"question": content_of(messages[at]), "response": whole_unicode(response)}
-        messages[at] = {**messages[at], "content": filled(self.text, values)}
-        return messages
+def with_response(template: str, prompt: Prompt, response: str) -> list[Message]:
+    """The prompt's messages with the response before the question, which is the user's last message. `template`: a text
+    with the places {question} and {response}.
+    """
+    messages = list(prompt.conversation)
+    users = [number for number, message in enumerate(messages) if message["role"] == "user"]
+    at = users[-1] if users else len(messages) - 1
+    values = {"question": content_of(messages[at]), "response": whole_unicode(response)}
+    messages[at] = {**messages[at], "content": filled(template, values)}
+    return messages
 
 
 def for_teacher(prompt: Prompt) -> Prompt:
@@ -50,13 +48,13 @@ def for_teacher(prompt: Prompt) -> Prompt:
     return prompt if prompt.teacher_prompt is None else dataclasses.replace(prompt, prompt=prompt.teacher_prompt)
 
 
-def read_context_template(path: str) -> ContextTemplate:
+def read_context_template(path: str) -> str:
     """Reads the file; the ends of its last lines do not count. UsageError unless it has just the two places."""
     where = f"{FLAG} {path}"
     with reading(where):
         text = read_text(bundled.find(path)).rstrip("\n")
     found = set(names_in(text))
-    if found != {*PLACES}:
+    if found != _PLACES:
         names = ", ".join(f"{{{name}}}" for name in sorted(found)) or "none"
         raise UsageError(f"{where}: the places must be {{question}} and {{response}}; it has {names}")
-    return ContextTemplate(text)
+    return text

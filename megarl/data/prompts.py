@@ -119,9 +119,8 @@ class PromptSet:
         return MixtureOrder(self.sizes(), whole_weights(self.entries), seed, pools)
 
     def note_special_tokens(self, encoder: Encoder) -> PromptSet:
-        """The set with a note if one of its first texts holds a special token's string, which is read as text.
-
-        Such texts were often rendered with a chat template before, or begin with BOS, which the prompt then has twice.
+        """The set with a note if one of its first texts holds a special token's string, which is read as text. Such
+        texts were often rendered with a chat template before, or begin with BOS, which the prompt then has twice.
         """
         pattern = pattern_of(encoder.tokenizer.special)
         for index in range(min(len(self), _LOOKED_AT)):
@@ -149,7 +148,6 @@ class PromptSet:
 
     def encode(self, encoder: Encoder, max_prompt_length: int | None = None) -> Ragged:
         """Tokens of every prompt as the policy reads it; UsageError if one has none or more than `max_prompt_length`.
-
         One rank of a node encodes them for all. None: any length, to check that `encoder` accepts every prompt.
         """
 
@@ -159,9 +157,8 @@ class PromptSet:
         return Ragged.of_arrays(self.on_node(encoded, "tokens", encoder, max_prompt_length))
 
     def encode_for_teacher(self, encoder: Encoder, max_length: int) -> Ragged | None:
-        """Tokens of the `teacher_prompt` of every prompt, none for a prompt without; None if no prompt has one.
-
-        One rank of a node encodes them for all. UsageError if one has more than `max_length` tokens.
+        """Tokens of the `teacher_prompt` of every prompt, none for a prompt without; None if no prompt has one. One
+        rank of a node encodes them for all. UsageError if one has more than `max_length` tokens.
         """
 
         def rows() -> Iterator[list[int]]:
@@ -186,9 +183,8 @@ class PromptSet:
         return self.noted(f"{field} is not read without {flag}") if has_one else self
 
     def encode_fitting(self, encoder: Encoder, max_prompt_length: int) -> tuple[PromptSet, Ragged]:
-        """The prompts of at most `max_prompt_length` tokens, and their tokens. UsageError if there is none.
-
-        One rank of a node encodes them for all. A note says how many were dropped.
+        """The prompts of at most `max_prompt_length` tokens, and their tokens. UsageError if there is none. One rank of
+        a node encodes them for all. A note says how many were dropped.
         """
 
         def fitting() -> dict[str, np.ndarray]:
@@ -208,10 +204,9 @@ class PromptSet:
         return self.without_long(arrays["kept"], "prompts", limits, str(max_prompt_length)), Ragged.of_arrays(arrays)
 
     def without_long(self, kept: np.ndarray, unit: str, limits: str, allowed: str) -> PromptSet:
-        """The set of the prompts `kept`, with a note on how many were dropped; UsageError if there is none.
-
-        `kept`: [M] ascending numbers of prompts, each as often as the set has it. `unit`: what a line of this set is.
-        `limits`: the flags that limit the tokens of a line, with their values; `allowed` is these values alone.
+        """The set of the prompts `kept`, with a note on how many were dropped; UsageError if there is none. `kept`: [M]
+        ascending numbers of prompts, each as often as the set has it. `unit`: what a line of this set is. `limits`: the
+        flags that limit the tokens of a line, with their values; `allowed` is these values alone.
         """
         if not len(kept):
             raise UsageError(f"{limits}: each of the {len(self):,} {unit} of {self.flag} {self.path} has more tokens")
@@ -303,7 +298,7 @@ def load_prompts(value: str, flag: str = "--prompts", columns: Columns = Columns
     """
     entries = read_mixture(value, flag, columns.purpose) if is_mixture(value) else ()
     found = [find_files(entry.prompts, f"{flag} {value}: {entry.name}:") for entry in entries]
-    files = tuple(itertools.chain(*found)) if entries else find_files(value, flag)
+    files = tuple(itertools.chain.from_iterable(found)) if entries else find_files(value, flag)
 
     def key() -> tuple:
         return "prompts", flag, value, columns, [(file, node_files.identity(file)) for file in files]

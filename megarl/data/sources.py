@@ -1,8 +1,7 @@
 """The files that a value of `--prompts` names: files, patterns, Hugging Face dataset folders and their splits.
 
-A value holds one name or several with commas. A name is a file; a pattern with `*`, `?` or `[…]`; a folder; or
-`FOLDER:SPLIT`. Folders are those of `save_to_disk`, and those of dataset repositories, with files such as
-`data/train-00000-of-00002.parquet` or `train.jsonl`.
+A value holds one name or several with commas: a file, a pattern, a folder, or `FOLDER:SPLIT`. Folders are those of
+`save_to_disk`, and those of dataset repositories, with files such as `data/train-00000-of-00002.parquet`.
 """
 
 import glob

@@ -123,10 +123,9 @@ def _read_pieces(model_path: str, where: str) -> sentencepiece.SentencePieceProc
 def build_tokenizer(
     tokenizer_type: str, tokenizer_model: str | None, flag_prefix: str = "", flag: str | None = None
 ) -> Tokenizer:
-    """The tokenizer of `--tokenizer-type` read from `--tokenizer-model`; UsageError if either is wrong.
-
-    `flag_prefix`: a role's prefix of the flags' names in error messages, e.g. "reward-"; `flag`: that gave the path,
-    if not --tokenizer-model.
+    """The tokenizer of `--tokenizer-type` read from `--tokenizer-model`; UsageError if either is wrong. `flag_prefix`:
+    a role's prefix of the flags' names in error messages, e.g. "reward-"; `flag`: that gave the path, if not
+    --tokenizer-model.
     """
     if tokenizer_type not in TOKENIZERS:
         raise UsageError(

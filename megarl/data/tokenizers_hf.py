@@ -127,7 +127,7 @@ class HuggingFaceTokenizer:
         return self._checked(text, _ids(self._matching, text))
 
     def encode_template_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self._checked(*each) for each in zip(texts, _batched(self._matching, texts), strict=True)]
+        return list(map(self._checked, texts, _batched(self._matching, texts)))
 
     def decode(self, ids: Sequence[int]) -> str:
         kept = (int(i) for i in ids if int(i) not in self._special_ids)
@@ -138,9 +138,8 @@ class HuggingFaceTokenizer:
         return self._plain.id_to_token(number) if number in self._known_ids else None
 
     def _checked(self, text: str, ids: list[int]) -> list[int]:
-        """`ids`, if their special tokens are those of `text`; else the text is encoded around its special tokens.
-
-        They differ if the model also has a special token as an ordinary one, or a normalizer turns other text into it.
+        """`ids`, if their special tokens are those of `text`; else the text is encoded around its special tokens. They
+        differ if the model also has a special token as an ordinary one, or a normalizer turns other text into it.
         """
         if [i for i in ids if i in self._special_ids] == [self.special[name] for name in self._pattern.findall(text)]:
             return ids
@@ -194,9 +193,8 @@ def _batched(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:
 
 
 def _mark_special(stored: dict[str, Any], names: set[str], named: dict[str, str]) -> list[str]:
-    """Return the special tokens' strings; mark them in `stored`, and drop the unknown token from its added tokens.
-
-    They are marked `normalized=False`, so that they match in the text itself, not in a normalizer's output.
+    """Return the special tokens' strings; mark them in `stored`, and drop the unknown token from its added tokens. They
+    are marked `normalized=False`, so that they match in the text itself, not in a normalizer's output.
     """
     ordinary = {_unknown(stored.get("model"))} - {named.get(name) for name in ("bos_token", "eos_token")}
     added = [token for token in stored.get("added_tokens") or [] if token["content"] not in ordinary]
@@ -333,7 +331,6 @@ _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "model", "
 
 def difference(path: Path, loaded: Tokenizer) -> str | None:
     """In what a tokenizer.json differs from the tokenizer that transformers has made of its folder; None: in nothing.
-
     Of a file that `tokenizers` cannot read alone it is None, too.
     """
     try:

@@ -1,9 +1,8 @@
 """Turns of a conversation as tokens: the first prompt, and what lies between a written turn and the next one.
 
-What the policy wrote is never encoded again. The next prompt is the last one, the written tokens, and a bridge: the
-template's text from the end of the assistant's turn to the opening of its next one. The turn ends with a special token,
-which no token spans, so the bridge can be encoded by itself. `template_checks.py` refuses templates with which the
-bridge would depend on more than the new messages.
+What the policy wrote is never encoded again: the next prompt is the last one, the written tokens, and a bridge, the
+template's text from the end of the turn to the opening of the next. The turn ends with a special token, which no token
+spans. `template_checks.py` refuses templates with which the bridge would depend on more than the new messages.
 """
 
 import contextlib
@@ -83,16 +82,21 @@ class TurnTokens:
         """
         plain = [template_message(message) for message in messages[:-count]]
         fresh = [self.shortened(message) for message in messages[-count:]]
-        if self._template is None:
-            tokens = self._tokenizer.encode("\n".join(message["content"] for message in fresh))
-        else:
+        whole, end = "", None
+        if self._template is not None:
             whole = self._template.render([*plain, *fresh], add_generation_prompt=True, tools=tools)
-            end = self._end_in(whole, plain, last, tools)
-            if end is None:
+            if (end := self._end_in(whole, plain, last, tools)) is None:
                 return None
-            tokens = self._template.encode_following([(whole[:end], whole[end:])])[0]
+        return self._encoded(fresh, whole, end, "the messages")
+
+    def _encoded(self, messages: Messages, rendered: str, end: int | None, what: str) -> list[int]:
+        """Tokens of messages: by line without a template, else of what is `rendered` from `end` on."""
+        if self._template is None:
+            tokens = self._tokenizer.encode("\n".join(message["content"] for message in messages))
+        else:
+            tokens = self._template.encode_following([(rendered[:end], rendered[end:])])[0]
         if not tokens:
-            raise ValueError("the messages become no token")
+            raise ValueError(f"{what} become no token")
         return tokens
 
     def _end_in(self, whole: str, messages: Messages, last: int, tools: Messages | None) -> int | None:
@@ -123,19 +127,12 @@ class TurnTokens:
         if any(message["role"] == "assistant" for message in messages):
             raise ValueError("messages of the environment: one has the role assistant, for which the policy writes")
         shortened = [self.shortened(message) for message in messages]
-        if self._template is None:
-            tokens = self._tokenizer.encode("\n".join(message["content"] for message in shortened))
-        else:
-            rendered, end = self._rendered_after_turn(shortened)
-            tokens = self._template.encode_following([(rendered[:end], rendered[end:])])[0]
-        if not tokens:
-            raise ValueError("the environment's messages become no token")
-        return tokens
+        rendered, end = ("", None) if self._template is None else self._rendered_after_turn(shortened)
+        return self._encoded(shortened, rendered, end, "the environment's messages")
 
     def shortened(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The message with a content of valid Unicode and at most `max_observation_length` tokens.
-
-        A longer one loses its middle, for which `[... 123 characters cut ...]` stands.
+        """The message with a content of valid Unicode and at most `max_observation_length` tokens. A longer one loses
+        its middle, for which `[... 123 characters cut ...]` stands.
         """
         whole = {name: whole_unicode(value) for name, value in template_message(message).items()}
         return whole | {"content": self._cut(whole["content"])}
@@ -227,10 +224,9 @@ def end_after_empty_thoughts(encoder: Encoder, whole: str, opened: str, has_thou
 
 
 def _dummy_turns(messages: Messages) -> Iterator[dict[str, Any]]:
-    """Turns of the assistant that the messages may follow: with the calls that tools answer.
-
-    For templates that have no such turn, others: Llama 3 has one call in a turn, and gpt-oss ends a turn without a call
-    in another way than the policy.
+    """Turns of the assistant that the messages may follow: with the calls that tools answer. For templates that have no
+    such turn, others: Llama 3 has one call in a turn, and gpt-oss ends a turn without a call in another way than the
+    policy.
     """
     results = [(number, message) for number, message in enumerate(messages) if message["role"] == "tool"]
     if not results:

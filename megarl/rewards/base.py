@@ -251,7 +251,7 @@ def _plain(result: object) -> Score:
         raise ValueError(f"parts {shown(result.parts)} do not add up to {shown(result.reward)}")
     if not isinstance(result.extracted, str | None):
         raise ValueError(f"extracted is {shown(result.extracted)}, neither a string nor None")
-    flags = {name: bool(getattr(result, name)) for name in ("correct", "timed_out", "abstains")}
+    flags: dict[str, Any] = {name: bool(getattr(result, name)) for name in ("correct", "timed_out", "abstains")}
     return replace(result, reward=reward, parts=parts, **flags)
 
 

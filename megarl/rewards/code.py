@@ -80,7 +80,6 @@ def _asserts(code: str) -> Test:
 
 def with_own_builtins(tests: str, prefix: str) -> tuple[str, list[tuple[str, str]]]:
     """The tests with Python's built-ins under private names, which a program cannot have defined; (private, built-in).
-
     Built-ins that the tests define themselves keep their names. So do all if the tests use no other name: then it is
     the program's function that is called like a built-in, as in `assert sum(10, 15) == 6`.
     """
@@ -163,10 +162,10 @@ def _tests(metadata: dict[str, Any] | None) -> list[Test]:
         raise ValueError("metadata: tests must be a list of objects with input and output")
     tests: list[Test] = []
     for number, example in enumerate(examples, 1):
-        texts = [example.get(key) for key in ("input", "output")] if isinstance(example, dict) else [None]
-        if not all(isinstance(text, str) for text in texts):
+        given, expected = (example.get(key) if isinstance(example, dict) else None for key in ("input", "output"))
+        if not isinstance(given, str) or not isinstance(expected, str):
             raise ValueError(f"metadata: test {number} must be an object whose input and output are strings")
-        tests.append(_example(*texts))
+        tests.append(_example(given, expected))
     if asserts is not None:
         if not isinstance(asserts, str) or not asserts.strip():
             raise ValueError("metadata: test_code must be a string of Python statements")

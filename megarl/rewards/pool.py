@@ -1,24 +1,21 @@
 """Worker processes that run verifiers, with a deadline per call; one that hangs or dies is replaced.
 
-A worker is `python -m megarl.rewards.pool FD`: it reads jobs from that socket, and writes outcomes. It exits when the
-socket closes or its parent exits, and does not import torch.
+A worker is `python -m megarl.rewards.build FD`.
 """
 
-import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from multiprocessing import connection
-from multiprocessing.connection import Connection
 
-from megarl.child_process import Child, parent
+from megarl.child_process import Child
 from megarl.rewards.base import Job, Score, TimedOut, failure
 
 _START_SECONDS = 300.0  # for a worker's imports; a plug-in may load a model
 
 
 class Workers:
-    """`count` processes, started with the first jobs; `setup` is the first message to each (`_serve`)."""
+    """`count` processes, started with the first jobs; `setup` is the first message to each (`build.main`)."""
 
     def __init__(self, count: int, setup: object):
         self.count = count
@@ -27,10 +24,9 @@ class Workers:
         self._workers: list[_Worker] = []
 
     def run(self, jobs: Sequence[Job]) -> list[list[Score | str]]:
-        """For each job, in order, the result of `Verifier.outcomes`: a Score or a reason for each sample.
-
-        If a job exceeds its seconds or its process dies, all its samples get the reason; other jobs are unaffected.
-        RuntimeError if a worker cannot start.
+        """For each job, in order, the result of `Verifier.outcomes`: a Score or a reason for each sample. If a job
+        exceeds its seconds or its process dies, all its samples get the reason; other jobs are unaffected. RuntimeError
+        if a worker cannot start.
         """
         try:
             return self._run(jobs)
@@ -82,7 +78,7 @@ class _Worker(Child):
     _seconds: float
 
     def __init__(self, setup: object):
-        super().__init__("megarl.rewards.pool")
+        super().__init__("megarl.rewards.build")
         self.job: int | None = None
         self._limited(setup, _START_SECONDS)
 
@@ -118,32 +114,3 @@ class _Worker(Child):
         self.started = time.monotonic()
         self.deadline = self.started + seconds
         self.send(message)
-
-
-def main():
-    connection = parent()
-    try:
-        _serve(connection)
-    except (EOFError, ConnectionError):
-        os._exit(0)
-
-
-def _serve(connection: Connection):
-    """Answer messages: the first holds the options and names of the verifiers, every other one is a Job."""
-    options, names = connection.recv()
-    verifiers = {}
-    try:
-        from megarl.rewards.build import build_named_verifiers
-
-        verifiers = build_named_verifiers(options, names)
-        answer = "ready"
-    except BaseException as error:
-        answer = f"{type(error).__name__}: {error}"
-    while True:
-        connection.send(answer)
-        job = connection.recv()
-        answer = verifiers[job.name].outcomes(job.samples)
-
-
-if __name__ == "__main__":
-    main()

@@ -137,7 +137,6 @@ _HUGE = re.compile(r"(?:\*\*|\^)[\s(+-]*(?:\d{4,}|[\d.]+[\s)]*(?:\*\*|!)|[^()]*\
 
 def harmless(task: str, answer: str, reference: str | None) -> str:
     """The answer, or for a task of expressions a text that its scorer cannot parse, if the answer is no expression.
-
     `Integral(f(x), x)` is none, which the scorers of integrals would accept: only where it is the reference answer.
     """
     return answer if task not in EXPRESSIONS or answer == reference or _is_expression(answer) else _UNREADABLE

@@ -44,9 +44,8 @@ class JudgeConfig(NamedTuple):
         return self.mode != "single"
 
     def numbers(self, text: str, count: int) -> list[float] | None:
-        """The numbers of the `count` responses that a judgement is about, in the order in which the judge read them.
-
-        Of a pair: the share of the win of each. None if the judgement has none, others, or one outside the range.
+        """The numbers of the `count` responses that a judgement is about, in the order in which the judge read them. Of
+        a pair: the share of the win of each. None if the judgement has none, others, or one outside the range.
         """
         found = self.read(text)
         if found is None or not all(self.low <= number <= self.high for number in found):

@@ -52,10 +52,9 @@ def _json_list(name: Any, _: float | None) -> NumbersRule:
 
 
 def _field_finder(name: Any) -> Callable[[str], Any]:
-    """Finds the field `name` of the last JSON object that has it and is a verdict; objects inside others are none.
-
-    An object inside a line of words is a verdict at the end of the text only. After the beginning of an object that is
-    no JSON nothing is: what it quotes cannot be told from what follows it.
+    """Finds the field `name` of the last JSON object that has it and is a verdict; objects inside others are none. An
+    object inside a line of words is a verdict at the end of the text only. After the beginning of an object that is no
+    JSON nothing is: what it quotes cannot be told from what follows it.
     """
     if not isinstance(name, str) or not name:
         raise ValueError("allowed is the name of a field")
@@ -114,9 +113,8 @@ def _last_number(option: Any, highest: float | None) -> NumbersRule:
 
 
 def _choice(values: Any, _: float | None) -> NumbersRule:
-    """The value of the label that stands last in the text as whole words, in upper or lower case.
-
-    Labels with a sign, a slash or `or` between them, as in A>B and yes/no, are no choice.
+    """The value of the label that stands last in the text as whole words, in upper or lower case. Labels with a sign, a
+    slash or `or` between them, as in A>B and yes/no, are no choice.
     """
     if not isinstance(values, dict) or len(values) < 2:
         raise ValueError("allowed is a mapping of two or more labels to numbers")
@@ -191,7 +189,6 @@ _AFTER = re.compile(r"[\])}>\"'|.,:!?*\\]+$")
 
 def own_words(text: str) -> str:
     """A judgement after its reasoning (`</think>`), with spaces for what it quotes, and ASCII digits and minus signs.
-
     Quotes are lines that begin with `>`, the response between the lines with its code, and several words in quotation
     marks or backticks. Of reasoning without an end nothing is left. The length stays that of the text after reasoning.
     """
@@ -203,10 +200,9 @@ def own_words(text: str) -> str:
 
 
 def last_number(text: str, highest: float | None) -> float | None:
-    """The number in the last word with a digit, of a judge's own words; None if that is another notation.
-
-    `highest`: the end of the scale. `7/10` and `7 out of 10` are 7 on a scale to 10, `70%` is 70 on one to 100; of
-    other wholes none. None: any whole, and no percents. Words that begin with a letter, as GPT-4, are names.
+    """The number in the last word with a digit, of a judge's own words; None if that is another notation. `highest`:
+    the end of the scale. `7/10` and `7 out of 10` are 7 on a scale to 10, `70%` is 70 on one to 100; of other wholes
+    none. None: any whole, and no percents. Words that begin with a letter, as GPT-4, are names.
     """
     text = _MARKUP.sub(" ", text)
     for pattern, replacement in _WORDS:
@@ -232,10 +228,9 @@ def number_of(text: str, highest: float | None) -> float | None:
 def numbers_of_matches(
     expression: re.Pattern[str], text: str, highest: float | None, of_several: bool
 ) -> list[float | None]:
-    """For each match the number in its first group, or in all of it; None if a larger notation goes on around it.
-
-    What the expression itself has beside the group, such as `/10` or `%`, is its author's decision. So are matches
-    without anything between them where there are `of_several` responses, as of `[0-9]` in `739`: three numbers.
+    """For each match the number in its first group, or in all of it; None if a larger notation goes on around it. What
+    the expression itself has beside the group, such as `/10` or `%`, is its author's decision. So are matches without
+    anything between them where there are `of_several` responses, as of `[0-9]` in `739`: three numbers.
     """
     found, group = list(expression.finditer(text)), min(expression.groups, 1)
     starts, ends = {each.start() for each in found}, {each.end() for each in found}

@@ -36,10 +36,9 @@ class JudgePrompts:
         self.encoder = encoder
 
     def tokens(self, prompt: Prompt, responses: Sequence[str]) -> list[int]:
-        """What the judge reads of a prompt and the responses that it judges together, in their order.
-
-        A response that is too long loses its middle. UsageError: the template fails on the messages, or they leave no
-        room for a judgement.
+        """What the judge reads of a prompt and the responses that it judges together, in their order. A response that
+        is too long loses its middle. UsageError: the template fails on the messages, or they leave no room for a
+        judgement.
         """
         tokens = self._turns.first_prompt(self.messages(prompt, responses))
         if len(tokens) + self.config.max_tokens > self.max_length:
@@ -68,9 +67,8 @@ class JudgePrompts:
         return self._turns.text(tokens)
 
     def check(self, prompts: PromptSet, group_size: int = 1):
-        """UsageError with file and line for a prompt without a field that a place names, or that is too long.
-
-        One rank of a node checks them for all. `group_size`: the most responses to a prompt.
+        """UsageError with file and line for a prompt without a field that a place names, or that is too long. One rank
+        of a node checks them for all. `group_size`: the most responses to a prompt.
         """
         count = {"single": 1, "pair": 2, "group": group_size}[self.config.mode]
         room = self.max_length - count * (self.response_tokens + JOINING) - self.config.max_tokens

@@ -176,8 +176,7 @@ def test_a_time_is_no_answer(tmp_path):
 def test_one_long_text_of_json_in_many_rows(tmp_path, monkeypatch):
     """Rows that name the same text are read few at a time, so that the limit is reached before memory is taken."""
     monkeypatch.setattr("megarl.data.content_limit.MIN_CONTENT", 2**20)
-    column = json_array(["x" * 2**19] * 500)
-    table = pyarrow.table({"prompt": ["a"] * 500, "v": column})
-    parquet.write_table(table, tmp_path / "p.parquet", compression="zstd", row_group_size=500)
+    table = pyarrow.table({"prompt": ["a"] * 100, "v": json_array(["x" * 2**19] * 100)})
+    parquet.write_table(table, tmp_path / "p.parquet", compression="zstd", row_group_size=100)
     with pytest.raises(UsageError, match="expands to more than 1,048,576 bytes"):
         load_prompts(str(tmp_path / "p.parquet"))

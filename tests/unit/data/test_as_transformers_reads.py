@@ -47,8 +47,9 @@ def with_switch(value):
     return lambda folder: edit(small_tokenizers.mistral(folder), tokenizer_class="LlamaTokenizer", add_bos_token=value)
 
 
-FOLDERS = {
-    **small_tokenizers.HUGGING_FACE,
+FOLDERS = {  # others are in test_chat_against_transformers
+    "llama": small_tokenizers.llama,
+    "chatml": small_tokenizers.chatml,
     "special_tokens_map": special_tokens_map,
     "sentence piece": sentence_piece,
     "switch": with_switch(True),

@@ -21,26 +21,13 @@ from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
 from tests.helpers.programs import environment
 from tests.helpers.texts.character_tokenizer import PLAIN
+from tests.helpers.texts.prompt_tables import write_arrow, write_parquet
 from tests.helpers.texts.refusals import refusal
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
 ROWS = [{"prompt": f"{i}+é=", "answer": str(i), "metadata": {"level": i % 3}} for i in range(2500)]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
-
-
-def write_arrow(path: Path, rows: list[dict], kind: str = "stream") -> Path:
-    """An Arrow file or stream with record batches of 700 rows."""
-    table = pyarrow.Table.from_pylist(rows)
-    new = pyarrow.ipc.new_stream if kind == "stream" else pyarrow.ipc.new_file
-    with new(str(path), table.schema) as writer:
-        writer.write_table(table, max_chunksize=700)
-    return path
-
-
-def write_parquet(path: Path, rows: list[dict], **options) -> Path:
-    parquet.write_table(pyarrow.Table.from_pylist(rows), path, **options)
-    return path
 
 
 def compressed(kind: str, data: bytes) -> bytes:
@@ -114,7 +101,7 @@ def test_the_hash_of_prompts(files, tmp_path):
 
 
 @pytest.fixture
-def uneven(tmp_path) -> Path:
+def uneven(tmp_path) -> str:
     rows = [{"question": "x" * (1 + i % 7), "answer": str(i)} for i in range(20)]
     return write_parquet(tmp_path / "u.parquet", rows)
 
@@ -213,14 +200,14 @@ def read_mutants(rank: int, sources: list[bytes], folder: Path, count: int) -> C
     return found
 
 
-@pytest.mark.parametrize("count", [50, long(1000)])
+@pytest.mark.parametrize("count", [100, long(1000)])
 def test_no_mutant_of_a_file_ends_the_process(count, tmp_path):
     """pyarrow would follow damaged offsets out of the memory of the file."""
     rows = [{"question": f"{i}+é=", "level": {"a": i, "b": [i, None], "c": "x" * (i % 3)}} for i in range(30)]
     paths = [write_arrow(tmp_path / "a.arrow", rows), write_arrow(tmp_path / "b.arrow", rows, "file"),
              write_parquet(tmp_path / "a.parquet", rows),
              write_parquet(tmp_path / "b.parquet", rows, compression="none", use_dictionary=False)]  # fmt: skip
-    (found,) = run_world(read_mutants, 1, [path.read_bytes() for path in paths], tmp_path, count)
+    (found,) = run_world(read_mutants, 1, [Path(path).read_bytes() for path in paths], tmp_path, count)
     assert found["read"] > 0 and found["refused"] > count / 2
 
 

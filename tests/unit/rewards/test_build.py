@@ -1,31 +1,22 @@
 """Building verifiers: names, plug-ins, what prompts need, lazy imports."""
 
-import functools
-import json
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
 from megarl.flags.settings import Settings
-from megarl.rewards.base import Sample, Score, Verifier
+from megarl.rewards.base import Sample, Score
 from megarl.rewards.build import Options, build_named_verifiers, build_verifiers, check_prompts
+from tests.helpers.programs import write_lines
 from tests.helpers.texts.refusals import refusal
 
 
-def scored(verifier: Verifier, sample: Sample) -> Score:
-    """The score of a sample. RuntimeError with the reason if it has none."""
-    (outcome,) = verifier.outcomes([sample])
-    if isinstance(outcome, str):
-        raise RuntimeError(outcome)
-    return outcome
-
-
-def reward_of(name: str) -> Callable[[Sample], Score]:
-    return functools.partial(scored, build_named_verifiers(Options.of(Settings()), [name])[name])
+def outcome_of(name: str, *sample) -> Score | str:
+    """What one verifier says of one sample."""
+    return build_named_verifiers(Options.of(Settings()), [name])[name].outcomes([Sample(*sample)])[0]
 
 
 def check(name: str, prompts, scores_here: bool = False):
@@ -33,9 +24,7 @@ def check(name: str, prompts, scores_here: bool = False):
 
 
 def prompts_of(tmp_path, *lines):
-    path = tmp_path / "p.jsonl"
-    path.write_text("\n".join(json.dumps(line) for line in lines))
-    return load_prompts(str(path))
+    return load_prompts(str(write_lines(tmp_path / "p.jsonl", [*lines])))
 
 
 def test_packages_are_imported_only_to_score_and_torch_never(tmp_path):
@@ -57,7 +46,7 @@ def test_packages_are_imported_only_to_score_and_torch_never(tmp_path):
         assert not {"reasoning_gym", "sympy", "urllib3"} & set(sys.modules)
         check_prompts(settings, prompts, scores_here=True)
         assert "sympy" in sys.modules and "reasoning_gym" not in sys.modules  # which a process of its own imports
-        import megarl.rewards.remote, megarl.rewards.pool
+        import megarl.rewards.remote
         assert "torch" not in sys.modules
     """
     done = subprocess.run([sys.executable, "-c", program, tmp_path / "p.jsonl"], capture_output=True, text=True)
@@ -100,11 +89,11 @@ def plugin(tmp_path, monkeypatch):
 
 
 def test_plugin(plugin, tmp_path):
-    assert reward_of("my_rewards:scored")(Sample("q", "a")) == Score(0.75, True, {"a": 0.5, "b": 0.25})
+    assert outcome_of("my_rewards:scored", "q", "a") == Score(0.75, True, {"a": 0.5, "b": 0.25})
     # A plain number: the whole response is the answer.
-    assert reward_of("my_rewards:length")(Sample("q", " abc")) == Score(4.0, True, extracted="abc")
-    assert reward_of("my_rewards:length")(Sample("q", "abc", finished=False)) == Score(3.0, True)
-    assert reward_of("my_rewards:length")(Sample("q", "")) == Score(0.0, False)
+    assert outcome_of("my_rewards:length", "q", " abc") == Score(4.0, True, extracted="abc")
+    assert outcome_of("my_rewards:length", "q", "abc", None, None, False) == Score(3.0, True)
+    assert outcome_of("my_rewards:length", "q", "") == Score(0.0, False)
     check("my_rewards:length", prompts_of(tmp_path, {"prompt": "a"}), scores_here=True)
 
 
@@ -117,22 +106,18 @@ def test_data_without_a_column_of_a_plugin_is_refused(plugin, tmp_path):
             check(name, prompts_of(tmp_path, good, {"prompt": "a", "answer": "b", "metadata": {"level": 2}}))
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        (
-            "exactmatch",
-            "exactmatch is unknown; allowed: model, judge, environment, exact-match, regex, math-verify, "
-            "reasoning-gym, format, length, code, remote, cosine, repetition, truncated, adaptive-length, or a plug-in "
-            "as file.py:function or package.module:function",
-        ),
-        (":scored", ":scored is unknown; allowed"),
-        ("my_rewards:", "my_rewards: is unknown; allowed"),
-        ("no_such_module:f", "cannot import no_such_module: ModuleNotFoundError"),
-        ("broken_rewards:f", "cannot import broken_rewards: ZeroDivisionError"),
-        ("my_rewards:nothing", "my_rewards has no nothing"),
-        ("my_rewards:limit", "my_rewards has a non-callable limit"),
-    ],
+KNOWN = (
+    "model, judge, environment, exact-match, regex, math-verify, reasoning-gym, format, length, code, remote, cosine, "
+    "repetition, truncated, adaptive-length, or a plug-in as file.py:function or package.module:function"
 )
+
+
+@pytest.mark.parametrize("name, message", [
+    ("exactmatch", f"exactmatch is unknown; allowed: {KNOWN}"), (":scored", ":scored is unknown; allowed"),
+    ("my_rewards:", "my_rewards: is unknown; allowed"), ("my_rewards:nothing", "my_rewards has no nothing"),
+    ("no_such_module:f", "cannot import no_such_module: ModuleNotFoundError"),
+    ("broken_rewards:f", "cannot import broken_rewards: ZeroDivisionError"),
+    ("my_rewards:limit", "my_rewards has a non-callable limit"),
+])  # fmt: skip
 def test_wrong_reward_names(plugin, name, message):
     assert refusal(build_verifiers, Settings(reward=name)).startswith(f"--reward {name}: {message}")

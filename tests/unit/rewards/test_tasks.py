@@ -13,6 +13,7 @@ from reasoning_gym.factory import DATASETS, create_dataset
 
 from megarl.rewards.base import Sample
 from megarl.rewards.tasks import EVALUATORS, EXPRESSIONS, LITERALS, evaluates, harmless, make_safe, reasoning_gym
+from tests.helpers.tiers import by_default
 
 PLAIN = ["", "0", "no idea", "[[0, 1]]", "{'a': 1", "None"]
 MARK = Path("/tmp/megarl-test-of-hostile-answers")
@@ -65,7 +66,7 @@ def check(task, others, hostile):
     assert entry == before
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", by_default(TASKS, {*TASKS[::5], *EVALUATING}))
 def test_a_task_has_the_package_s_own_scores(task):
     check(task, ["no idea"], HOSTILE[6:7])
 
