@@ -28,7 +28,7 @@ from megarl.flags.parser import build_parser
 from megarl.flags.rewards import JUDGED, check_judge
 from megarl.flags.settings import Settings
 from megarl.flags.teachers import TeacherFolder, TeacherModels, check_flags, teacher_models
-from megarl.rewards import by_file, expression
+from megarl.rewards import expression
 
 if TYPE_CHECKING:
     from megarl.mcore.lora.targets import LoRASettings
@@ -188,7 +188,7 @@ def _context(program: str, flags: dict[str, parser.Flag], values: dict[str, obje
     settings = Settings(**fields)
     estimator = named_estimator(settings.advantage)
     if program == "rl":
-        by_file.check_parts(settings, estimator.needs)
+        expression.check_parts(settings, estimator.needs)
     trains = not settings.debug_rollout_only
     has_reference = settings.kl_coefficient > 0 or "reference" in role_flags.named_roles(settings.role_map)
     if "logprobs" in estimator.needs:
@@ -203,7 +203,7 @@ def _context(program: str, flags: dict[str, parser.Flag], values: dict[str, obje
             trains and settings.distill != NONE,
         ),
         estimator=estimator,
-        terms=by_file.terms_of_run(settings) if program in GENERATING.split() else expression.parse(settings.reward),
+        terms=expression.terms_of_run(settings) if program in GENERATING.split() else expression.parse(settings.reward),
         policy_loss=named_policy_loss(settings.policy_loss),
     )
 

@@ -16,7 +16,7 @@ from megarl.flags.distillation import REWARD
 from megarl.flags.preferences import preference_options
 from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
-from megarl.rewards import by_file, expression
+from megarl.rewards import expression
 from megarl.roles.loss_mask import masked_tokens
 from megarl.roles.reward_metrics import step_metrics
 from megarl.roles.teacher_output import masks_by_teacher, measured_apart
@@ -40,7 +40,7 @@ class AdvantageComputer:
             credit_turns=credit_turns,
             preference=(PREFERENCE_LOSSES[s.preference_loss], preference_options(s)),
         )  # fmt: skip
-        weights = {term.name: term.weight for term in by_file.terms_of_run(s) if term.weight}
+        weights = {term.name: term.weight for term in expression.terms_of_run(s) if term.weight}
         self._turn_weight = weights.get(expression.ENVIRONMENT, 0.0)
         self._has_other_rewards = bool(s.overlong_buffer or weights.keys() - {expression.ENVIRONMENT})
         target = s.kl_target if s.kl_controller == "adaptive" else None

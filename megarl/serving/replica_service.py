@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.comm.role_mesh import RoleGroups
-from megarl.data.detokenizer import Vocabulary
-from megarl.data.stop_strings import StopMatcher
+from megarl.data.detokenizer import StopMatcher, Vocabulary
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
 from megarl.mcore import device

@@ -21,7 +21,7 @@ from megarl.flags.fields import parse_ints
 from megarl.groups import PromptGroups
 from megarl.measurements import ALLOWED_NAMES, MAX_TASKS, is_name
 from megarl.observe.timers import Timers
-from megarl.rewards import by_file
+from megarl.rewards.expression import expressions_of, rewards_of
 from megarl.roles.reward import Reward
 from megarl.rollout.remote_rollout import RemoteRollout
 from megarl.rollout.requests import PromptRequest, dp_assignment_of
@@ -236,8 +236,8 @@ def check_best_metric(settings: Settings, prompts: dict[str, PromptSet]):
 
 def _term_metrics(settings: Settings, prompts: PromptSet) -> dict[str, None]:
     """Names of the metrics of terms: a reward of one term has none besides its own mean."""
-    expressions = by_file.expressions_of(settings)
-    texts = by_file.rewards_of(settings, prompts.entries) or [settings.reward]
+    expressions = expressions_of(settings)
+    texts = rewards_of(settings, prompts.entries) or [settings.reward]
     of_several = [expressions[text] for text in texts if len(expressions[text]) > 1]
     return {f"reward/{term.name}": None for terms in of_several for term in terms}
 

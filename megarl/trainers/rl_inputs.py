@@ -10,7 +10,7 @@ from megarl.checkpoint.pretrained import (
     find_pretrained,
     with_stored_factors,
 )
-from megarl.data.context_template import read_context_template
+from megarl.data.places import read_context_template
 from megarl.errors import UsageError
 from megarl.flags.distillation import SIBLING
 from megarl.mcore.model import pipeline_layout

@@ -12,9 +12,8 @@ from megarl.batch import ACTOR, TEACHER, Batch, fields_sent
 from megarl.comm import exchange
 from megarl.data.columns import SFT
 from megarl.data.conversations import Encoder
-from megarl.data.examples import Examples
+from megarl.data.examples import Examples, sft_examples
 from megarl.data.prompts import PromptSet
-from megarl.data.sft import sft_examples
 from megarl.flags.distillation import LOSS
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass

@@ -9,7 +9,7 @@ import torch
 
 from megarl.data.columns import Columns
 from megarl.data.conversations import Encoder
-from megarl.data.labelled_responses import LabelledResponses, next_of_other_prompt
+from megarl.data.examples import LabelledResponses, next_of_other_prompt
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizers import build_tokenizer
 from tests.helpers.forked_programs import refusal

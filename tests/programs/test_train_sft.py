@@ -100,8 +100,8 @@ def test_a_replica_reads_only_its_share_of_a_batch(tmp_path):
 
 def test_examples_hold_prompt_answer_and_end_and_the_mask_skips_the_prompt():
     from megarl.data.conversations import Encoder
+    from megarl.data.examples import sft_examples
     from megarl.data.prompts import load_prompts
-    from megarl.data.sft import sft_examples
     from megarl.data.tokenizers import build_tokenizer
 
     tokenizer = build_tokenizer("SentencePieceTokenizer", str(inputs() / "tokenizer.model"))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megarl.data.stop_strings import StopMatcher
+from megarl.data.detokenizer import StopMatcher
 from megarl.tool_formats.thinking_budget import ThinkingBudget
 
 NO_TOKEN = -1  # an id that is never sampled

@@ -21,7 +21,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from megarl.algorithms.token_sampling import SamplingSettings
-from megarl.data.stop_strings import StopMatcher
+from megarl.data.detokenizer import StopMatcher
 from megarl.mcore import device
 from megarl.mcore.config.recurrent_rules import has_states
 from megarl.mcore.inference.cache_size import BLOCK_TOKENS

@@ -12,7 +12,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.utils import InferenceMode
 
 from megarl.algorithms.token_sampling import SamplingSettings
-from megarl.data.stop_strings import StopMatcher
+from megarl.data.detokenizer import StopMatcher
 from megarl.mcore.inference.end_tokens import NO_TOKEN, EndTokens, ForcedTokens, StopStates
 from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
 from megarl.mcore.moe.router import recording_routes

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from megarl.data.stop_strings import StopMatcher
+from megarl.data.detokenizer import StopMatcher
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.tool_formats.thinking_budget import ThinkingBudget
 

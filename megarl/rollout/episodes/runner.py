@@ -16,9 +16,9 @@ from megarl.checkpoint import folders
 from megarl.comm.early_responses import ResponseSender
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.conversations import Encoder
+from megarl.data.detokenizer import StopMatcher
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet
-from megarl.data.stop_strings import StopMatcher
 from megarl.data.turns import TurnTokens
 from megarl.environments.pool import PoolOptions
 from megarl.environments.protocol import Task

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from megarl.data.columns import Columns
+from megarl.data.examples import sft_examples
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import load_prompts
-from megarl.data.sft import sft_examples
 from megarl.errors import UsageError
 from tests.helpers.programs import write_lines
 from tests.helpers.texts.chat_encoders import encoder_of, spelled

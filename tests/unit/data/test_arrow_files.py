@@ -11,6 +11,7 @@ from pyarrow import parquet
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
 from tests.helpers.folders.parquet_footers import field, join, lying, split
+from tests.helpers.texts.refusals import refusal
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
@@ -19,11 +20,10 @@ OPTIONS: list[dict] = [{}, {"compression": "zstd", "use_dictionary": False, "row
 FOOTER = "the footer is damaged, or takes more than 10 s, or 1 GiB of memory, to read"
 
 
-def refusal(path: Path) -> str:
-    with pytest.raises(UsageError) as caught:
-        load_prompts(str(path))
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 700
-    return str(caught.value).removeprefix(f"--prompts {path}: ")
+def refused(path: Path) -> str:
+    said = refusal(load_prompts, str(path))
+    assert said.isprintable() and len(said) < 700
+    return said.removeprefix(f"--prompts {path}: ")
 
 
 def read_liars(rank: int, folder: Path, count: int) -> Counter:
@@ -62,9 +62,7 @@ def test_one_file_of_many_that_would_end_the_process_is_named(tmp_path):
     for name in ("1.parquet", "2.parquet"):
         (tmp_path / name).write_bytes(join(before, footer) if name == "1.parquet" else join(*split(
             (tmp_path / "0.parquet").read_bytes())))  # fmt: skip
-    with pytest.raises(UsageError) as caught:
-        load_prompts(f"{tmp_path}/*.parquet")
-    assert str(caught.value) == f"--prompts {tmp_path}/1.parquet: cannot be read: {FOOTER}"
+    assert refusal(load_prompts, f"{tmp_path}/*.parquet") == f"--prompts {tmp_path}/1.parquet: cannot be read: {FOOTER}"
 
 
 def test_what_a_footer_says_of_rows_and_names(tmp_path):
@@ -79,13 +77,13 @@ def test_what_a_footer_says_of_rows_and_names(tmp_path):
         return tmp_path / "other.parquet"
 
     for rows in (-1, 49, 51, 2**62):
-        said = refusal(changed(lambda footer, rows=rows: field(footer, 3).__setitem__(2, rows)))
+        said = refused(changed(lambda footer, rows=rows: field(footer, 3).__setitem__(2, rows)))
         assert said == f"cannot be read after row 50: its footer says that it has {rows:,} rows"
     schema = lambda footer: field(footer, 2)[2][1]  # noqa: E731
-    said = refusal(changed(lambda footer: field(schema(footer)[1], 4).__setitem__(2, b"p" * 10**7)))
+    said = refused(changed(lambda footer: field(schema(footer)[1], 4).__setitem__(2, b"p" * 10**7)))
     assert said.startswith("prompt is missing: ") and "p" * 59 + "…" in said
     group = [[3, 5, 1], [4, 8, b"g"], [5, 5, 1]]
-    said = refusal(changed(lambda footer: schema(footer).__setitem__(slice(1, 1), [group] * 10000)))
+    said = refused(changed(lambda footer: schema(footer).__setitem__(slice(1, 1), [group] * 10000)))
     assert said.startswith("cannot be read: Parquet schema too deeply nested")
 
 
@@ -96,4 +94,4 @@ def test_many_columns_take_no_time(tmp_path):
     schema = pyarrow.schema([(name, pyarrow.string()) for name in names])
     with pyarrow.ipc.new_stream(path, schema) as writer:
         writer.write_table(pyarrow.table([pyarrow.array(["1"])] * len(names), schema=schema))
-    assert refusal(Path(path)) == "has 2 columns named answer"
+    assert refused(Path(path)) == "has 2 columns named answer"

@@ -7,8 +7,7 @@ from multiprocessing import get_context
 import pytest
 
 from megarl.rewards import math_response, math_text
-from megarl.rewards.judge.judgement_text import last_number, own_words
-from megarl.rewards.judge.numbers import numbers_rule
+from megarl.rewards.judge.numbers import last_number, numbers_rule, own_words
 from tests.helpers.tiers import by_default
 
 LENGTH = 50_000  # characters; what needs half a second for 8,000 needs 20 for these
