@@ -4,12 +4,7 @@ from pathlib import Path
 
 from megarl.arguments import RoleSettings, RunConfig, Settings
 from megarl.checkpoint import factors, folders, resume
-from megarl.checkpoint.pretrained import (
-    PretrainedWeights,
-    checkpoint_weights,
-    find_pretrained,
-    with_stored_factors,
-)
+from megarl.checkpoint.pretrained import PretrainedWeights, checkpoint_weights, find_pretrained, with_stored_factors
 from megarl.data.context_template import read_context_template
 from megarl.errors import UsageError
 from megarl.flags.distillation import SIBLING

@@ -63,7 +63,6 @@ class Trainer(abc.ABC):
         self._started = time.perf_counter()
         self._times: dict[int, tuple[dict, float]] = {}  # by iteration: of each phase, of all
         self._async_metrics = AsyncMetrics(mesh, NO_LIMIT)
-        self._run_stop = RunStop(mesh.rank, config.settings.exit_grace)
         self._profiler = step_profiler(config, mesh, timers)
         if inputs.resume:
             ignored = resume.adopt_schedules(inputs.manifest, config)
@@ -130,13 +129,14 @@ class Trainer(abc.ABC):
         is saved.
         """
         self._started, first, iteration = time.perf_counter(), self.step + 1, self.step
-        self._run_stop.listen(self.step)
+        run_stop = RunStop(self.mesh.rank, self.settings.exit_grace, self.step)
+        run_stop.install()
         gc.freeze()  # collecting garbage skips what set-up has made, for all of the run
         is_stopping = False
         while self.step < self.last_step:
             ending = iteration + 1 - self.lead
             self.ends_step = ending > self.step
-            if self.ends_step and not self._run_stop.may_begin(ending):
+            if self.ends_step and not run_stop.may_begin(ending):
                 is_stopping = True
                 if self.mesh.rank == 0 and not self.may_stop(ending - 1):
                     print(f"megarl: step {ending} is trained on all the same: the schedule that the run follows needs"
