@@ -37,10 +37,6 @@ class Update(NamedTuple):
     is_overflow: bool  # not applied, but only lowered the loss scale of fp16
     norm: float  # of the gradient
 
-    @property
-    def is_applied(self) -> bool:
-        return self.has_loss and not self.is_skipped and not self.is_overflow
-
 
 class TrainableModel:
     """A role's model, optimizer and schedule on this rank; exists only on ranks of the role."""
@@ -254,7 +250,7 @@ class TrainableModel:
             metrics |= {f"{prefix}/loss_scale": scale, f"{prefix}/overflows": overflows}
         return metrics | {
             f"{prefix}/learning_rate": self.learning_rate(),
-            f"{self.role.name}/updates": sum(update.is_applied for update in updates),
+            f"{self.role.name}/updates": sum(not update.is_skipped and not update.is_overflow for update in trained),
             f"{self.role.name}/updates_skipped": sum(update.is_skipped for update in updates),
         }
 

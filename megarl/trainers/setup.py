@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from megarl.mcore.config import optimizer_flags, recurrent_rules
 from megarl.mcore.kernels import native
 from megarl.observe.profiler import StepProfiler
 from megarl.observe.timers import Timers
-from megarl.observe.trackers import TrackerOptions, check_installed, parse_names
+from megarl.observe.trackers import check_installed
 from megarl.planning import parameter_rules
 from megarl.trainers.exports import check_exports
 from megarl.trainers.prompt_inputs import print_notes
@@ -153,7 +153,10 @@ def read_inputs(
     with folders.recorded() as found:
         inputs = read()
     if config.check:
-        _report_check(config, inputs)
+        from megarl.trainers import input_summary
+
+        if os.environ.get("RANK", "0") == "0" and not os.environ.get(CHECKS_FIRST):  # set before a run
+            print("\n".join(input_summary.summary(config, inputs)), flush=True)
         raise SystemExit(0)
     gc.freeze()  # collecting garbage skips what imports and inputs have made
     gc.enable()
@@ -173,14 +176,6 @@ def read_inputs(
         dist.barrier()  # all ranks have read their inputs
     node_files.remove()
     return inputs, mesh, found
-
-
-def _report_check(config: arguments.RunConfig, inputs: Any):
-    """Prints what `--check` has understood, unless a launcher checks before a run."""
-    from megarl.trainers import input_summary
-
-    if os.environ.get("RANK", "0") == "0" and not os.environ.get(CHECKS_FIRST):
-        print("\n".join(input_summary.summary(config, inputs)), flush=True)
 
 
 def check_kernels(config: arguments.RunConfig):
@@ -248,19 +243,6 @@ def create_role_mesh(config: arguments.RunConfig, timers: Timers, folder: Path |
     role_mesh.join_process_group(limit, role_mesh.NO_LIMIT)
     heartbeat.start(limit, timers, folder)
     return role_mesh.create_mesh(config.roles, role_mesh.NO_LIMIT)
-
-
-def tracker_options(settings: arguments.Settings, config: dict) -> TrackerOptions:
-    """Where the run's metrics go besides metrics.jsonl. `config`: all settings, as plain data."""
-    s = settings
-    return TrackerOptions(
-        names=parse_names(s.trackers),
-        project=s.tracker_project,
-        run=s.tracker_run,
-        folder=Path(s.tracker_folder) if s.tracker_folder else None,
-        offline=s.tracker_offline,
-        config=config,
-    )
 
 
 def step_profiler(config: arguments.RunConfig, mesh: role_mesh.RoleMesh, timers: Timers) -> StepProfiler | None:

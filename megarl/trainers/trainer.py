@@ -26,11 +26,12 @@ from megarl.observe.metrics_file import MetricsWriter
 from megarl.observe.samples import write_samples
 from megarl.observe.terminal import RL_FIELDS, Progress
 from megarl.observe.timers import TIMELINE_FILE, Timers, last_events, reduce_times, write_timeline
+from megarl.observe.trackers import TrackerOptions, parse_names
 from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers.events import BestCheckpoint, events_of, is_due
 from megarl.trainers.launch import note_end
 from megarl.trainers.prompt_inputs import notes_of
-from megarl.trainers.setup import step_profiler, tracker_options
+from megarl.trainers.setup import step_profiler
 from megarl.trainers.step_reports import AsyncMetrics, StepReport
 
 
@@ -95,7 +96,10 @@ class Trainer(abc.ABC):
             self.folder.mkdir(parents=True, exist_ok=True)
             earlier_run.begin_branch(self.folder, self.step, resumed, used)
             settings = settings_file.plain_settings(self._settings())
-            trackers = tracker_options(self.settings, settings)
+            s = self.settings
+            folder = Path(s.tracker_folder) if s.tracker_folder else None
+            chosen = parse_names(s.trackers), s.tracker_project, s.tracker_run, folder, s.tracker_offline
+            trackers = TrackerOptions(*chosen, config=settings)
             self._writer = MetricsWriter(self.folder, self.step if resumed else None, trackers)
             settings_file.write_settings(self.folder, settings)
 
