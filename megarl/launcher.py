@@ -103,7 +103,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _ranks(options: argparse.Namespace) -> int:
-    """Ranks on this node if no number is given."""
     trains = options.program.startswith("train_")
     if not trains or options.nnodes > 1 or cores() == 1 or os.environ.get("OMP_NUM_THREADS"):
         return 1

@@ -135,7 +135,6 @@ class Watch:
                 state["done"]]  # fmt: skip
 
     def _suspects(self, ranks: list[int]) -> str:
-        """Which of the ranks do not wait for others."""
         working = [rank for rank in ranks if rank not in self._states or not is_in_collective(self._states[rank])]
         if not working or len(working) > 8:
             return ""
@@ -207,7 +206,6 @@ def _flight_recorder() -> dict | None:
 
 
 def _lines(entries: list[dict], ranks: Mapping[Any, list[int]]) -> list[str]:
-    """The last collectives as text, the latest at the end."""
     rows = [["number", "collective", "state", "elements", "group", "its ranks"]]
     for entry in entries[-LAST:]:
         name = entry["process_group"][0]

@@ -202,7 +202,6 @@ class Heartbeat:
             self._status.close(self._watch.rows(range(self._size)), state, problem)
 
     def _follow(self):
-        """Writes this rank's files, and ends when the reporting rank has those of all ranks."""
         self._is_ending = True
         if self._folder is not None:
             self._write_files()

@@ -184,7 +184,6 @@ class Timers:
         return times
 
     def _trace(self, name: str, category: str, start: int, duration: int):
-        """Adds an event; `start` is of this process's clock."""
         start_ns = start + self._clock_offset_ns
         self._events.append(TraceEvent(name=name, category=category, start_ns=start_ns, duration_ns=duration))
 

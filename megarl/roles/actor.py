@@ -129,7 +129,6 @@ class Actor:
             self._measure_staleness(batch)
 
     def _measure_staleness(self, batch: Batch):
-        """Measures the gap to the rollout by the staleness of tokens."""
         columns = [getattr(batch, name) for name in ("logprobs", "rollout_logprobs", "response_mask", "staleness")]
         maxima = staleness_maxima(*columns)
         self.role_groups.dp_max(maxima)

@@ -114,7 +114,6 @@ class AdvantageComputer:
         return [torch.where(has_tokens, part.double(), 0.0) for part in batch.reward_parts.unbind(1)]
 
     def _sums(self, batch: Batch, logprobs: Tensor | None) -> Tensor:
-        """[N] float64 sums over the response tokens; zeros of None."""
         if logprobs is None:
             return torch.zeros_like(batch.scores, dtype=torch.float64)
         return sums_by_sequence(logprobs.double(), batch.response_mask, batch.cu_seqlens)

@@ -305,11 +305,9 @@ class Reward:
 
 
 def _value(score: Score) -> float | None:
-    """What a term gives in statistics and rows."""
     return None if score.abstains else score.reward
 
 
 def _environment_scores(batch: Batch) -> list[Score]:
-    """What the environments gave for the turns of each episode together, with their verdicts."""
     rewards = [float(row.double().sum()) for row in batch.turn_rewards.split(batch.lengths.tolist())]
     return [Score(reward, correct) for reward, correct in zip(rewards, batch.solved.tolist(), strict=True)]

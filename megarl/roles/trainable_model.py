@@ -123,7 +123,6 @@ class TrainableModel:
             self.prediction.load(getattr(weights, "folder", None))
 
     def _load_adapter(self):
-        """Copies the factors of a PEFT adapter into the model, and into the optimizer's master weights."""
         path, family = self.role.lora_adapter, self.role.hf_model.family
         found = peft_files.read_adapter(path, self.role.megatron, family)
         stored.fill_factors(self.model, found.factors, found.head, self.role_groups.pg_collection)

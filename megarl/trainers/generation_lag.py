@@ -100,7 +100,6 @@ def read_schedule(
 
 
 def _folder_of(path: str) -> Path:
-    """The folder of a schedule, or of a run with one."""
     folder = Path(path) / schedule.FOLDER if (Path(path) / schedule.FOLDER).is_dir() else Path(path)
     if not any(folder.glob("replica_*.jsonl")):
         raise UsageError(

@@ -77,7 +77,6 @@ def _roles(config: RunConfig, tokens: int) -> list[tuple[str, str]]:
 
 
 def _trained(role: RoleSettings, tokens: int) -> str:
-    """What is trained of a role."""
     vocab_size = role.model_vocab_size(tokens)
     frozen = frozen_total(role.megatron, vocab_size, role.has_scalar_head)
     if not frozen:
@@ -87,7 +86,6 @@ def _trained(role: RoleSettings, tokens: int) -> str:
 
 
 def _teachers(config: RunConfig, tokens: int) -> list[tuple[str, str]]:
-    """A line for each of several teachers."""
     found = config.teachers
     models = [_model(role, tokens, role.run_folder) for role in found.models]
     return [(f"  {name}", models[number]) for name, number in zip(found.names, found.model_of, strict=True)]
@@ -170,7 +168,6 @@ def _training(config: RunConfig, done: int) -> list[tuple[str, str]]:
 
 
 def _run(config: RunConfig, events: RunEvents) -> list[tuple[str, str]]:
-    """What the run does and leaves, step by step."""
     s = config.settings
     run = f"{events.last - events.first + 1:,} steps"
     run += f", {events.first:,} to {events.last:,}, from {s.load}" if s.load else ""

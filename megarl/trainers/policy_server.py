@@ -42,7 +42,6 @@ class ServerInputs(PolicyInputs):
 
 
 def _model_name(path: Path) -> str:
-    """The name of a checkpoint's run, or of a Hugging Face folder."""
     path = path.resolve()
     return path.parents[1].name if path.parent.name == "checkpoints" else path.name
 

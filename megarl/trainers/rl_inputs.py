@@ -110,7 +110,6 @@ class RLInputs:
         return settings | {"vocab_size": vocab_size, "data": self.data, "routes": routes}
 
     def _frozen_policy(self, config: RunConfig) -> PretrainedWeights:
-        """The weights of `--debug-rollout-only`."""
         s, actor = config.settings, config.roles["actor"]
         if s.load:
             return checkpoint_weights(s.load, "--load", actor, actor.model_vocab_size(self.tokenizer.vocab_size))

@@ -156,7 +156,6 @@ class RLTrainer(Trainer):
         )
 
     def _models(self) -> dict:
-        """This rank's models by role, without teachers."""
         actor, critic = self.actor.trainable_model, self.critic.trainable_model
         models = {"actor": actor, "critic": critic, "reference": self.reference.frozen_model}
         return {name: model for name, model in models.items() if model}
@@ -172,7 +171,6 @@ class RLTrainer(Trainer):
         self.teacher.load(self.inputs.teachers)
 
     def _copy_teacher_output(self):
-        """Gives the actor its rows of the teachers' output layers, with `--distill loss`."""
         is_involved = self.mesh["teacher"].is_member or self.mesh["actor"].is_member
         if self.settings.distill == LOSS and is_involved:
             policy = self.actor.trainable_model

@@ -91,7 +91,6 @@ def build_role_encoder(role: arguments.RoleSettings, settings: arguments.Setting
 
 @functools.cache
 def _warn_once(notice: str | None):
-    """Prints a line about a tokenizer that several roles may share."""
     if notice is not None:
         warn_as_first([notice])
 
