@@ -115,10 +115,7 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "post_attention_layernorm": (hidden,), "mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden),
         "mlp.down_proj": (hidden, ffn),
     }  # fmt: skip
-    return {
-        "model.embed_tokens.weight": (config["vocab_size"], hidden),
-        "model.norm.weight": (hidden,),
-    } | {
+    return {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)} | {
         f"model.layers.{i}.{name}.weight": shape
         for i in range(config["num_hidden_layers"])
         for name, shape in layer.items()

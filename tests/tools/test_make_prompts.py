@@ -154,25 +154,15 @@ def test_folder_that_cannot_be_written(tmp_path, refusal):
     assert "cannot be written" in refusal(make, tmp_path / "file", *SUMS, train=5, heldout=2)
 
 
-@pytest.mark.parametrize(
-    "value, hint, expected",
-    [
-        (2, int, 2),
-        (2, float, 2.0),
-        (True, bool, True),
-        (None, typing.Optional[int], None),
-        (3, typing.Optional[int], 3),
-        (["+"], list[str], ["+"]),
-        (["a", "b"], tuple[str, ...], ("a", "b")),
-        ([1, 2], tuple, (1, 2)),
-        (["a"], typing.Sequence[str], ["a"]),
-        ([[1, 2.5]], list[tuple[float, float]], [(1.0, 2.5)]),
-        ("x", typing.Literal["x", "y"], "x"),
-    ],
-)
-def test_convert(value, hint, expected):
-    result = make_prompts.convert(value, hint)
-    assert result == expected and type(result) is type(expected)
+def test_convert():
+    optional = typing.Optional[int]
+    cases = ((2, int, 2), (2, float, 2.0), (True, bool, True), (None, optional, None), (3, optional, 3),
+             (["+"], list[str], ["+"]), (["a", "b"], tuple[str, ...], ("a", "b")), ([1, 2], tuple, (1, 2)),
+             (["a"], typing.Sequence[str], ["a"]), ([[1, 2.5]], list[tuple[float, float]], [(1.0, 2.5)]),
+             ("x", typing.Literal["x", "y"], "x"))  # fmt: skip
+    for value, hint, expected in cases:
+        result = make_prompts.convert(value, hint)
+        assert result == expected and type(result) is type(expected), hint
 
 
 @pytest.mark.parametrize(
