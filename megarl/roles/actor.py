@@ -129,10 +129,10 @@ class Actor:
             self._measure_staleness(batch)
 
     def _measure_staleness(self, batch: Batch):
-        columns = [getattr(batch, name) for name in ("logprobs", "rollout_logprobs", "response_mask", "staleness")]
-        maxima = staleness_maxima(*columns)
+        logprobs, rollout, mask, ages = batch.logprobs, batch.rollout_logprobs, batch.response_mask, batch.staleness
+        maxima = staleness_maxima(logprobs, rollout, mask, ages)
         self.role_groups.dp_max(maxima)
-        sums = staleness_sums(*columns, largest=int(maxima[1]))
+        sums = staleness_sums(logprobs, rollout, mask, ages, largest=int(maxima[1]))
         sums = self.role_groups.dp_all_reduce(sums)
         self.metrics |= staleness_report(maxima, sums)
 

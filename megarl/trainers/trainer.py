@@ -98,8 +98,8 @@ class Trainer(abc.ABC):
             settings = settings_file.plain_settings(self._settings())
             s = self.settings
             folder = Path(s.tracker_folder) if s.tracker_folder else None
-            chosen = parse_names(s.trackers), s.tracker_project, s.tracker_run, folder, s.tracker_offline
-            trackers = TrackerOptions(*chosen, config=settings)
+            names = parse_names(s.trackers)
+            trackers = TrackerOptions(names, s.tracker_project, s.tracker_run, folder, s.tracker_offline, settings)
             self._writer = MetricsWriter(self.folder, self.step if resumed else None, trackers)
             settings_file.write_settings(self.folder, settings)
 
