@@ -75,8 +75,8 @@ def mean_metrics(prompts: list[dict[str, float]]) -> dict[str, float]:
     verifier then extracts none. The mean of a term is over the prompts whose reward has it.
     """
     means = {}
-    names = max(prompts, key=len) | dict.fromkeys(itertools.chain(*prompts))  # one may lack maj@k, another a term
-    for name in names:
+    every = itertools.chain.from_iterable(prompts)  # one may lack maj@k, another a term
+    for name in max(prompts, key=len) | dict.fromkeys(every):
         own = [prompt for prompt in prompts if name in prompt] if name.startswith("reward/") else prompts
         means[name] = fmean(prompt.get(name, 0.0) for prompt in own)
     return means
