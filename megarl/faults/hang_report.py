@@ -130,9 +130,9 @@ class Watch:
         if rank not in self._states:
             return []
         state = self._states[rank]
-        inside = state["seconds"] + self._now - self._heard[rank]
-        return [state["role"], state["phase"], state["step"], round(inside, 3), round(self._seconds(rank), 3),
-                state["done"]]  # fmt: skip
+        inside = round(state["seconds"] + self._now - self._heard[rank], 3)
+        silent = round(self._seconds(rank), 3)
+        return [state["role"], state["phase"], state["step"], inside, silent, state["done"]]
 
     def _suspects(self, ranks: list[int]) -> str:
         working = [rank for rank in ranks if rank not in self._states or not is_in_collective(self._states[rank])]

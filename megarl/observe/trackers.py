@@ -135,8 +135,8 @@ IDS_FILE = "trackers.json"
 QUIET = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
 # What the user's environment may say otherwise. A server that does not answer is given up after half a minute, not
 # after a quarter of an hour; rows are sent together. MLflow 3.17 refuses folders without the last one.
-DEFAULTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
-            "MLFLOW_ASYNC_LOGGING_BUFFERING_SECONDS": "3", "MLFLOW_ALLOW_FILE_STORE": "true"}  # fmt: skip
+DEFAULTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
+DEFAULTS |= {"MLFLOW_ASYNC_LOGGING_BUFFERING_SECONDS": "3", "MLFLOW_ALLOW_FILE_STORE": "true"}
 
 
 class SafeTracker:

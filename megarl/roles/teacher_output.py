@@ -18,9 +18,8 @@ from megarl.mcore.model.gpt import ModelChunks
 from megarl.mcore.weights.head_transfer import HeadCopy
 from megarl.roles.teacher import Teachers
 
-DISTILL_NAMES = (
-    "distill/divergence", "distill/forward_kl", "distill/reverse_kl", "distill/top1_agreement", "teacher/logprob"
-)  # fmt: skip
+DISTILL_NAMES: tuple[str, ...] = ("distill/divergence", "distill/forward_kl", "distill/reverse_kl")
+DISTILL_NAMES += ("distill/top1_agreement", "teacher/logprob")
 
 
 def measured_apart(settings: Settings) -> tuple[str, ...]:

@@ -218,10 +218,8 @@ class TrainableModel:
         adapts_scale = optimizer.can_lower_loss_scale(self.optimizer)
         results, applied, norm = self.update(microbatches, forward, loss, accepts)
         is_overflow = adapts_scale and has_loss and not math.isfinite(norm) and bool(means[0].isfinite())
-        return results, Update(
-            means, counts=counts, has_loss=has_loss, is_skipped=has_loss and not applied and not is_overflow,
-            is_overflow=is_overflow, norm=norm,
-        )  # fmt: skip
+        is_skipped = has_loss and not applied and not is_overflow
+        return results, Update(means, counts, has_loss, is_skipped, is_overflow, norm)
 
     def update_metrics(self, updates: list[Update], names: tuple[str, ...], prefix: str) -> dict[str, float]:
         """Metrics of a step after its last update: means over the tokens or sequences of all updates.

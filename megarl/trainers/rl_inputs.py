@@ -99,14 +99,13 @@ class RLInputs:
     def _rollout_facts(self, config: RunConfig) -> dict:
         """What the manifest of a saved rollout says about the run, and what a run that loads it compares."""
         s, actor = config.settings, config.roles["actor"]
-        names = ("seed", "temperature", "prompts_per_step", "samples_per_prompt", "greedy_baseline", "partial_rollouts",
-                 "environment")  # fmt: skip
+        names = "seed temperature prompts_per_step samples_per_prompt greedy_baseline partial_rollouts environment"
         routes = None
         if s.router_replay == "rollout":
             args = actor.megatron
             routes = {"layers": moe_layers(actor), "topk": args.moe_router_topk, "experts": args.num_experts}
         vocab_size = actor.model_vocab_size(self.tokenizer.vocab_size)
-        settings = {name: getattr(s, name) for name in names}
+        settings = {name: getattr(s, name) for name in names.split()}
         return settings | {"vocab_size": vocab_size, "data": self.data, "routes": routes}
 
     def _frozen_policy(self, config: RunConfig) -> PretrainedWeights:

@@ -112,8 +112,8 @@ def check_required(flags: dict[str, object]):
 
 def check_save(settings: arguments.Settings):
     """UsageError if a folder that the run writes to cannot be created or written to."""
-    folders_of = {"--save": settings.save, "--rollout-bank": settings.rollout_bank,
-                  "--tracker-folder": settings.tracker_folder}  # fmt: skip
+    s = settings
+    folders_of = {"--save": s.save, "--rollout-bank": s.rollout_bank, "--tracker-folder": s.tracker_folder}
     for flag, folder in folders_of.items():
         path = Path(folder or ".").absolute()
         existing = next(p for p in (path, *path.parents) if p.exists())
@@ -227,10 +227,8 @@ def _say_random_weights(config: arguments.RunConfig, rank: int, notes: TextIO | 
     if rank != 0 or role is None or config.settings.load or role.lora_adapter:
         return
     if role.hf_model is None and role.megatron.pretrained_checkpoint is None:
-        print(
-            f"megarl: {role.name}: begins with random weights: no --hf-model, --pretrained-checkpoint or --load",
-            file=notes, flush=True,
-        )  # fmt: skip
+        line = f"megarl: {role.name}: begins with random weights: no --hf-model, --pretrained-checkpoint or --load"
+        print(line, file=notes, flush=True)
 
 
 def create_role_mesh(config: arguments.RunConfig, timers: Timers, folder: Path | None = None) -> role_mesh.RoleMesh:
