@@ -12,6 +12,7 @@ from megarl.rewards.build import build_verifiers
 from megarl.roles.reward import Reward
 from tests.helpers.models.role_stubs import SEQUENCES, Computed, LocalStepBatch, by_sequence, compute, experience
 from tests.helpers.programs import program, rl_argv, write_lines
+from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY, run_world
 from tools.train_tokenizer import train as train_tokenizer
 
@@ -187,7 +188,7 @@ def unlikely_token(dp_rank: int, replicas: int) -> Batch:
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo"])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [long(1), 2])
 def test_responses_of_equal_score_have_no_advantage_whatever_their_kl(estimator, size, tmp_path):
     flags = f"--advantage {estimator} --kl-coefficient 0.3"
     for batch, _, metrics, _ in compute(tmp_path, flags, size, equal_scores):
@@ -195,14 +196,14 @@ def test_responses_of_equal_score_have_no_advantage_whatever_their_kl(estimator,
     assert any(found.batch.advantages.any() for found in compute(tmp_path, flags, size))
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("kind", [long("k1"), long("k2"), "k3"])
 def test_a_token_far_from_the_reference_leaves_finite_advantages(kind, tmp_path):
     flags = f"--advantage grpo --kl-coefficient 0.3 --kl-estimator {kind}"
     ((batch, *_),) = compute(tmp_path, flags, 1, unlikely_token)
     assert batch.advantages.any() and batch.advantages.isfinite().all()
 
 
-@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+@pytest.mark.parametrize("estimator", ["gae", long("grpo")])
 def test_rewards_of_masked_responses_stay_in_the_baseline(estimator, tmp_path):
     flags = f"--advantage {estimator} --mask-truncated-responses"
     ((plain, _, metrics, _),) = expected = compute(tmp_path, f"--advantage {estimator}")

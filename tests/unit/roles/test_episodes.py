@@ -9,7 +9,7 @@ from megarl.groups import PromptGroups
 from tests.helpers.envs.episode_batches import COUNT, FAILED, FLAGS, SAMPLES, episodes
 from tests.helpers.models import role_stubs
 from tests.helpers.models.role_stubs import by_sequence
-from tests.helpers.tiers import long
+from tests.helpers.tiers import by_default, long
 
 ALL = tuple(range(COUNT))
 TURN_CREDIT = "--advantage rloo --credit turns"
@@ -104,7 +104,7 @@ def _ends(mask: list[bool]) -> list[bool]:
 # -- failed episodes ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [long(1), 2])
 def test_failed_episodes_are_in_no_mean(size, tmp_path):
     for batch, _, metrics, _ in compute(tmp_path, TURN_CREDIT, size):
         whole = episodes(0, 1)
@@ -118,7 +118,7 @@ def test_failed_episodes_are_in_no_mean(size, tmp_path):
         assert batch.advantages.isfinite().all()
 
 
-@pytest.mark.parametrize("flags", [TURN_CREDIT, "--advantage rloo", "--advantage grpo", "--advantage opo"])
+@pytest.mark.parametrize("flags", [TURN_CREDIT, long("--advantage rloo"), "--advantage grpo", long("--advantage opo")])
 def test_a_failed_episode_changes_nothing_of_other_groups(flags, tmp_path):
     with_failed, without = compute(tmp_path, flags), compute(tmp_path, flags, failed=())
     found, expected = by_sequence(with_failed, "advantages"), by_sequence(without, "advantages")
@@ -127,7 +127,9 @@ def test_a_failed_episode_changes_nothing_of_other_groups(flags, tmp_path):
     assert any(found[i] != expected[i] for i in ALL if i // SAMPLES in touched and i not in FAILED)
 
 
-@pytest.mark.parametrize("advantage", ["gae", "grpo", "rloo", "opo", "reinforce++", "reinforce++-baseline"])
+@pytest.mark.parametrize("advantage", [
+    "gae", long("grpo"), long("rloo"), long("opo"), long("reinforce++"), "reinforce++-baseline",
+])  # fmt: skip
 @pytest.mark.parametrize("size", [long(1), 2])
 def test_a_step_whose_episodes_all_failed_has_finite_numbers(advantage, size, tmp_path):
     flags = f"--advantage {advantage} --kl-controller adaptive --kl-target 0.1"
@@ -144,9 +146,10 @@ def update(folder, name: str, flags: str, size: int = 1, **data) -> list[role_st
 
 
 CASES = [("critic", "token-mean"), *(("actor", mode) for mode in AGGREGATIONS)]
+DEFAULT = [("critic", "token-mean"), ("actor", "token-mean"), ("actor", "seq-mean-token-sum-norm")]
 
 
-@pytest.mark.parametrize("name, aggregation", CASES)
+@pytest.mark.parametrize("name, aggregation", by_default(CASES, DEFAULT))
 def test_a_failed_episode_trains_as_if_it_were_not_there(name, aggregation, tmp_path):
     flags = f"--loss-aggregation {aggregation} --kl-in loss --entropy-coefficient 0.05 --rollout-correction tis"
     flags += " --rollout-correction-level sequence"

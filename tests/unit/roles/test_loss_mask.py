@@ -18,11 +18,12 @@ from tests.helpers.models.role_stubs import (
     update,
 )
 from tests.helpers.programs import program, rl_argv
+from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
 MASK = "--mask-truncated-responses"
 WHOLE = "--minibatch-size 12 --ppo-epochs 1 --clip-grad 0 --entropy-coefficient 0.05"
-CASES = [("actor", "token-mean"), ("actor", "seq-mean-token-sum-norm"), ("critic", "token-mean")]
+CASES = [("actor", "token-mean"), long(("actor", "seq-mean-token-sum-norm")), ("critic", "token-mean")]
 
 
 def finished(dp_rank: int, replicas: int) -> Batch:
@@ -43,8 +44,8 @@ def test_a_masked_response_trains_as_if_it_were_not_there(name, aggregation, tmp
 
 
 @pytest.mark.parametrize("name, flags", [
-    ("actor", "--max-tokens-per-microbatch 10"), ("actor", "--pipeline-model-parallel-size 2"),
-    ("critic", "--max-tokens-per-microbatch 10"), ("critic", "--context-parallel-size 2"),
+    long(("actor", "--max-tokens-per-microbatch 10")), ("actor", "--pipeline-model-parallel-size 2"),
+    long(("critic", "--max-tokens-per-microbatch 10")), ("critic", "--context-parallel-size 2"),
 ])  # fmt: skip
 def test_no_masked_loss_depends_on_the_split(name, flags, tmp_path):
     (expected,) = update(tmp_path, name, f"{WHOLE} {MASK}")
@@ -71,7 +72,7 @@ def after_masks(rank: int, parsed, name: str) -> tuple[bool, bool, dict]:
 
 
 @pytest.mark.parametrize("name", ["actor", "critic"])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [long(1), 2])
 def test_a_step_of_truncated_responses_changes_no_weight(name, size, tmp_path):
     """Not even by the momentum and the weight decay of the optimizer; and it is no fault to be counted."""
     flags = f"--lr 1e-2 --critic-lr 1e-2 --weight-decay 0.1 --kl-in loss --entropy-coefficient 0.05 {MASK}"

@@ -1,5 +1,7 @@
 """Trained roles: the same update for every split into micro-batches and every number of replicas."""
 
+import math
+
 import pytest
 import torch
 
@@ -64,8 +66,10 @@ def test_an_alarm_skips_updates(metric, size, tmp_path):
             assert found.metrics[metric] != 0
 
 
-@pytest.mark.parametrize("name, field", [("actor", "advantages"), ("critic", "returns")])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name, field, value", [
+    ("actor", "advantages", math.nan), long(("actor", "advantages", math.inf)),
+    long(("critic", "returns", math.nan)), ("critic", "returns", math.inf),
+])  # fmt: skip
 def test_an_update_that_is_not_finite_on_one_replica_is_skipped_on_all(name, field, value, tmp_path):
     def damaged(dp_rank: int, replicas: int) -> Batch:
         batch = experience(dp_rank, replicas)
