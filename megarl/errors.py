@@ -76,9 +76,9 @@ def refuses_in_one_line(tool: str) -> Callable[[Callable[..., int]], Callable[..
 
     def decorate(main: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(main)
-        def run(*args, **kwargs) -> int:
+        def run(argv: list[str], **options) -> int:
             try:
-                return main(*args, **kwargs)
+                return main(argv, **options)
             except UsageError as error:
                 print(f"{tool}: {' '.join(str(error).split())}", file=sys.stderr)
                 return 2
