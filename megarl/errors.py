@@ -71,14 +71,14 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
-def refuses_in_one_line(tool: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+def refuses_in_one_line(tool: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[str]], int]]:
     """Decorator of a tool's main function: wrong input is one line on stderr and exit status 2."""
 
-    def decorate(main: Callable[..., int]) -> Callable[..., int]:
+    def decorate(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
         @functools.wraps(main)
-        def run(argv: list[str], **options) -> int:
+        def run(argv: list[str]) -> int:
             try:
-                return main(argv, **options)
+                return main(argv)
             except UsageError as error:
                 print(f"{tool}: {' '.join(str(error).split())}", file=sys.stderr)
                 return 2

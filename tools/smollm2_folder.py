@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -269,10 +269,10 @@ def said_about(path: Path) -> Iterator[None]:
 
 
 @refuses_in_one_line("smollm2_folder")
-def main(argv: list[str], find: Callable[[], Path] = packaged_file) -> int:
+def main(argv: list[str]) -> int:
     arguments = parse_arguments(argv)
     with writing(f"{arguments.output}"):
-        count = make_folder(arguments.gguf or find(), arguments.output)
+        count = make_folder(arguments.gguf or packaged_file(), arguments.output)
     size = sum(file.stat().st_size for file in arguments.output.iterdir())
     print(f"{arguments.output}: {count / 1e6:.1f} M parameters in fp32, {size / 1e6:.0f} MB")
     return 0
