@@ -49,9 +49,8 @@ def check_lead(s: Settings, roles: dict[str, RoleSettings]):
                 f"--generation-lag {lag}: the {name} shares ranks with the rollout and with a role that is trained; "
                 "allowed in --role-map is one of the two"
             )
-    needs_scores = {"--group-filter": s.group_filter != "none", "--pool-bounds": s.pool_bounds is not None,
-                    "--greedy-baseline": s.greedy_baseline,
-                    "--teacher-context": s.teacher_context == SIBLING}  # fmt: skip
+    needs_scores = {"--group-filter": s.group_filter != "none", "--pool-bounds": s.pool_bounds is not None}
+    needs_scores |= {"--greedy-baseline": s.greedy_baseline, "--teacher-context": s.teacher_context == SIBLING}
     if any(needs_scores.values()) and not leading.issuperset(roles["reward"].ranks):
         names = " and ".join(name for name, is_set in needs_scores.items() if is_set)
         raise UsageError(
@@ -100,7 +99,6 @@ def read_schedule(
 
 
 def _folder_of(path: str) -> Path:
-    """The folder of a schedule, or of a run with one."""
     folder = Path(path) / schedule.FOLDER if (Path(path) / schedule.FOLDER).is_dir() else Path(path)
     if not any(folder.glob(schedule.FILES)):
         raise UsageError(

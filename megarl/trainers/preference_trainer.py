@@ -253,5 +253,4 @@ def _counts(labels: Tensor) -> Tensor:
 
 
 def _part(batch: Batch, which: int) -> Batch:
-    """The own or the mismatched sequences of a batch."""
     return batch.select((batch.sequence_ids % 2 == which).nonzero().flatten())

@@ -113,7 +113,6 @@ class SFTTrainer(SupervisedTrainer):
         return loss
 
     def _by_teacher(self, scores: forward_pass.TaughtScores, microbatch: Batch) -> list[Tensor]:
-        """A micro-batch's share of the metrics of each teacher that is measured apart."""
         masks = masks_by_teacher(microbatch, microbatch.response_mask, self._measured)
         pairs = zip(masks, self._taught, strict=True)
         return [token_mean(values, mask, count) for mask, count in pairs for values in scores.distillation]

@@ -100,23 +100,6 @@ class BreakingSums(Sums):
         return super().step(turn)
 
 
-class OnceOnlySums(Sums):
-    """Cannot be replayed, and always breaks in the second turn of some groups."""
-
-    replayable = False
-
-    def reset(self, task: Task) -> Observation:
-        """Chooses which groups break."""
-        self._breaks = task.seed % 3 == 0
-        return super().reset(task)
-
-    def step(self, turn: Turn) -> Observation:
-        """Raises in the second turn."""
-        if self._breaks and turn.number == 1:
-            raise RuntimeError("broken for good")
-        return super().step(turn)
-
-
 class UnreplayableSums(Sums):
     """Says that it cannot be replayed."""
 
@@ -136,6 +119,18 @@ class FailingSums(Sums):
         if self._breaks and turn.number == 1:
             raise RuntimeError("broken for good")
         return super().step(turn)
+
+
+class OnceOnlySums(FailingSums):
+    """Cannot be replayed, and always breaks in the second turn of some groups."""
+
+    replayable = False
+
+    def reset(self, task: Task) -> Observation:
+        """Chooses which groups break."""
+        observation = super().reset(task)
+        self._breaks = task.seed % 3 == 0
+        return observation
 
 
 def _is_first(name: str) -> bool:
