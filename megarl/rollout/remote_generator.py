@@ -11,7 +11,6 @@ import urllib3
 from urllib3.exceptions import HTTPError
 
 from megarl.arguments import Settings
-from megarl.data.detokenizer import StopMatcher
 from megarl.errors import UsageError
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe import activity

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm import role_mesh
-from megarl.comm.role_mesh import RoleMesh
 from megarl.data.tokenizers import build_tokenizer
 from megarl.groups import PromptGroups
 from megarl.mcore.model.gpt import build_model

@@ -63,7 +63,7 @@ WRONG = {
                          "--rope-high-freq-factor 4.0: allowed is above --rope-low-freq-factor 5.0"),
     "Llama 3 length": ("--use-rope-scaling --rope-original-max-position-embeddings 0", "embeddings 0: allowed is 1 or"),
     "YaRN factor": (f"{YARN} --rotary-scaling-factor 0.5", "--rotary-scaling-factor 0.5: allowed is 1 or more"),
-    "order of betas": (f"{YARN} --yarn-beta-fast 0.5", "--yarn-beta-fast 0.5: allowed is --yarn-beta-slow 1.0, which is"),
+    "order of betas": (f"{YARN} --yarn-beta-fast 0.5", "--yarn-beta-fast 0.5: allowed is --yarn-beta-slow 1.0, which"),
     "YaRN length": (f"{YARN} --yarn-original-max-position-embeddings 0", "embeddings 0: allowed is 1 or more"),
     "two scalings": (f"{YARN} --use-rope-scaling", "--use-rope-scaling True: allowed is none with --position-emb"),
     "two kinds of scaling": ("--use-rope-scaling --rotary-seq-len-interpolation-factor 2",
