@@ -15,6 +15,7 @@ from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError, flag_of
 from megarl.flags.distillation import SIBLING
+from megarl.mcore.config.optimizer_flags import frozen_patterns
 from megarl.mcore.weights import dist_checkpoint
 from megarl.plain_files import read_bytes
 
@@ -192,10 +193,10 @@ def schedule_flags(args) -> dict[str, object]:
 
 def state_flags(args) -> dict[str, object]:
     """The flags of a role that decide which states its optimizer has, by name in Megatron's namespace."""
-    found: dict[str, object] = {"optimizer": args.optimizer, "freeze": sorted(args.freeze or [])}
+    found: dict[str, object] = {"optimizer": args.optimizer, "freeze": sorted(frozen_patterns(args))}
     if args.optimizer == "sgd":
         found["sgd_momentum"] = "above 0" if args.sgd_momentum else "0"
-    if args.freeze:  # other kinds name the fp32 weights of whole stacks of layers
+    if frozen_patterns(args):  # other kinds name the fp32 weights of whole stacks of layers
         found |= {name: getattr(args, name) for name in _KINDS}
     return found
 

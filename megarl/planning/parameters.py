@@ -15,7 +15,7 @@ import torch
 
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.config.model_flags import is_gated
-from megarl.mcore.config.optimizer_flags import is_frozen, layout_free
+from megarl.mcore.config.optimizer_flags import frozen_patterns, is_frozen, layout_free
 from megarl.mcore.lora.targets import LoRASettings
 from megarl.mcore.model.pipeline_layout import layer_kinds, stage_layers
 from megarl.mcore.model.projections import MAMBA_LINEARS, HeadLayout, linears_of
@@ -135,8 +135,8 @@ def layout_free_names(args, value_head: bool) -> list[str]:
 
 
 def frozen_total(args, vocab_size: int, value_head: bool) -> int:
-    """Parameters of a role's model that `--freeze` excludes from training."""
-    weights = _whole_model(args, vocab_size, value_head) if args.freeze else []
+    """Parameters of a role's model that `--freeze` excludes from training, and of indexers."""
+    weights = _whole_model(args, vocab_size, value_head) if frozen_patterns(args) else []
     return sum(weight.elements for weight in weights if is_frozen(args, layout_free(weight.name)))
 
 
@@ -163,7 +163,7 @@ def trained_and_frozen(
     In fp32 a layer with factors also keeps its weight without them.
     """
     if lora is None:
-        if not args.freeze:
+        if not frozen_patterns(args):
             return weights, []
         # A later stage's copy of a tied embedding has the embedding's name.
         names = [EMBEDDING if weight.is_shared else layout_free(weight.name) for weight in weights]

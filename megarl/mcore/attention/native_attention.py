@@ -39,7 +39,7 @@ class _PackedAttention(torch.autograd.Function):
         out = query.new_empty(*query.shape[:2], value.shape[2])
         sums = query.new_empty(query.shape[:2])
         for batch in batches:
-            _attend(query, key, value, batch, (scale, softcap, sinks), out, sums)
+            attend(query, key, value, batch, (scale, softcap, sinks), out, sums)
         ctx.save_for_backward(query, key, value, sinks, out, sums)
         ctx.batches, ctx.scale, ctx.softcap = batches, scale, softcap
         return out
@@ -62,7 +62,7 @@ class _PackedAttention(torch.autograd.Function):
         return *total, of_sinks, None, None, None
 
 
-def _attend(query, key, value, segments: SegmentBatch, score: tuple, out: Tensor, sums: Tensor | None = None):
+def attend(query, key, value, segments: SegmentBatch, score: tuple, out: Tensor, sums: Tensor | None = None):
     """Writes to the real queries' rows of `out` [T, H, V], and of `sums` [T, H] their log-sums."""
     s, (scale, softcap, sinks) = segments, score
     native.ops.segment_attention(
@@ -168,7 +168,7 @@ class NativePagedAttention(CacheAttention):
         (key, value), score = cache.flatten(0, 1).unbind(2), (softmax_scale(query.shape[-1], scale), softcap, sinks)
         heads, out = query.flatten(1, 2), result.flatten(1, 2)
         for segments in reads:
-            _attend(heads, key, value, segments, score, out)
+            attend(heads, key, value, segments, score, out)
 
 
 class NativeLatentAttention(CacheAttention):
@@ -182,7 +182,7 @@ class NativeLatentAttention(CacheAttention):
         score = softmax_scale(query.shape[-1], scale), softcap, sinks
         for rows, segments in reads.parts:
             key, value = cache.expand(cache.rows.flatten(0, 1).index_select(0, rows))
-            _attend(heads, key, value, segments, score, out.flatten(1, 2))
+            attend(heads, key, value, segments, score, out.flatten(1, 2))
         return out
 
     def _prefill(self, query, cache, reads: list[SegmentBatch], scale, result, softcap=None, sinks=None):
@@ -191,7 +191,7 @@ class NativeLatentAttention(CacheAttention):
         for segments in reads:
             key, value = cache.expand(flat.index_select(0, segments.keys.flatten()))
             places = torch.arange(segments.keys.numel()).view_as(segments.keys)
-            _attend(heads, key, value, dataclasses.replace(segments, keys=places), score, out)
+            attend(heads, key, value, dataclasses.replace(segments, keys=places), score, out)
 
 
 PagedAttention, LatentAttention = NativePagedAttention, NativeLatentAttention  # the names of a backend's

@@ -9,7 +9,7 @@ the host and sent in one copy, so that no micro-batch waits for the device.
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -46,6 +46,7 @@ class PackedLayout(PackedSeqParams):
     # Of this rank's tokens, by kind of layer: each `Rotation`'s cosines and sines [T/c, 1, r]. The model sets it for
     # the core attention, which rotates queries and keys; None: no rotary embeddings, or those of a latent attention.
     rotations: tuple | None = field(default=None, init=False)
+    key_reads: Any = field(default=None, init=False)  # a `KeyReads` in models whose queries choose keys
 
     @property
     def next_tokens(self) -> Tensor:

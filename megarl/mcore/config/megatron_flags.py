@@ -227,9 +227,10 @@ def transformer_config(args) -> TransformerConfig:
     else:
         config = core_transformer_config_from_args(args)
     config.hybrid_layer_pattern, config.delta_rule_backend = args.hybrid_layer_pattern, args.delta_rule_backend
-    config.hetereogenous_dist_checkpoint |= args.hybrid_layer_pattern is not None  # no stacks of unlike layers
     config.attention_kernel, config.exact_rollout = args.attention_kernel, kernel_rules.is_exact(args)
-    config.freezes_by_name = bool(args.freeze)
+    # No stacks of unlike layers.
+    config.hetereogenous_dist_checkpoint |= args.hybrid_layer_pattern is not None or args.dsa_indexer_layers is not None
+    config.freezes_by_name = bool(optimizer_flags.frozen_patterns(args))
     model_flags.copy_to(config, args)
     if args.query_pre_attn_scalar is not None:
         config.softmax_scale = args.query_pre_attn_scalar**-0.5

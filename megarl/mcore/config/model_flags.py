@@ -32,6 +32,11 @@ def number(text: str) -> int | float:
     return int(value) if value.is_integer() else value
 
 
+def pattern(text: str) -> list[int]:
+    """Parses numbers with commas between them, with brackets or without."""
+    return [int(each) for each in text.strip("[]").split(",")]
+
+
 def divisors_of(text: str) -> list[float]:
     """The numbers of `--rotary-divisors`; empty if they are none above 0."""
     try:
@@ -59,6 +64,8 @@ MODEL_FLAGS = (
     ModelFlag("rotary-attention-factor", float, None, "factor of cosines and sines (LongRoPE; default 1, or YaRN's)"),
     ModelFlag("moe-router-group-score", str, "sum", "score of --moe-router-num-groups: of its best experts, their sum "
               "(DeepSeek-V3) or the largest (DeepSeek-V2)", ("sum", "max")),
+    ModelFlag("dsa-indexer-layers", pattern, None, "a zero or a one for each layer: which have an indexer; others use"
+              " the choice of the last one before (GLM-5; default: all)"),
     ModelFlag("mamba-dt-min", float, 0.0, "smallest time step Δ of the Mamba-2 layers of --hybrid-layer-pattern "
               "(Nemotron-H)"),
     ModelFlag("rope-low-freq-factor", float, None, "of --use-rope-scaling (default 1)"),

@@ -159,6 +159,11 @@ def patterns_of(args, attribute: str) -> list[str]:
     return list(texts) if attribute == FREEZE else [factor_of(text)[0] for text in texts]
 
 
+def frozen_patterns(args) -> list[str]:
+    """The patterns of `--freeze`, and that of indexers, which are never trained."""
+    return patterns_of(args, FREEZE) + (["*.indexer.*"] if args.dsa_indexer_topk is not None else [])
+
+
 def layout_free(name: str) -> str:
     """The name that patterns are matched with, of one with layers numbered over the whole model."""
     return _EXPERT.sub("", name)
@@ -171,7 +176,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 def is_frozen(args, name: str) -> bool:
     """Whether a role does not train a parameter; `name`: as of `layout_free`."""
-    return matches(name, patterns_of(args, FREEZE))
+    return matches(name, frozen_patterns(args))
 
 
 def multiplier(args, attribute: str, name: str) -> float:

@@ -27,7 +27,8 @@ ARCHITECTURE = model_flags.attributes().union(
     q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim experimental_attention_variant
     linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
     linear_num_value_heads attention_output_gate hybrid_layer_pattern mamba_state_dim mamba_head_dim
-    mamba_num_groups mamba_num_heads
+    mamba_num_groups mamba_num_heads dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
+    dsa_indexer_rope_interleaved
     """.split()
 )
 # Read by megarl (or by Megatron's own translation of arguments into configs) besides the fields of the configs.

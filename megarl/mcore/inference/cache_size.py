@@ -16,9 +16,10 @@ BLOCK_TOKENS = BLOCK_TOKENS_CUDA if device.has_cuda() else BLOCK_TOKENS_CPU  # p
 
 def cached_heads(model_config) -> tuple[int, int]:
     """(heads of the whole model, channels) of a layer's keys in the cache, and of its values: the query groups. A
-    latent and its shared key count as one head, which every tensor-parallel rank holds."""
+    latent, its shared key and the key of an indexer count as one head, which every tensor-parallel rank holds."""
     if isinstance(model_config, MLATransformerConfig):
-        return 1, (model_config.kv_lora_rank + model_config.qk_pos_emb_head_dim) // 2
+        index_key = 0 if model_config.dsa_indexer_topk is None else model_config.dsa_indexer_head_dim
+        return 1, (model_config.kv_lora_rank + model_config.qk_pos_emb_head_dim + index_key) // 2
     return model_config.num_query_groups, model_config.kv_channels
 
 

@@ -9,7 +9,7 @@ Shapes: T tokens of the step, G key/value groups of R query heads each, D channe
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -82,6 +82,7 @@ class StepPlan:
     states: tuple[States | None, ...] = ()  # of each layer of this rank; None of those with attention
     # What the rows give to the states, by layer; if some rows may be dropped, the states take them after the step.
     drafted: dict[int, AnyInputs] | None = None
+    key_reads: list = field(default_factory=list)  # a `KeyReads` in models whose queries choose keys
 
     def store(self, heads: Tensor, rotation: Rotation | None, cache: Tensor):
         """Rotates heads [T, G, R + 2, D] in place, of which the last two are keys and values, and writes these two to

@@ -7,6 +7,7 @@ Shapes: T tokens, A heads of this rank with D channels for scores (the last r ro
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from megatron.core import tensor_parallel
@@ -86,36 +87,42 @@ class LatentAttention(Attention):
             return self.step(hidden_states, inference_context.plan(rotary_pos_emb))
         layout = packed_seq_params
         rotation = Rotation.of(rotary_pos_emb.unsqueeze(1), hidden_states.dtype, self.concentration)
-        query, latents = self._query(hidden_states, rotation), self._latents(hidden_states, rotation)
+        latent = self._query_latent(hidden_states)
+        query, latents = self._query(latent, rotation), self._latents(hidden_states, rotation)
         if layout.order is not None:
             latents = gather_for_attention(latents, layout.order, layout.cp_group)
-
-        def attend(query, latents):
-            return self.core_attention.attend(query, *self.expand(latents), layout)
-
+        attend = self._packed(hidden_states, latent, rotation, layout)
         if self.checkpoint_core_attention and self.training:  # keys and values are expanded again, too
             attended = tensor_parallel.checkpoint(attend, False, query, latents)
         else:
             attended = attend(query, latents)
         return self.linear_proj(self._values(attended))
 
+    def _packed(self, hidden: Tensor, latent: Tensor, rotation: Rotation, layout) -> Callable[[Tensor, Tensor], Tensor]:
+        """The attention of a micro-batch: queries [T, A, D], latents [T', L + r] -> attended values [T, A·V].
+
+        `hidden`, `latent`: hidden states [T, 1, H], as of `forward`, and what `_query_latent` makes of them.
+        """
+        return lambda query, latents: self.core_attention.attend(query, *self.expand(latents), layout)
+
     def step(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """As that of `PagedSelfAttention`, over a cache of latents [blocks, block, L + r]."""
         core, cache = self.core_attention, plan.caches[self._layer]
         rotation = plan.rotations[core.kind]
-        query, latents = self._query(hidden, rotation), self._latents(hidden, rotation)
+        query, latents = self._query(self._query_latent(hidden), rotation), self._latents(hidden, rotation)
         latents = latents if plan.dedup is None else latents.index_select(0, plan.dedup.inverse)
         cache.flatten(0, 1).index_copy_(0, plan.slot_mapping, latents)
         reads, cached = plan.reads[core.kind], Latents(cache, self.expand, self.widths[1])
         attended = plan.attend(query.unsqueeze(2), cached, reads, core.softmax_scale, **core.options)
         return apply_linear(self.linear_proj, self._values(attended))
 
-    def _query(self, hidden: Tensor, rotation: Rotation) -> Tensor:
-        """[T, 1, H] (under sequence parallelism, this rank's tokens) -> [T, A, D, or more by padding]."""
-        if self.has_query_latent:
-            projected, _ = apply_linear(self.linear_q_up_proj, self.q_layernorm(self.linear_q_down_proj(hidden)))
-        else:
-            projected, _ = apply_linear(self.linear_q_proj, hidden)
+    def _query_latent(self, hidden: Tensor) -> Tensor:
+        """[T, 1, H] -> normed latents of queries; the hidden states themselves in models without such latents."""
+        return self.q_layernorm(self.linear_q_down_proj(hidden)) if self.has_query_latent else hidden
+
+    def _query(self, latent: Tensor, rotation: Rotation) -> Tensor:
+        """Of `_query_latent` (under sequence parallelism, this rank's tokens) -> [T, A, D, or more by padding]."""
+        projected, _ = apply_linear(self.linear_q_up_proj if self.has_query_latent else self.linear_q_proj, latent)
         plain, turned = projected.unflatten(-1, (-1, sum(self.score_channels))).split(self.score_channels, -1)
         return _padded(torch.cat([plain, rotate_pairs(turned, rotation)], -1), self.widths[0]).squeeze(1)
 

@@ -30,6 +30,18 @@ def attention_layer_pattern(args) -> list[bool]:
     return [kind.has_mixer and not kind.is_recurrent for kind in layer_kinds(args)]
 
 
+def indexer_pattern(args) -> list[bool]:
+    """Returns whether each layer of the whole model has an indexer; `args`: Megatron's namespace, or a config."""
+    has_some, pattern = args.dsa_indexer_topk is not None, args.dsa_indexer_layers
+    return list(map(bool, pattern)) if pattern is not None else [has_some] * args.num_layers
+
+
+def indexer_of(config, layer_number: int) -> int:
+    """Returns the layer, both counted from 1, whose choice of keys a layer uses: the last one with an indexer up to
+    it."""
+    return max(number for number, has in enumerate(indexer_pattern(config)[:layer_number], 1) if has)
+
+
 class LayerKind(NamedTuple):
     """What a layer has instead of an MLP, and instead of attention; whether it has both halves."""
 
@@ -37,6 +49,7 @@ class LayerKind(NamedTuple):
     is_recurrent: bool = False
     has_mixer: bool = True  # attention or a recurrent state
     has_mlp: bool = True  # or experts
+    has_indexer: bool = False  # which chooses the keys of this layer's queries, and of those of layers that share it
 
 
 DENSE = LayerKind()
@@ -46,7 +59,8 @@ def layer_kinds(args) -> list[LayerKind]:
     """Returns the kind of each layer of the whole model."""
     if args.hybrid_layer_pattern:  # one half each
         return [LayerKind(part == "E", part == "M", part in "M*", part in "-E") for part in args.hybrid_layer_pattern]
-    return list(map(LayerKind, moe_layer_pattern(args), recurrent_layer_pattern(args)))
+    kinds = map(LayerKind, moe_layer_pattern(args), recurrent_layer_pattern(args))
+    return [kind._replace(has_indexer=has) for kind, has in zip(kinds, indexer_pattern(args), strict=True)]
 
 
 def prediction_kind(args) -> LayerKind:

@@ -30,6 +30,7 @@ EMBEDDING, HEAD, HEAD_BIAS = "embedding.word_embeddings.weight", "output_layer.w
 LAYERS = "decoder.layers."  # prefix of transformer layers
 PREDICTED, PREDICTED_LAYER = "mtp.layers.0.", "mtp.layers.0.mtp_model_layer."  # of multi-token prediction
 ATTENDED, MIXED = "self_attention.linear_proj", "self_attention.out_proj"  # output of attention, of a recurrent layer
+INDEXER = "core_attention.indexer"  # named as in Megatron
 ROW_PARALLEL = (ATTENDED, MIXED, "linear_fc2")  # ranks have a share of their columns
 WHOLE = ("linear_q_down_proj", "linear_kv_down_proj")  # on every rank
 UNSPLIT = ParallelSizes()
@@ -101,7 +102,7 @@ def layer_weights(args, kind: LayerKind, sizes: ParallelSizes = UNSPLIT) -> list
     if kind.has_mixer:
         weights += _norm(args, "input_layernorm", hidden) if has_first_norms else []
         mixer = _recurrence if kind.is_recurrent else _latents if args.multi_latent_attention else _attention
-        weights += mixer(args, sizes.tensor)
+        weights += (_indexer(args) if kind.has_indexer else []) + mixer(args, sizes.tensor)
     if kind.has_mlp:
         weights += _norm(args, "pre_mlp_layernorm", hidden) if has_first_norms else []
         mlp = mlp_sizes(args, args.ffn_hidden_size)
@@ -172,6 +173,15 @@ def _latents(args, t: int) -> list[Weight]:
         if args.qk_layernorm and latent:
             weights += _norm(args, f"self_attention.{latent}_layernorm", width)
     return weights
+
+
+def _indexer(args) -> list[Weight]:
+    """Of I heads with C channels on every rank: I·C·Q, C·H with a norm that has a bias, and I·H."""
+    heads, channels, hidden = args.dsa_indexer_n_heads, args.dsa_indexer_head_dim, args.hidden_size
+    shapes = {"linear_wq_b.weight": (heads * channels, args.q_lora_rank), "linear_wk.weight": (channels, hidden),
+              "k_norm.weight": (channels,), "k_norm.bias": (channels,),
+              "linear_weights_proj.weight": (heads, hidden)}  # fmt: skip
+    return [_weight(args, f"self_attention.{INDEXER}.{name}", *shape) for name, shape in shapes.items()]
 
 
 def _mlp(args, name: str, sizes: Sizes, ranks: int) -> list[Weight]:
@@ -280,7 +290,8 @@ def weight_shapes(
         shapes |= {f"{role}.{HEAD}": (1, hidden), f"{role}.{HEAD_BIAS}": (1,) if args.draws_weights else None}
     if args.predicts and args.draws_weights and not args.trains_prediction:  # the layer comes from the checkpoint
         shapes[f"{role}_mtp.{PREDICTED}eh_proj.weight"] = (hidden, 2 * hidden)
-    are_alike = len({kind.is_moe for kind in kinds}) == 1 and not any(kind.is_recurrent for kind in kinds)
+    are_alike = len({(kind.is_moe, kind.has_indexer) for kind in kinds}) == 1
+    are_alike = are_alike and not any(kind.is_recurrent for kind in kinds)
     stacked = (last + 1,) if are_alike else ()  # as Megatron has layers in a checkpoint
 
     def require(layer: int, *names: str):
@@ -295,6 +306,8 @@ def weight_shapes(
             require(args.hybrid_layer_pattern.index("-"), "mlp.linear_fc2.weight")
     else:
         require(last, f"{MIXED}.weight", f"{ATTENDED}.weight")
+        if args.dsa_indexer_topk is not None:  # a run with short sequences has none
+            require([kind.has_indexer for kind in kinds].index(True), f"self_attention.{INDEXER}.linear_wk.weight")
         if not args.num_experts:
             require(last, "mlp.linear_fc2.weight")
     if not args.num_experts:

@@ -20,13 +20,14 @@ def named(chunk, pg_collection) -> Iterator[tuple[str, Tensor]]:
 
 
 def freeze(stages, args, pg_collection):
-    """Excludes the parameters that `--freeze` names from training: they get neither gradients nor optimizer states.
+    """Excludes the parameters that `--freeze` names, and indexers, from training: they get neither gradients nor
+    optimizer states.
 
     Args:
         stages: the model's bare chunks, before they get gradient buffers.
         args: the role's Megatron namespace.
     """
-    if not args.freeze:
+    if not optimizer_flags.frozen_patterns(args):
         return
     for chunk in stages:
         for name, parameter in named(chunk, pg_collection):

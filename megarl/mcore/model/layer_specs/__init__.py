@@ -25,6 +25,7 @@ from megarl.mcore.model.decoder_layer import (
 from megarl.mcore.model.latent_attention import LatentAttention
 from megarl.mcore.model.pipeline_layout import LayerKind, layer_kinds, layers_of_chunk
 from megarl.mcore.model.recurrent_mixer import GatedDeltaNet, Mamba2
+from megarl.mcore.model.sparse_attention import SparseLatentAttention
 
 LAYERS = {  # norms only before attention and MLP, experts
     (True, False): DecoderLayer,
@@ -61,7 +62,7 @@ def put_own_parts(spec: ModuleSpec, args, kind: LayerKind):
 
 def _attention_kind(args) -> type:
     if args.multi_latent_attention:
-        return LatentAttention
+        return LatentAttention if args.dsa_indexer_topk is None else SparseLatentAttention
     if args.attention_output_gate:
         return GatedSelfAttention
     return AllHeadsNormAttention if args.qk_layernorm_all_heads else PagedSelfAttention

@@ -1,5 +1,6 @@
 """Families with multi-latent attention: DeepSeek, with dense layers before those with experts, and Mistral 4."""
 
+from megarl.mcore.model.weight_table import INDEXER
 from megarl.mcore.weights.hf.config_flags import (
     Flags,
     deepseek_gates,
@@ -15,6 +16,7 @@ from megarl.mcore.weights.hf.config_flags import (
 )
 from megarl.mcore.weights.hf.families.llama import check_query_scaling
 from megarl.mcore.weights.hf.family import EXPERT_LAYERS, LATENT, PREDICTION_LAYERS, Family
+from megarl.mcore.weights.hf.mapping import Mapping, rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
 NORM_EPSILON = 1e-6  # of latents, in transformers and in DeepSeek's own code, whatever rms_norm_eps says
@@ -95,21 +97,44 @@ GLM_4_MOE_LITE = DEEPSEEK_V3._replace(model_type="glm4_moe_lite")
 SARVAM_MLA = DEEPSEEK_V3._replace(model_type="sarvam_mla")
 
 
-def _check_chosen_tokens(config: ModelConfig):
-    """UsageError if a query may have more tokens before it than its indexer chooses. Of a shorter sequence it chooses
-    all."""
-    why = ": later queries attend to so many tokens that an indexer chooses, which is not implemented"
-    config.check_length("index_topk", config.whole("index_topk"), why)
+def _indexer_flags(config: ModelConfig) -> Flags:
+    """Those of layers whose queries choose keys, if they may see more than they choose."""
+    types, count = config.items("indexer_types", str, "names"), config.whole("index_topk")
+    layers = config.whole("num_hidden_layers")
+    if types and (len(types) != layers or set(types) - {"full", "shared"} or types[0] != "full"):
+        raise config.error("indexer_types", f"a list of {layers} words, full or shared, the first of them full")
+    if config.longest <= count:
+        return {}
+    flags: Flags = {
+        "dsa-indexer-topk": count,
+        "dsa-indexer-n-heads": config.whole("index_n_heads"),
+        "dsa-indexer-head-dim": config.whole("index_head_dim"),
+    }
+    if "shared" in types:
+        flags["dsa-indexer-layers"] = "[" + ",".join(str(int(each == "full")) for each in types) + "]"
+    return flags
 
 
+def _pairs(config: ModelConfig) -> Flags:
+    return {"dsa-indexer-rope-interleaved": True} if _indexer_flags(config) else {}
+
+
+_INDEXER: dict[str, Mapping] = {
+    f"self_attention.{INDEXER}.{ours}": rows(f"self_attn.indexer.{ours.removeprefix('linear_')}")
+    for ours in ("linear_wq_b.weight", "linear_wk.weight", "k_norm.weight", "k_norm.bias", "linear_weights_proj.weight")
+}
 # DeepSeek-V3.2 (2512.02556): queries attend to the tokens that an indexer chooses.
 DEEPSEEK_V3_2 = DEEPSEEK_V3._replace(
     model_type="deepseek_v32",
-    flags=flags_of(_check_chosen_tokens, _layer_flags, deepseek_gates),
+    layers=LATENT | EXPERT_LAYERS | _INDEXER,
+    flags=flags_of(_layer_flags, deepseek_gates, _indexer_flags),
     kept=r"model\.layers\.\d+\.self_attn\.indexer\..+",
 )
 # GLM-5 (2602.15763): some layers share the choice of tokens with the layer before.
-GLM_MOE_DSA = DEEPSEEK_V3_2._replace(model_type="glm_moe_dsa")
+# Its indexers rotate pairs of neighbouring channels, those of DeepSeek-V3.2 halves.
+GLM_MOE_DSA = DEEPSEEK_V3_2._replace(
+    model_type="glm_moe_dsa", flags=flags_of(_layer_flags, deepseek_gates, _indexer_flags, _pairs)
+)
 
 # Youtu-LLM: no experts.
 YOUTU = Family("youtu", LATENT, flags_of(requires(rope_interleave=True), _latent_attention_flags))

@@ -1,0 +1,259 @@
+"""Which keys a query attends to in layers with a lightning indexer (DeepSeek-V3.2, 2512.02556 §2.1), and its attention.
+
+One function chooses them in prefill, decode, scoring and training. It depends on a query and the keys of its sequence
+alone: a product is one chain over channels, a score a sum over heads in their order, and of equal scores at the border
+the first positions win. ReLU makes scores of exactly 0, so that ties are common with few heads.
+A query that sees at most `count` keys attends to all of them, as in dense layers. Any other attends to chosen latents,
+without expanding them: its heads are multiplied by the expansion's weights before, and the result after attention.
+Shapes: T tokens of a rank, T' rows of latents, of the stream or the cache; I heads of the indexer with C channels; A
+heads of attention, L + r numbers of a latent and its rotated key; K keys of a segment.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from megarl.mcore.attention.cache_attention import CacheReads
+from megarl.mcore.attention.native_attention import LatentDecodes
+from megarl.mcore.attention.segments import SegmentBatch
+from megarl.mcore.kernels import native
+from megarl.mcore.kernels.batch_invariance import VECTOR
+
+PRODUCTS = 2**18  # of queries' heads with keys that are in memory together
+QUERIES = 512  # whose heads are made together
+
+
+class IndexQueries(NamedTuple):
+    """What the indexer makes of a rank's tokens."""
+
+    heads: Callable[[Tensor], Tensor]  # tokens [q] int64 -> [q, I, C] rotated
+    weights: Tensor  # [T, I] fp32
+
+
+class LongSegment(NamedTuple):
+    """The q queries of a segment that see more keys than they may choose."""
+
+    queries: Tensor  # [q] int64 tokens
+    keys: Tensor  # [K] int64 rows of latents
+    seen: Tensor  # [q] int64 how many of them each query sees; ascending
+
+
+class DenseReads(NamedTuple):
+    """Queries that attend to all keys that they see, and the rows that are expanded for them."""
+
+    rows: Tensor  # [m] int64 rows of latents
+    batches: list[SegmentBatch]  # whose keys are among them
+
+
+class KeyReads:
+    """How the queries of a micro-batch, or of a step, attend; the same for all layers."""
+
+    def __init__(self, dense: list[DenseReads], long: list[LongSegment]):
+        self.dense, self.long = dense, long
+        self.of_long = torch.cat([each.queries for each in long]) if long else None  # [n] int64 tokens
+        self.choices: dict[int, Choice] = {}  # those that layers share, by the layer that makes them
+
+    @classmethod
+    def of_stream(cls, batches: list[SegmentBatch], count: int) -> "KeyReads":
+        """Those of a micro-batch; `count`: keys that a query chooses."""
+        short, long = _split(batches, count)
+        return cls([_dense(short)] if short else [], long)
+
+    @classmethod
+    def of_step(cls, reads: CacheReads, count: int) -> "KeyReads":
+        """Those of a step's `CacheReads`."""
+        dense, long = [], []
+        for each in reads.decodes:
+            some, others = _of_decodes(each, reads.total, count)
+            dense, long = dense + some, long + others
+        for batch in reads.prefills:
+            short, others = _split([batch], count)
+            dense, long = dense + ([_dense(short)] if short else []), long + others
+        return cls(dense, long)
+
+
+def _of_decodes(reads: LatentDecodes, total: int, count: int) -> tuple[list[DenseReads], list[LongSegment]]:
+    tokens, dense, long = torch.arange(total)[reads.tokens], [], []
+    for rows, segments in reads.parts:
+        placed = dataclasses.replace(segments, queries=tokens[segments.queries])
+        if placed.keys.shape[1] <= count:
+            dense.append(DenseReads(rows, [placed]))
+            continue
+        short, others = _split([dataclasses.replace(placed, keys=rows[placed.keys])], count)
+        dense, long = dense + ([_dense(short)] if short else []), long + others
+    return dense, long
+
+
+def _split(batches: list[SegmentBatch], count: int) -> tuple[list[SegmentBatch], list[LongSegment]]:
+    """(the segments of queries that see at most `count` keys, those of the others)."""
+    short, long = [], []
+    for batch in batches:
+        width, real = batch.queries.shape[1], batch.real_queries
+        if batch.keys.shape[1] <= count:
+            short.append(batch)
+            continue
+        seen = 1 + (real % width if batch.last_keys is None else batch.last_keys.flatten()[real])
+        is_long, tokens = seen > count, batch.queries.flatten()[real]
+        if not is_long.all():
+            few = real[~is_long]
+            short.append(dataclasses.replace(batch, keys=batch.keys[:, :count].contiguous(), real_queries=few))
+        for number in (real[is_long] // width).unique().tolist():
+            own = is_long & (real // width == number)
+            long.append(LongSegment(tokens[own], batch.keys[number, : int(seen[own].max())], seen[own]))
+    return short, long
+
+
+def _dense(batches: list[SegmentBatch]) -> DenseReads:
+    """Segments whose keys are rows of latents; only rows of segments with queries are expanded."""
+    used, sizes = [], []
+    for batch in batches:
+        owners = (batch.real_queries // batch.queries.shape[1]).unique()
+        used.append(_at(batch, owners))
+        sizes.append(used[-1].keys.numel())
+    rows, places = torch.cat([batch.keys.flatten() for batch in used]).unique(return_inverse=True)
+    parts = zip(used, places.split(sizes), strict=True)
+    return DenseReads(rows, [dataclasses.replace(batch, keys=part.view_as(batch.keys)) for batch, part in parts])
+
+
+def _at(batch: SegmentBatch, segments: Tensor) -> SegmentBatch:
+    """Some segments of a batch, with all of its real queries in them."""
+    if len(segments) == len(batch.queries):
+        return batch
+    width, real = batch.queries.shape[1], batch.real_queries
+    places = torch.searchsorted(segments, real // width) * width + real % width
+    last = None if batch.last_keys is None else batch.last_keys[segments]
+    return SegmentBatch(batch.queries[segments], batch.keys[segments], last, places, batch.window)
+
+
+# -- the choice ----------------------------------------------------------------------------------------------------
+
+
+class Choice(NamedTuple):
+    """The keys that the n queries of `KeyReads.long` chose: a bit for each pair, until the lists are needed."""
+
+    tiles: list[tuple[Tensor, np.ndarray]]  # keys [K] of a segment; [q, ⌈w/8⌉] bits of q queries and its first w keys
+    count: int
+
+    def lists(self) -> Iterator[Tensor]:
+        """Yields the chosen rows of latents [q, count], by ascending positions, of some queries after others."""
+        for keys, bits in self.tiles:
+            places = np.flatnonzero(np.unpackbits(bits, axis=1)).reshape(len(bits), self.count)
+            places -= 8 * bits.shape[1] * np.arange(len(bits))[:, None]
+            yield keys[torch.from_numpy(places)]
+
+
+@torch.no_grad()
+def choose(queries: IndexQueries, keys: Tensor, segments: list[LongSegment], count: int) -> Choice:
+    """The choice of all queries of some segments by index keys [T', C]."""
+    tokens = torch.cat([segment.queries for segment in segments])
+    found, starts = Choice([], count), np.cumsum([0, *(len(segment.queries) for segment in segments)])
+    for start in range(0, len(tokens), QUERIES):
+        part = tokens[start : start + QUERIES]
+        heads, weights = queries.heads(part), queries.weights[part]
+        for segment, first in zip(segments, (starts[:-1] - start).tolist(), strict=True):
+            here = slice(max(first, 0), max(0, min(first + len(segment.queries), len(part))))
+            if here.start < here.stop:
+                seen = segment.seen[here.start - first : here.stop - first]
+                own = keys.index_select(0, segment.keys[: int(seen[-1])])
+                bits = _bits(heads[here], weights[here], own, seen, count)
+                found.tiles.extend((segment.keys, each) for each in bits)
+    return found
+
+
+def _bits(heads: Tensor, weights: Tensor, keys: Tensor, seen: Tensor, count: int) -> Iterator[np.ndarray]:
+    """Yields the bits of a `Choice`, tile by tile: heads [q, I, C] and weights [q, I] of queries of one sequence, its
+    index keys [K, C], and how many of them each query sees [q]."""
+    packed = native.ops.pack_weight(keys) if len(heads) > 1 else None
+    start = 0
+    while start < len(heads):
+        size = max(1, PRODUCTS // (heads.shape[1] * int(seen[start])))
+        tile = slice(start, start + size)
+        width = int(seen[tile][-1])
+        scores = index_scores(heads[tile], weights[tile], keys[:width], packed)
+        yield np.packbits(chosen(scores, seen[tile], count).numpy(), axis=1)
+        start += size
+
+
+def index_scores(heads: Tensor, weights: Tensor, keys: Tensor, packed: Tensor | None = None) -> Tensor:
+    """Σ_h w_h · relu(q_h · k / √C): heads [q, I, C], weights [q, I], keys [K, C] -> [q, K] fp32.
+
+    `packed`: these and perhaps more keys, as of `pack_weight`.
+    """
+    if packed is not None:
+        packed = packed[: -(-len(keys) // packed.shape[2])]
+    products = native.ops.linear(heads.flatten(0, 1).contiguous(), keys, packed, None)
+    products = products.mul_(heads.shape[-1] ** -0.5).relu_().view(*heads.shape[:2], -1)
+    total = products[:, 0] * weights[:, :1]
+    for head in range(1, heads.shape[1]):  # two operations, so that no compiler rounds them together in some places
+        total += products[:, head].mul_(weights[:, head : head + 1])
+    return total
+
+
+def chosen(scores: Tensor, seen: Tensor, count: int) -> Tensor:
+    """Scores [q, K] of which each query sees the first `seen` [q], more than `count` -> bool [q, K], `count` of each
+    query. Overwrites the scores of keys that are not seen."""
+    scores.masked_fill_(torch.arange(scores.shape[1]) >= seen[:, None], -math.inf)
+    border = scores.topk(count, -1, sorted=False).values.amin(-1, keepdim=True)
+    found = scores >= border
+    for row in (found.sum(-1) != count).nonzero().flatten().tolist():  # equal ones at the border, or NaN
+        own = scores[row, : int(seen[row])].nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+        best = own.sort(descending=True, stable=True).indices[:count]
+        found[row] = False
+        found[row, best] = True
+    return found
+
+
+# -- attention over the chosen keys --------------------------------------------------------------------------------
+
+
+class _ChosenAttention(torch.autograd.Function):
+    """query [n, A, W], latents [T', W] of which the first `width` numbers are values -> [n, A, width]."""
+
+    @staticmethod
+    def forward(ctx, query, latents, width: int, choice: Choice, scale: float):
+        out, sums = query.new_empty(*query.shape[:2], width), query.new_empty(query.shape[:2])
+        key, value = latents.unsqueeze(1), latents[:, None, :width]
+        for fields in _single_queries(choice):
+            native.ops.segment_attention(query, key, value, *fields, scale, None, None, None, out, sums)
+        ctx.save_for_backward(query, latents, out, sums)
+        ctx.choice, ctx.scale = choice, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        query, latents, out, sums = ctx.saved_tensors
+        key, value, grad = latents.unsqueeze(1), latents[:, None, : out.shape[2]], grad.contiguous()
+        grads = [torch.zeros(x.shape, dtype=x.dtype) for x in (query, key, value)]
+        for fields in _single_queries(ctx.choice):
+            native.ops.segment_attention_backward(
+                grad, query, key, value, *fields, out, sums, ctx.scale, None, None, *grads
+            )
+        of_latents = grads[1].squeeze(1)
+        of_latents[:, : out.shape[2]] += grads[2].squeeze(1)
+        return grads[0], of_latents, None, None, None
+
+
+def _single_queries(choice: Choice) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Yields segments of one query each, as the compiled kernels read them: queries, keys, last keys, real queries."""
+    first = 0
+    for lists in choice.lists():
+        numbers = torch.arange(len(lists))
+        yield first + numbers[:, None], lists, torch.full((len(lists), 1), choice.count - 1), numbers
+        first += len(lists)
+
+
+def chosen_attention(query: Tensor, latents: Tensor, width: int, choice: Choice, scale: float) -> Tensor:
+    """Attention of queries [n, A, L + r] to the latents [T', L + r] that each chose, of which the first `width` numbers
+    are values -> [n, A, width]."""
+    if not query.shape[-1] % VECTOR and not width % VECTOR:
+        return _ChosenAttention.apply(query, latents, width, choice, scale)
+    whole, padded = -(-width // VECTOR) * VECTOR, (0, -query.shape[-1] % VECTOR)  # zeros at the end change no bit
+    return _ChosenAttention.apply(pad(query, padded), pad(latents, padded), whole, choice, scale)[..., :width]

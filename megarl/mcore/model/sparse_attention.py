@@ -1,0 +1,173 @@
+"""Multi-latent attention over the keys that a frozen lightning indexer chooses (DeepSeek-V3.2, GLM-5).
+
+Index keys, C numbers a token and layer, are further columns of the cache of latents, so that blocks, equal prompts,
+prefix caching, drafts and eviction treat them as they treat latents.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from megarl.mcore import device
+from megarl.mcore.attention import native_attention
+from megarl.mcore.attention.cache_attention import softmax_scale
+from megarl.mcore.attention.chosen_keys import Choice, IndexQueries, KeyReads, choose, chosen_attention
+from megarl.mcore.attention.segments import SegmentPlan
+from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, linear, to_all_ranks
+from megarl.mcore.model.decoder_layer import Rotation, StepPlan
+from megarl.mcore.model.latent_attention import LatentAttention, rotate_pairs
+from megarl.mcore.model.pipeline_layout import indexer_of
+from megarl.mcore.parallel.context_parallel import gather_for_attention
+
+KEY_NORM_EPSILON = 1e-6  # in transformers and in DeepSeek's own code
+
+
+def rotate_halves(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotates channels (i, i + r/2) of [T, 1, heads, r]."""
+    first, second = x.chunk(2, -1)
+    return x * rotation.cosines + torch.cat([second, first], -1) * rotation.sines
+
+
+class Indexer(torch.nn.Module):
+    """The projections of queries, keys and weights, whole on each tensor-parallel rank, which are never trained.
+
+    Parameters have Megatron's names. The first r of C channels are rotated: pairs of neighbours, or halves.
+    """
+
+    def __init__(self, config, group):
+        super().__init__()
+        self.heads, self.channels = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+        self.rotated, self.config, self.group = config.qk_pos_emb_head_dim, config, group
+        self.rotate = rotate_pairs if config.dsa_indexer_rope_interleaved else rotate_halves
+        self.linear_wq_b = ReplicatedLinear(config.q_lora_rank, self.heads * self.channels, config, group)
+        self.linear_wk = ReplicatedLinear(config.hidden_size, self.channels, config, group)
+        place = {"dtype": config.params_dtype, "device": device.device()}
+        self.k_norm = torch.nn.LayerNorm(self.channels, eps=KEY_NORM_EPSILON, **place)
+        self.linear_weights_proj = ReplicatedLinear(config.hidden_size, self.heads, config, group)
+        self.requires_grad_(False)
+
+    @torch.no_grad()
+    def queries(self, hidden: Tensor, latent: Tensor, rotation: Rotation) -> IndexQueries:
+        """Hidden states and normed latents [T, 1, …], under sequence parallelism of this rank's tokens -> of all T."""
+        both = torch.cat([self.linear_weights_proj(hidden), latent], -1)
+        both = to_all_ranks(both, self.group, self.config.sequence_parallel)
+        weights, latent = both.split((self.heads, latent.shape[-1]), -1)
+        heads = functools.partial(self._heads, latent, rotation)
+        return IndexQueries(heads, weights.squeeze(1).float() * self.heads**-0.5)
+
+    @torch.no_grad()
+    def keys(self, hidden: Tensor, rotation: Rotation) -> Tensor:
+        """[T, 1, H], under sequence parallelism of this rank -> [T, C] of all T."""
+        keys = to_all_ranks(self.k_norm(self.linear_wk(hidden)), self.group, self.config.sequence_parallel)
+        return self._rotated(keys.unsqueeze(2), rotation).flatten(1)
+
+    def _heads(self, latent: Tensor, rotation: Rotation, tokens: Tensor) -> Tensor:
+        heads = self.linear_wq_b(latent[tokens]).unflatten(-1, (self.heads, self.channels))
+        return self._rotated(heads, rotation.at(tokens)).squeeze(1)
+
+    def _rotated(self, x: Tensor, rotation: Rotation) -> Tensor:
+        turned, plain = x.split((self.rotated, self.channels - self.rotated), -1)
+        return torch.cat([self.rotate(turned, rotation), plain], -1)
+
+
+class SparseLatentAttention(LatentAttention):
+    """`LatentAttention` over chosen keys, in sequences that have more than a query chooses."""
+
+    def __init__(self, config, submodules, layer_number, *args, **kwargs):
+        super().__init__(config, submodules, layer_number, *args, **kwargs)
+        self.count, self.source = config.dsa_indexer_topk, indexer_of(config, layer_number)
+        is_last = layer_number == config.num_layers
+        self.is_shared = not is_last and indexer_of(config, layer_number + 1) == self.source
+        if self.source == layer_number:
+            self.core_attention.indexer = Indexer(config, self.tp_group)
+
+    def _packed(self, hidden: Tensor, latent: Tensor, rotation: Rotation, layout):
+        if layout.max_seqlen_kv <= self.count:
+            return super()._packed(hidden, latent, rotation, layout)
+        if layout.key_reads is None:
+            layout.key_reads = KeyReads.of_stream(layout.attention[self.core_attention.kind].batches, self.count)
+        keys = None
+        if self._indexer is not None:
+            keys = self._indexer.keys(hidden, rotation)
+            if layout.order is not None:
+                keys = gather_for_attention(keys, layout.order, layout.cp_group)
+        choice = self._choice(layout.key_reads, keys, hidden, latent, rotation)
+
+        def attend(query: Tensor, latents: Tensor) -> Tensor:
+            return self._attend(query, latents, layout.key_reads, choice)
+
+        return attend
+
+    @property
+    def _indexer(self) -> Indexer | None:
+        return getattr(self.core_attention, "indexer", None)
+
+    def _choice(self, reads: KeyReads, keys: Tensor | None, hidden, latent, rotation) -> Choice | None:
+        """This layer's choice by index keys [T', C], or the one that it shares; None: all queries see few keys."""
+        if not reads.long:
+            return None
+        if keys is None:
+            return reads.choices[self.source]
+        choice = choose(self._indexer.queries(hidden, latent, rotation), keys, reads.long, self.count)
+        if self.is_shared:
+            reads.choices[self.source] = choice
+        return choice
+
+    def _attend(self, query: Tensor, latents: Tensor, reads: KeyReads, choice: Choice | None) -> Tensor:
+        """Queries [T, A, D] and latents [T', L + r] -> attended values [T, A·V]."""
+        scale = softmax_scale(query.shape[-1], self.core_attention.softmax_scale)
+        out = self._attend_to_all(query, latents, reads, scale)
+        if choice is None:
+            return out.flatten(1)
+        plain, turned = query.index_select(0, reads.of_long).split(self.score_channels, -1)
+        of_keys, of_values = self._expansion()
+        absorbed = torch.cat([_by_head(plain, of_keys.transpose(1, 2)), turned], -1)
+        attended = chosen_attention(absorbed, latents, self.latent_channels[0], choice, scale)
+        return out.index_copy(0, reads.of_long, _by_head(attended, of_values)).flatten(1)
+
+    def _attend_to_all(self, query: Tensor, latents: Tensor, reads: KeyReads, scale: float) -> Tensor:
+        """[T, A, V] of the queries that see few keys; those of others mean nothing."""
+        if len(reads.dense) == 1 and torch.is_grad_enabled():
+            rows, batches = reads.dense[0]
+            expanded = self.expand(latents.index_select(0, rows))
+            return native_attention.packed_attention(query, *expanded, SegmentPlan(batches, rows), scale)
+        out = query.new_zeros(*query.shape[:2], self.widths[1])
+        for rows, batches in reads.dense:
+            key, value = self.expand(latents.index_select(0, rows))
+            for batch in batches:
+                native_attention.attend(query, key, value, batch, (scale, None, None), out)
+        return out
+
+    def _expansion(self) -> tuple[Tensor, Tensor]:
+        """Weights of the layer that expands latents, by head: of keys [A, D − r, L], of values [A, V, L]."""
+        layer = self.linear_kv_up_proj
+        weight = layer.weight
+        if torch.is_grad_enabled() and hasattr(
+            layer, "adds_product"
+        ):  # a product gives low-rank factors their gradients
+            weight = apply_linear(layer, torch.eye(weight.shape[1], dtype=weight.dtype))[0].t()
+        of_keys, of_values = weight.unflatten(0, (-1, sum(self.kv_channels))).split(self.kv_channels, 1)
+        return of_keys, of_values
+
+    def step(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+        """As that of `LatentAttention`, over a cache [blocks, block, L + r + C]."""
+        rotation, reads = plan.rotations[self.core_attention.kind], plan.reads[self.core_attention.kind]
+        latent = self._query_latent(hidden)
+        query, latents = self._query(latent, rotation), self._latents(hidden, rotation)
+        rows, width = plan.caches[self._layer].flatten(0, 1), latents.shape[1]
+        if self._indexer is not None:
+            latents = torch.cat([latents, self._indexer.keys(hidden, rotation)], -1)
+        latents = latents if plan.dedup is None else latents.index_select(0, plan.dedup.inverse)
+        rows[:, : latents.shape[1]].index_copy_(0, plan.slot_mapping, latents)
+        if not plan.key_reads:
+            plan.key_reads.append(KeyReads.of_step(reads, self.count))
+        keys = None if self._indexer is None else rows[:, width:]
+        choice = self._choice(plan.key_reads[0], keys, hidden, latent, rotation)
+        attended = self._attend(query, rows[:, :width], plan.key_reads[0], choice)
+        return apply_linear(self.linear_proj, self._values(attended))
+
+
+def _by_head(x: Tensor, weights: Tensor) -> Tensor:
+    """[n, A, K] and weights [A, N, K] -> [n, A, N]; a row's bits depend on the row alone."""
+    return torch.stack([linear(x[:, head], weight) for head, weight in enumerate(weights.unbind())], 1)
