@@ -24,7 +24,7 @@ from megarl.faults import heartbeat, run_lock
 from megarl.flags import role_flags
 from megarl.flags.debug import parse_step_range
 from megarl.mcore import device, kernel_choice
-from megarl.mcore.config import optimizer_flags, recurrent_rules
+from megarl.mcore.config import kernel_rules, optimizer_flags, recurrent_rules
 from megarl.mcore.kernels import native
 from megarl.observe.profiler import StepProfiler
 from megarl.observe.timers import Timers
@@ -182,6 +182,8 @@ def check_kernels(config: arguments.RunConfig):
     wanted, allowed = config.settings.kernels, [kernel_choice.AUTO, *kernel_choice.available()]
     if wanted not in allowed and not device.has_cuda():
         raise UsageError(f"--kernels {wanted}: not on this machine; allowed here: {', '.join(allowed)}")
+    for role in config.with_models():
+        kernel_rules.check_choice(role.name, role.megatron, wanted)
     if absence := native.absence():
         for role in config.with_models():
             if recurrent_rules.has_states(role.megatron):

@@ -1,8 +1,8 @@
 """Which keys a query attends to in layers with a lightning indexer (DeepSeek-V3.2, 2512.02556 §2.1), and its attention.
 
 One function chooses them in prefill, decode, scoring and training. It depends on a query and the keys of its sequence
-alone: a product is one chain over channels, a score a sum over heads in their order, and of equal scores at the border
-the first positions win. ReLU makes scores of exactly 0, so that ties are common with few heads.
+alone, by a compiled kernel (`chosen_keys.h`); of equal scores at the border the first positions win. ReLU makes scores
+of exactly 0, so that ties are common with few heads.
 A query that sees at most `count` keys attends to all of them, as in dense layers. Any other attends to chosen latents,
 without expanding them: its heads are multiplied by the expansion's weights before, and the result after attention.
 Shapes: T tokens of a rank, T' rows of latents, of the stream or the cache; I heads of the indexer with C channels; A
@@ -10,7 +10,6 @@ heads of attention, L + r numbers of a latent and its rotated key; K keys of a s
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -26,8 +25,7 @@ from megarl.mcore.attention.segments import SegmentBatch
 from megarl.mcore.kernels import native
 from megarl.mcore.kernels.batch_invariance import VECTOR
 
-PRODUCTS = 2**18  # of queries' heads with keys that are in memory together
-QUERIES = 512  # whose heads are made together
+QUERIES = 512  # whose heads, and whose lists, are in memory together
 
 
 class IndexQueries(NamedTuple):
@@ -144,7 +142,7 @@ class Choice(NamedTuple):
     def lists(self) -> Iterator[Tensor]:
         """Yields the chosen rows of latents [q, count], by ascending positions, of some queries after others."""
         for keys, bits in self.tiles:
-            places = np.flatnonzero(np.unpackbits(bits, axis=1)).reshape(len(bits), self.count)
+            places = np.flatnonzero(np.unpackbits(bits, axis=1, bitorder="little")).reshape(len(bits), self.count)
             places -= 8 * bits.shape[1] * np.arange(len(bits))[:, None]
             yield keys[torch.from_numpy(places)]
 
@@ -156,57 +154,14 @@ def choose(queries: IndexQueries, keys: Tensor, segments: list[LongSegment], cou
     found, starts = Choice([], count), np.cumsum([0, *(len(segment.queries) for segment in segments)])
     for start in range(0, len(tokens), QUERIES):
         part = tokens[start : start + QUERIES]
-        heads, weights = queries.heads(part), queries.weights[part]
+        heads, weights = queries.heads(part).contiguous(), queries.weights[part]
         for segment, first in zip(segments, (starts[:-1] - start).tolist(), strict=True):
             here = slice(max(first, 0), max(0, min(first + len(segment.queries), len(part))))
             if here.start < here.stop:
                 seen = segment.seen[here.start - first : here.stop - first]
-                own = keys.index_select(0, segment.keys[: int(seen[-1])])
-                bits = _bits(heads[here], weights[here], own, seen, count)
-                found.tiles.extend((segment.keys, each) for each in bits)
-    return found
-
-
-def _bits(heads: Tensor, weights: Tensor, keys: Tensor, seen: Tensor, count: int) -> Iterator[np.ndarray]:
-    """Yields the bits of a `Choice`, tile by tile: heads [q, I, C] and weights [q, I] of queries of one sequence, its
-    index keys [K, C], and how many of them each query sees [q]."""
-    packed = native.ops.pack_weight(keys) if len(heads) > 1 else None
-    start = 0
-    while start < len(heads):
-        size = max(1, PRODUCTS // (heads.shape[1] * int(seen[start])))
-        tile = slice(start, start + size)
-        width = int(seen[tile][-1])
-        scores = index_scores(heads[tile], weights[tile], keys[:width], packed)
-        yield np.packbits(chosen(scores, seen[tile], count).numpy(), axis=1)
-        start += size
-
-
-def index_scores(heads: Tensor, weights: Tensor, keys: Tensor, packed: Tensor | None = None) -> Tensor:
-    """Σ_h w_h · relu(q_h · k / √C): heads [q, I, C], weights [q, I], keys [K, C] -> [q, K] fp32.
-
-    `packed`: these and perhaps more keys, as of `pack_weight`.
-    """
-    if packed is not None:
-        packed = packed[: -(-len(keys) // packed.shape[2])]
-    products = native.ops.linear(heads.flatten(0, 1).contiguous(), keys, packed, None)
-    products = products.mul_(heads.shape[-1] ** -0.5).relu_().view(*heads.shape[:2], -1)
-    total = products[:, 0] * weights[:, :1]
-    for head in range(1, heads.shape[1]):  # two operations, so that no compiler rounds them together in some places
-        total += products[:, head].mul_(weights[:, head : head + 1])
-    return total
-
-
-def chosen(scores: Tensor, seen: Tensor, count: int) -> Tensor:
-    """Scores [q, K] of which each query sees the first `seen` [q], more than `count` -> bool [q, K], `count` of each
-    query. Overwrites the scores of keys that are not seen."""
-    scores.masked_fill_(torch.arange(scores.shape[1]) >= seen[:, None], -math.inf)
-    border = scores.topk(count, -1, sorted=False).values.amin(-1, keepdim=True)
-    found = scores >= border
-    for row in (found.sum(-1) != count).nonzero().flatten().tolist():  # equal ones at the border, or NaN
-        own = scores[row, : int(seen[row])].nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-        best = own.sort(descending=True, stable=True).indices[:count]
-        found[row] = False
-        found[row, best] = True
+                rows = segment.keys[: int(seen[-1])]
+                bits = native.ops.choose_keys(heads[here], weights[here], keys, rows, seen, count)
+                found.tiles.append((rows, bits.numpy()))
     return found
 
 

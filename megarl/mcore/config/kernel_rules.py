@@ -14,6 +14,7 @@ from megarl.mcore import device
 from megarl.mcore.config import model_flags
 from megarl.mcore.config.rules import allow, only, require
 from megarl.mcore.config.supported_flags import ATTENTION_BACKENDS
+from megarl.mcore.kernels import native
 
 EXACT_ROLLOUT = "--exact-rollout"
 INVARIANT = "invariant"  # the attention backend of an exact rollout
@@ -66,6 +67,24 @@ def _refused_varlen(args) -> str | None:
     if not args.bf16 and not args.fp16:
         return "--bf16 or --fp16"
     return "a model without --multi-latent-attention" if args.multi_latent_attention else None
+
+
+# -- keys that queries choose ------------------------------------------------------------------------------------
+
+
+def check_choice(role: str, args, kernels: str):
+    """UsageError for a model whose queries choose keys, where the kernels do not; `kernels`: value of `--kernels`."""
+    if args.dsa_indexer_topk is None:
+        return
+    where = f"{role}: {model_flags.INDEXER} {args.dsa_indexer_topk} (sequences longer than that)"
+    if device.has_cuda():
+        raise UsageError(f"{where}: not yet on CUDA; allowed there are sequences of at most so many tokens")
+    if args.bf16 or args.fp16:
+        raise UsageError(f"{where}: --{'bf16' if args.bf16 else 'fp16'}: allowed is fp32, which its kernels compute in")
+    if kernels not in ("auto", "compiled"):
+        raise UsageError(f"{where}: --kernels {kernels}: allowed are auto, compiled")
+    if absence := native.absence():
+        raise UsageError(f"{where}: needs compiled kernels: {absence}")
 
 
 # -- exact rollout -----------------------------------------------------------------------------------------------

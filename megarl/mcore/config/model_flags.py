@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from megarl.errors import Rule, UsageError
 from megarl.mcore.config.rules import allow, defaults, is_pattern, min_value, only, positive, require, value_of
+from megarl.mcore.kernels.batch_invariance import VECTOR
 
 
 class ModelFlag(NamedTuple):
@@ -83,6 +84,9 @@ YARN_FLAGS = {"yarn-original-max-position-embeddings": None, "yarn-beta-fast": N
               "yarn-correction-range-round-to-int": None, "rotary-scaling-factor": 1.0, "mscale": 1.0,
               "mscale-all-dim": 0.0}  # fmt: skip
 LATENT = "--multi-latent-attention"
+INDEXER = "--dsa-indexer-topk"
+INDEXER_FLAGS = {"dsa-indexer-n-heads": None, "dsa-indexer-head-dim": None, "dsa-indexer-rope-interleaved": False,
+                 "dsa-indexer-layers": None}  # fmt: skip
 _HEADS = {"qk-head-dim": 128, "qk-pos-emb-head-dim": 64, "v-head-dim": 128}
 LATENT_SIZES = {"q-lora-rank": None, "kv-lora-rank": 32} | _HEADS
 NOT_LATENT = {
@@ -139,7 +143,9 @@ def copy_to(config, args):
 
 def rules(args) -> list[Rule]:
     """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant."""
-    return _windows(args) + _layers(args) + _experts(args) + _rotary(args) + _latent_attention(args)
+    return (
+        _windows(args) + _layers(args) + _experts(args) + _rotary(args) + _latent_attention(args) + _chosen_keys(args)
+    )
 
 
 def _windows(args) -> list[Rule]:
@@ -255,6 +261,24 @@ def _latent_attention(args) -> list[Rule]:
     ]  # fmt: skip
 
 
+def _chosen_keys(args) -> list[Rule]:
+    """Rules on the indexers of multi-latent attention, which choose the keys of queries."""
+    on, layers, has_latents = args.dsa_indexer_topk is not None, args.num_layers, args.multi_latent_attention
+    pattern, heads, rotated = args.dsa_indexer_layers, args.dsa_indexer_n_heads or 0, args.qk_pos_emb_head_dim
+    channels, fits = args.dsa_indexer_head_dim or 0, pattern is None or is_pattern(pattern, layers) and pattern[0] == 1
+    return [
+        *defaults(args, INDEXER_FLAGS, on, f"none without {INDEXER}"),
+        min_value(args, INDEXER),
+        allow(INDEXER, not on or has_latents and args.q_lora_rank, f"none without {LATENT} and --q-lora-rank"),
+        allow("--dsa-indexer-n-heads", not on or heads > 0, f"1 or more with {INDEXER}"),
+        allow("--dsa-indexer-head-dim", not on or channels % VECTOR == 0 and channels >= rotated,
+              f"a multiple of {VECTOR}, --qk-pos-emb-head-dim {rotated} or more, with {INDEXER}"),
+        allow("--dsa-indexer-layers", fits, f"a zero or a one for each of {layers} layers, the first of them one"),
+        allow("--attention-backend", not on or args.attention_kernel == "sdpa", f"auto or sdpa with {INDEXER}",
+              value=args.attention_kernel),
+    ]  # fmt: skip
+
+
 def _or(value, default):
     return default if value is None else value
 
@@ -289,6 +313,7 @@ def _prediction_rules(args) -> list[Rule]:
         only(args, "--layernorm-position", "pre"),
         only(args, "--window-size"),
         only(args, "--hybrid-layer-pattern"),
+        only(args, INDEXER),
         allow("--no-rope-freq", not args.no_rope_freq, "none"),
     ]
 

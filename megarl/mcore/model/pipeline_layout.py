@@ -7,6 +7,8 @@ from typing import NamedTuple
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megarl.errors import UsageError
+
 
 def moe_layer_pattern(args) -> list[bool]:
     """Returns whether each layer of the whole model has experts; `--moe-layer-freq` is a period or a pattern."""
@@ -40,6 +42,19 @@ def indexer_of(config, layer_number: int) -> int:
     """Returns the layer, both counted from 1, whose choice of keys a layer uses: the last one with an indexer up to
     it."""
     return max(number for number, has in enumerate(indexer_pattern(config)[:layer_number], 1) if has)
+
+
+def check_shared_choices(role: str, args):
+    """UsageError for a chunk of a pipeline stage that begins with a layer that shares another one's choice of keys."""
+    has_indexer = indexer_pattern(args) if args.dsa_indexer_layers is not None else []
+    for stage, chunks in enumerate(stage_layers(args) if has_indexer else ()):
+        for first in (layers[0] for layers in chunks if len(layers) and not has_indexer[layers[0]]):
+            source = indexer_of(args, first + 1) - 1
+            raise UsageError(
+                f"{role}: --pipeline-model-parallel-size {args.pipeline_model_parallel_size}: stage {stage} begins "
+                f"with layer {first}, which uses the keys that layer {source} chooses; allowed are stages that begin with "
+                f"layers that choose, before this one layer {source}"
+            )
 
 
 class LayerKind(NamedTuple):

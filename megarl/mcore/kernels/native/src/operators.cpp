@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "attention.h"
+#include "chosen_keys.h"
 #include "decode.h"
 #include "delta_rule.h"
 #include "gemm.h"
@@ -220,6 +221,35 @@ void segment_attention_backward(const Tensor& grad, const Tensor& query, const T
     });
 }
 
+// heads [q, I, C] and weights [q, I] of queries that see the first `seen` [q] of K keys, which are rows [K] of `keys`
+// [T', C], and choose `count` of them -> uint8 [q, ⌈K / 8⌉], a bit for each key.
+Tensor choose_keys(const Tensor& heads, const Tensor& weights, const Tensor& keys, const Tensor& rows,
+                   const Tensor& seen, int64_t count) {
+    int64_t n = heads.size(0), number = heads.size(1), channels = heads.size(2), k = rows.numel();
+    TORCH_CHECK(channels % W == 0 && keys.size(1) == channels && keys.stride(1) == 1 && seen.numel() == n &&
+                    keys.scalar_type() == at::kFloat && weights.numel() == n * number,
+                "megarl::choose_keys: sizes do not fit");
+    int64_t width = (k + 7) / 8;
+    Tensor bits = at::zeros({n, width}, heads.options().memory_format(std::nullopt).dtype(at::kByte));
+    const float *head = floats(heads), *weight = floats(weights), *key = keys.const_data_ptr<float>();
+    const int64_t *row = integers(rows), *limit = integers(seen), stride = keys.stride(0);
+    uint8_t* out = bits.mutable_data_ptr<uint8_t>();
+    std::vector<const float*> at(k);
+    for (int64_t j = 0; j < k; ++j) at[j] = key + row[j] * stride;
+    float scale = 1.0f / std::sqrt(float(channels));
+    parallel_parts(n, threads_for(n * k * number * channels), [&](int64_t first, int64_t last) {
+        static thread_local KeyChooser chooser;
+        std::vector<IndexQuery> queries;
+        for (int64_t start = first; start < last; start += QUERY_TILE) {
+            queries.clear();
+            for (int64_t i = start; i < std::min(start + QUERY_TILE, last); ++i)
+                queries.push_back({head + i * number * channels, weight + i * number, limit[i], out + i * width});
+            chooser.run(at.data(), int(channels), queries.data(), int64_t(queries.size()), int(number), scale, count);
+        }
+    });
+    return bits;
+}
+
 // ---- the paged cache and decode steps ----
 
 PagedReads paged_reads(const Tensor& cache, const Tensor& pages, const Tensor& keys, int64_t window = 0) {
@@ -342,6 +372,9 @@ TORCH_LIBRARY(megarl, m) {
         "Tensor? last_keys, Tensor real, Tensor out, Tensor sums, float scale, int? window, float? softcap, "
         "Tensor(a!) grad_query, Tensor(b!) grad_key, Tensor(c!) grad_value) -> ()",
         &segment_attention_backward);
+    m.def(
+        "choose_keys(Tensor heads, Tensor weights, Tensor keys, Tensor rows, Tensor seen, int count) -> Tensor",
+        &choose_keys);
     m.def(
         "cache_attention(Tensor query, Tensor cache, Tensor pages, Tensor keys, Tensor starts, float scale, int? window, "
         "float? softcap, Tensor? sinks) -> Tensor",
