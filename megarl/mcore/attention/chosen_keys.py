@@ -136,15 +136,13 @@ def _at(batch: SegmentBatch, segments: Tensor) -> SegmentBatch:
 class Choice(NamedTuple):
     """The keys that the n queries of `KeyReads.long` chose: a bit for each pair, until the lists are needed."""
 
-    tiles: list[tuple[Tensor, np.ndarray]]  # keys [K] of a segment; [q, ⌈w/8⌉] bits of q queries and its first w keys
+    tiles: list[tuple[Tensor, Tensor]]  # rows [K] of a segment's first keys; [q, ⌈K/8⌉] bits of q of its queries
     count: int
 
     def lists(self) -> Iterator[Tensor]:
         """Yields the chosen rows of latents [q, count], by ascending positions, of some queries after others."""
-        for keys, bits in self.tiles:
-            places = np.flatnonzero(np.unpackbits(bits, axis=1, bitorder="little")).reshape(len(bits), self.count)
-            places -= 8 * bits.shape[1] * np.arange(len(bits))[:, None]
-            yield keys[torch.from_numpy(places)]
+        for rows, bits in self.tiles:
+            yield native.ops.chosen_rows(bits, rows, self.count)
 
 
 @torch.no_grad()
@@ -161,7 +159,7 @@ def choose(queries: IndexQueries, keys: Tensor, segments: list[LongSegment], cou
                 seen = segment.seen[here.start - first : here.stop - first]
                 rows = segment.keys[: int(seen[-1])]
                 bits = native.ops.choose_keys(heads[here], weights[here], keys, rows, seen, count)
-                found.tiles.append((rows, bits.numpy()))
+                found.tiles.append((rows, bits))
     return found
 
 

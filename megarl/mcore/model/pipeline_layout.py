@@ -52,8 +52,8 @@ def check_shared_choices(role: str, args):
             source = indexer_of(args, first + 1) - 1
             raise UsageError(
                 f"{role}: --pipeline-model-parallel-size {args.pipeline_model_parallel_size}: stage {stage} begins "
-                f"with layer {first}, which uses the keys that layer {source} chooses; allowed are stages that begin with "
-                f"layers that choose, before this one layer {source}"
+                f"with layer {first}, which uses the keys that layer {source} chooses; allowed are stages that begin "
+                f"with layers that choose, before this one layer {source}"
             )
 
 

@@ -250,6 +250,23 @@ Tensor choose_keys(const Tensor& heads, const Tensor& weights, const Tensor& key
     return bits;
 }
 
+// The chosen ones of rows [K], in their order, of queries that chose `count` each: bits of `choose_keys` -> [q, count].
+Tensor chosen_rows(const Tensor& bits, const Tensor& rows, int64_t count) {
+    int64_t n = bits.size(0), width = bits.size(1);
+    TORCH_CHECK(bits.scalar_type() == at::kByte && bits.is_contiguous() && width == (rows.numel() + 7) / 8,
+                "megarl::chosen_rows: sizes do not fit");
+    Tensor found = at::empty({n, count}, rows.options());
+    const uint8_t* byte = bits.const_data_ptr<uint8_t>();
+    const int64_t* row = integers(rows);
+    int64_t* out = found.mutable_data_ptr<int64_t>();
+    parallel_for(n, n * width * ELEMENT_WORK, [&](int64_t i) {
+        int64_t* to = out + i * count;
+        for (int64_t j = 0; j < width; ++j)
+            for (unsigned rest = byte[i * width + j]; rest; rest &= rest - 1) *to++ = row[8 * j + __builtin_ctz(rest)];
+    });
+    return found;
+}
+
 // ---- the paged cache and decode steps ----
 
 PagedReads paged_reads(const Tensor& cache, const Tensor& pages, const Tensor& keys, int64_t window = 0) {
@@ -375,6 +392,7 @@ TORCH_LIBRARY(megarl, m) {
     m.def(
         "choose_keys(Tensor heads, Tensor weights, Tensor keys, Tensor rows, Tensor seen, int count) -> Tensor",
         &choose_keys);
+    m.def("chosen_rows(Tensor bits, Tensor rows, int count) -> Tensor", &chosen_rows);
     m.def(
         "cache_attention(Tensor query, Tensor cache, Tensor pages, Tensor keys, Tensor starts, float scale, int? window, "
         "float? softcap, Tensor? sinks) -> Tensor",
