@@ -10,6 +10,7 @@ from tests.helpers.folders import hf_folders
 
 LONGEST, COUNT = 1100, 8  # tokens of a prompt and of a response
 PROMPTS = (600, LONGEST, 2, 390, 150)  # above and below the 384 terms of which MKL makes one sum
+INDEX_HEADS = 16
 WINDOW = 700  # in place of the folders' short ones
 MODES = {
     "whole": {}, "chunked": {"chunked_prefill": True, "step_tokens": 64},
@@ -28,10 +29,23 @@ class Found(NamedTuple):
 
 
 def write_folder(case: str, folder: Path, window: int = WINDOW) -> Path:
-    """A case of `hf_folders` for long sequences; `window` in layers that have one."""
+    """A case of `hf_folders` for long sequences; `window` in layers that have one. `CASE+N`: queries choose N keys."""
+    case, _, chosen = case.partition("+")
     content = copy.deepcopy(hf_folders.stored(case))
     _lengthen(content["config"], window)
+    if chosen:
+        _choose(content, int(chosen))
     return hf_folders.write(content, folder)
+
+
+def _choose(content: dict, count: int):
+    """Gives indexers `INDEX_HEADS` heads: with few of them, the scores of many keys are exactly 0."""
+    config = content["config"]
+    config |= {"index_topk": count, "index_n_heads": INDEX_HEADS}
+    rows = {"wq_b": INDEX_HEADS * config["index_head_dim"], "weights_proj": INDEX_HEADS}
+    for name, _, shape, _ in content["tensors"]:
+        if ".indexer." in name and (kind := name.split(".")[-2]) in rows:
+            shape[0] = rows[kind]
 
 
 def _lengthen(config: dict, window: int):
