@@ -20,8 +20,16 @@ KINDS = {
     "deepseek_v2_lite": "latents", "deepseek_v32": "latents", "glm4_moe_lite": "latents", "youtu": "latents",
     "nemotron_h": "recurrent layers beside attention", "qwen35_moe": "recurrent layers beside attention",
 }  # fmt: skip
-FIRST = ("llama3", "mistral_window", "gemma2", "gpt_oss", "deepseek_v3_yarn", "qwen3_next",
-         "deepseek_v32+8", "glm_moe_dsa+8")
+FIRST = (
+    "llama3",
+    "mistral_window",
+    "gemma2",
+    "gpt_oss",
+    "deepseek_v3_yarn",
+    "qwen3_next",
+    "deepseek_v32+8",
+    "glm_moe_dsa+8",
+)
 LAYOUTS = {
     "tp2-sp": "--tensor-model-parallel-size 2 --sequence-parallel",
     "pp2": "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",
@@ -67,7 +75,9 @@ def test_the_gap_stays_zero_in_layouts(layout, tmp_path):
 @pytest.mark.parametrize("flags, kernels", [("", "blas"), ("", "onednn"), ("--bf16", "blas")])
 def test_pytorchs_operators_differ_by_rounding_at_most(flags, kernels, tmp_path):
     """In fp32 beyond 384 keys; numbers in bf16 hide it."""
-    cases = [case for case in FIRST if "+" not in case and (case != "qwen3_next" or flags)]  # PyTorch's chunks of a state differ more
+    cases = [
+        case for case in FIRST if "+" not in case and (case != "qwen3_next" or flags)
+    ]  # PyTorch's chunks of a state differ more
     (found,) = run_world(long_prompts.run, 1, folders_of(cases, tmp_path), flags, kernels, ("whole",))
     for case, each in found.items():
         assert each.backend in ("sdpa", "eager"), case

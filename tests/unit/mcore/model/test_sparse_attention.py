@@ -1,0 +1,192 @@
+"""Layers whose queries choose keys: gradients, recomputation, shared prefixes, frozen indexers, layouts, evictions."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.models.attention_inputs import needs_kernels
+from tests.helpers.rollout import long_prompts
+from tests.helpers.worlds import run_world
+
+pytestmark = needs_kernels
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
+RECOMPUTED = (f"{FULL} 1", f"{FULL} 2", "--recompute-granularity selective --recompute-modules core_attn")
+# Megatron's names -> those of transformers, in a layer's attention.
+NAMES = {"linear_q_down_proj": "q_a_proj", "linear_q_up_proj": "q_b_proj", "linear_kv_down_proj": "kv_a_proj_with_mqa",
+         "linear_kv_up_proj": "kv_b_proj", "linear_proj": "o_proj", "q_layernorm": "q_a_layernorm",
+         "kv_layernorm": "kv_a_layernorm"}  # fmt: skip
+COUNT = 8
+
+
+def trained(folder: Path, flags: str = ""):
+    """(model with a folder's weights, its vocabulary, its groups, what wrote it)."""
+    from megarl.mcore.model import gpt
+    from tests.helpers.folders import hf_layouts
+
+    role, groups, _, weights = hf_layouts.build(folder, flags, False, load=False, longest=200)
+    model = gpt.build_model(role.megatron, role.model_vocab_size(0), groups.pg_collection)
+    weights.load(model, groups.pg_collection)
+    for module in model.modules():
+        if hasattr(module, "counts_tokens"):
+            module.counts_tokens = False  # of the experts, which wants those of a whole mini-batch
+    return model.train(), role.model_vocab_size(0), groups, weights
+
+
+def texts() -> list[list[int]]:
+    return [row[:150] for row in long_prompts.prompts(120)[:2]] + [[5, 9, 7]]
+
+
+def gradients(model, vocabulary: int, rows, shared=None):
+    """(log-probs, gradients by name) of one micro-batch, of log-probs times fixed numbers."""
+    from megarl.mcore.model.forward_pass import token_scores
+
+    model.zero_grad()
+    tokens, lengths = torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows])
+    found = token_scores(model[0], tokens, lengths, 1.0, vocabulary, shared=shared).logprobs
+    factors = torch.randn(len(tokens), generator=torch.Generator().manual_seed(0))
+    (found * factors).sum().backward()
+    return found.detach(), {n: p.grad.clone() for n, p in model[0].named_parameters() if p.grad is not None}, factors
+
+
+def of_transformers(folder: Path, rows, factors) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    total = torch.zeros(())
+    for row, part in zip(rows, factors.split([len(row) for row in rows]), strict=True):
+        logprobs = theirs(torch.tensor([row])).logits[0, :-1].log_softmax(-1)
+        total = total + (logprobs.gather(1, torch.tensor(row[1:])[:, None])[:, 0] * part[1:]).sum()
+    total.backward()
+    return {name: p.grad for name, p in theirs.named_parameters()}
+
+
+def measured(rank, folder: Path, recomputed: tuple[str, ...]) -> dict:
+    """Gradients against transformers', with recomputation, and with a shared prefix; what is trained; dense layers."""
+    from megarl.batch import SharedPrefix
+
+    model, vocabulary, groups, _ = trained(folder)
+    rows = texts()
+    scores, grads, factors = gradients(model, vocabulary, rows)
+    theirs, farthest = of_transformers(folder, rows, factors), {}
+    for name, grad in grads.items():
+        parts = name.split(".")
+        if "self_attention" in parts and parts[4] in NAMES:
+            other = theirs[f"model.layers.{parts[2]}.self_attn.{NAMES[parts[4]]}.weight"]
+            farthest[name] = float((grad - other).abs().max() / other.abs().max())
+    again = {}
+    for flags in recomputed:
+        others = gradients(*trained(folder, flags)[:2], rows)
+        again[flags] = torch.equal(others[0], scores) and all(torch.equal(others[1][n], grads[n]) for n in grads)
+    group = [rows[0][:100] + row[:40] for row in (rows[0], rows[1], rows[1][50:])]
+    plain, of_plain, _ = gradients(model, vocabulary, group)
+    shared = SharedPrefix(torch.tensor([0, 0, 0]), torch.tensor([0, 99, 99]))
+    short, of_short, _ = gradients(model, vocabulary, group, shared)
+    gap = max(float((of_short[n] - of_plain[n]).abs().max() / of_plain[n].abs().max()) for n in of_plain)
+    indexers = {n for n, p in model[0].named_parameters() if ".indexer." in n and not p.requires_grad}
+    return {"gradients": farthest, "recomputed": again, "shared": (torch.equal(short, plain), gap),
+            "frozen": indexers, "trained": set(grads)}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["glm_moe_dsa+8", pytest.param("deepseek_v32+8", marks=pytest.mark.long)])
+def test_gradients_are_transformers_and_recomputation_and_shared_prefixes_change_none(case, tmp_path):
+    """With layers that share a choice: recomputed backward, they find that of a layer before them."""
+    folder = long_prompts.write_folder(case, tmp_path / "folder")
+    (found,) = run_world(measured, 1, folder, RECOMPUTED if case.startswith("glm") else RECOMPUTED[:1])
+    assert len(found["gradients"]) > 20 and max(found["gradients"].values()) < 1e-4, found["gradients"]
+    assert all(found["recomputed"].values()), found["recomputed"]
+    assert found["shared"][0] and found["shared"][1] < 1e-5, found["shared"]
+    assert len(found["frozen"]) == 15 and not found["frozen"] & found["trained"]
+
+
+def scored(rank, folders: dict[str, Path]) -> dict[str, list[torch.Tensor]]:
+    from tests.helpers.folders import hf_layouts
+
+    found = {}
+    for name, folder in folders.items():
+        role, groups, model, _ = hf_layouts.build(folder, "", False, longest=200)
+        found[name] = hf_layouts.logprobs(model, groups, texts(), role.model_vocab_size(0))
+    return found
+
+
+def test_a_choice_of_all_keys_has_the_bits_of_dense_layers_and_one_of_few_has_other_numbers(tmp_path):
+    """140 keys are fewer than the longest sequence of the run, so that the layers have indexers, and the texts' last
+    tokens choose; the same folder without a choice is dense."""
+    counts = {"dense": 4096, "most": 140, "few": COUNT}
+    folders = {name: long_prompts.write_folder(f"deepseek_v32+{n}", tmp_path / name) for name, n in counts.items()}
+    (found,) = run_world(scored, 1, folders)
+    for dense, most, few in zip(found["dense"], found["most"], found["few"], strict=True):
+        assert torch.equal(most[:139], dense[:139]) and torch.equal(few[: COUNT - 1], dense[: COUNT - 1])
+        assert len(dense) < 140 or (most != dense)[140:].any() and (few - dense).abs().max() > 0.5
+
+
+LAYOUTS = {
+    "--tensor-model-parallel-size 2 --sequence-parallel": 2,
+    "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1": 2,
+    "--context-parallel-size 2": 2, "--expert-model-parallel-size 2": 2, "--use-torch-fsdp2": 2,
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", LAYOUTS)
+def test_layouts_have_the_same_numbers_and_no_gap(flags, tmp_path):
+    folders = {x: long_prompts.write_folder(x, tmp_path / x) for x in ("deepseek_v32+8", "glm_moe_dsa+8")}
+    (alone,) = run_world(long_prompts.run, 1, folders, "", "compiled", ())
+    for ranks in run_world(long_prompts.run, LAYOUTS[flags], folders, flags, "compiled", ("whole", "chunked")):
+        for case, found in ranks.items():
+            assert set(found.gaps.values()) == {0.0}, (case, found.gaps)
+            for one, other in zip(found.scores, alone[case].scores, strict=True):
+                assert (one - other).abs().max() <= 1e-5
+
+
+def generated(rank, folder: Path, many: int) -> dict:
+    """Sampled responses of short prompts with much and with little memory, drafts, and alone; evictions are counted."""
+    from megarl.algorithms.token_sampling import SamplingSettings
+    from megarl.mcore.inference.engine import RolloutEngine
+    from megarl.mcore.inference.generation import GenerationRequest
+    from megarl.mcore.inference.paged_context import PagedContext
+    from tests.helpers.folders import hf_layouts
+
+    role, groups, model, _ = hf_layouts.build(folder, "", False, longest=200)
+    vocabulary, evicted, update = role.model_vocab_size(0), [0], PagedContext.update_requests
+
+    def counted(self, *args, **kwargs):
+        found = update(self, *args, **kwargs)
+        ids = (found or {}).get("evict_request_ids")
+        evicted[0] += 0 if ids is None else len(ids)
+        return found
+
+    text = long_prompts.prompts(120)[1]
+    requests = [GenerationRequest(text[i * 40 : i * 40 + 20], i, 60) for i in range(many)]
+    row = 4 * model[0].config.num_layers * (16 + 16 + 32)
+
+    def run(blocks: int, asked, **options):
+        evicted[0] = 0
+        size = (blocks + 1) * 16 * row / 2**30
+        engine = RolloutEngine(model[0], groups.pg_collection, vocabulary, 200, size, many, **options)
+        done = engine.generate(asked, (), SamplingSettings())
+        texts = [request.prompt + each.tokens for request, each in zip(asked, done, strict=True)]
+        rows = hf_layouts.logprobs(model, groups, texts, vocabulary)
+        gaps = [(one[-len(each.tokens) :] - torch.tensor(each.logprobs)).abs().max()
+                for one, each in zip(rows, done, strict=True)]  # fmt: skip
+        return [(each.tokens, each.logprobs) for each in done], float(torch.stack(gaps).max()), evicted[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PagedContext, "update_requests", counted)
+        found = {
+            "much": run(400, requests),
+            "little": run(30, requests),
+            "drafts": run(400, requests, speculative=True),
+        }
+    return found | {"alone": [run(400, [request]) for request in requests]}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["deepseek_v32+8", "glm_moe_dsa+8"])
+def test_evictions_drafts_and_other_requests_change_no_bit(case, tmp_path):
+    (found,) = run_world(generated, 1, long_prompts.write_folder(case, tmp_path / "folder"), 12)
+    wanted, gap, evicted = found["much"]
+    assert gap == 0.0 and not evicted
+    assert found["little"][0] == wanted and found["little"][1] == 0.0 and found["little"][2] > 0
+    assert found["drafts"][0] == wanted and found["drafts"][1] == 0.0
+    assert [each[0][0] for each in found["alone"]] == wanted and all(each[1] == 0.0 for each in found["alone"])
