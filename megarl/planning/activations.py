@@ -47,6 +47,7 @@ def of_layer(args, kind: LayerKind, tokens: int, fused: bool = True) -> float:
     elif kind.has_mixer:
         total += args.num_attention_heads * args.kv_channels / t * n * b
         total += _latent_attention(args, n, s, fused) if args.multi_latent_attention else _attention(args, n, fused)
+        total += n * args.seq_length / 16 if kind.has_indexer else 0  # a bit for each key that a token sees
     if not kind.has_mlp:
         return total
     return total + (_moe(args, s) if kind.is_moe else _mlp(args, args.ffn_hidden_size / t) * n)
@@ -100,7 +101,8 @@ def _latent_attention(args, n: int, s: int, fused: bool) -> float:
     """Bytes of rotary tables 4·r·n·b; of latents, their norms and inputs of the layers that expand them; of attention
     with A key and value heads, all of the widest head's W channels.
 
-    Selective recomputation of the core attention keeps A·W/t·b·n and the latents of all c·n tokens.
+    Selective recomputation of the core attention keeps A·W/t·b·n and the latents of all c·n tokens. Queries that choose
+    keys, and what they attend to, have 2L + r channels of each head instead; few keys' heads are not counted.
     """
     t, b, heads = args.tensor_model_parallel_size, args.params_dtype.itemsize, args.num_attention_heads
     rotary, latent, all_tokens = args.qk_pos_emb_head_dim, args.kv_lora_rank, n * args.context_parallel_size
@@ -113,6 +115,8 @@ def _latent_attention(args, n: int, s: int, fused: bool) -> float:
     if args.recompute_granularity == "selective":
         return total + query + (latent + rotary) * all_tokens * b
     keys = 2 * heads * width / t * all_tokens * b
+    if args.dsa_indexer_topk is not None:  # queries are multiplied by what expands latents, which are not
+        return total + query + (latent + rotary) * all_tokens * b + heads / t * n * ((2 * latent + rotary) * b + 4)
     return total + latent * all_tokens * b + SEGMENT_PADDING * (2 * query + keys + 4 * heads / t * n)
 
 

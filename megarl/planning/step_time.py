@@ -11,7 +11,7 @@ from math import ceil
 import torch
 
 from megarl.mcore.config.megatron_flags import parallel_sizes
-from megarl.mcore.model.pipeline_layout import attention_layer_pattern, moe_layer_pattern
+from megarl.mcore.model.pipeline_layout import attention_layer_pattern, indexer_pattern, moe_layer_pattern
 from megarl.mcore.model.weight_table import padded_vocab_size
 from megarl.planning import reward_traffic, summary, traffic
 from megarl.planning.hardware import BANDWIDTH_SHARE, LATENCY, Cluster
@@ -77,7 +77,7 @@ def data(found: StepTime, cluster: Cluster) -> dict:
 
 def forward_flops(args, plan: summary.RolePlan, tokens: float, length: float) -> float:
     """2·P·T + L·A·(D_keys + D_values)·s·T of L layers with attention: a causal token attends to half of its sequence on
-    average. What recurrent states take is not counted.
+    average. What recurrent states take is not counted. A token that chooses keys attends to these.
 
     P without embeddings that are only looked up.
     """
@@ -85,6 +85,11 @@ def forward_flops(args, plan: summary.RolePlan, tokens: float, length: float) ->
     of_latents = args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim
     channels = of_latents if args.multi_latent_attention else 2 * args.kv_channels
     lookups, layers = 0, sum(attention_layer_pattern(args))
+    if args.dsa_indexer_topk is not None:  # absorbed heads, of chosen keys alone; and products of index keys with all
+        absorbed = 2 * args.kv_lora_rank + args.qk_pos_emb_head_dim
+        channels = min(channels, absorbed * 2 * args.dsa_indexer_topk / length)
+        products = sum(indexer_pattern(args)) * args.dsa_indexer_n_heads * args.dsa_indexer_head_dim
+        channels += products / (layers * args.num_attention_heads)
     if args.untie_embeddings_and_output_weights or plan.kind in SCALAR_HEAD:
         lookups = padded_vocab_size(args, plan.vocab_size) * args.hidden_size
     return tokens * (2 * (plan.parameters.active - lookups) + layers * args.num_attention_heads * channels * length)

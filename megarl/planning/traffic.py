@@ -21,6 +21,7 @@ from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.lora.targets import LoRASettings
 from megarl.mcore.model.pipeline_layout import (
     attention_layer_pattern,
+    indexer_pattern,
     layer_kinds,
     moe_layer_pattern,
     recurrent_layer_pattern,
@@ -229,6 +230,9 @@ def tensor(args, n: int, forwards: int, backwards: int) -> float:
         fewer = wide - queries - args.kv_lora_rank - args.qk_pos_emb_head_dim
         channels -= layers * fewer * (both if args.sequence_parallel else 2 * backwards)
         channels -= layers * backwards * (wide - queries) if args.sequence_parallel else 0
+        if args.sequence_parallel and args.dsa_indexer_topk is not None:
+            gathered = args.dsa_indexer_n_heads + args.dsa_indexer_head_dim + queries
+            channels += sum(indexer_pattern(args)) / stages * forwards * gathered
     s = n / t if args.sequence_parallel else n
     heads = HeadLayout.of(args)  # columns of `linear_qkv`, or of their gradients; 0 unless ranks share a group
     exchanged = columns_sent(heads, heads.ranks_of_group(t))
@@ -245,6 +249,9 @@ def context(args, n: int, forwards: int, backwards: int) -> float:
         width = args.kv_lora_rank + args.qk_pos_emb_head_dim
     ranks, is_recurrent = args.context_parallel_size, recurrent_layer_pattern(args)
     channels = sum(attention_layer_pattern(args)) * (ranks - 1) * width
+    if args.dsa_indexer_topk is not None:  # index keys have no gradients
+        only_forward = forwards / (forwards + backwards)
+        channels += sum(indexer_pattern(args)) * (ranks - 1) * args.dsa_indexer_head_dim * only_forward
     if any(is_recurrent):
         sizes = layer_sizes(args, args.tensor_model_parallel_size)
         sent = sum(sizes.parts.values()) + sizes.heads * sizes.values

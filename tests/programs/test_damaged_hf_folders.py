@@ -1,12 +1,15 @@
 """Damaged config.json files in Hugging Face folders: exit status 2 and one line that says what is wrong."""
 
 import pytest
+import torch
 
 from tests.helpers.folders import hf_folders
 from tests.helpers.folders.hf_damage import (
     CONFIG,
+    add,
     config,
     cut,
+    drop,
     in_order,
     line_of,
     loop,
@@ -176,7 +179,16 @@ FAMILIES = {
                            ["a prompt and response of 63 tokens together at most", "llama_4_scaling_beta"]),
     },
     "glm_moe_dsa": {
-        "more tokens than are chosen": (config(index_topk=63), ["a prompt and response of 63 tokens together at most"]),
+        "an indexer in a layer that shares a choice": (
+            in_order(config(index_topk=8), add("model.layers.2.self_attn.indexer.wk.weight", torch.zeros(32, 64))),
+            ["model.layers.2.self_attn.indexer.wk.weight is a tensor that megarl does not know"]),
+        "no indexer in a layer that chooses": (
+            in_order(config(index_topk=8), drop("model.layers.1.self_attn.indexer.k_norm.bias")),
+            ["model.layers.1.self_attn.indexer.k_norm.bias is missing"]),
+        "another kind of layer": (config(indexer_types=["full", "half", "shared", "full"]),
+                                  ["allowed is a list of 4 words, full or shared, the first of them full"]),
+        "fewer kinds than layers": (config(indexer_types=["full"] * 3), ["a list of 4 words"]),
+        "the first layer shares": (config(indexer_types=["shared"] + ["full"] * 3), ["the first of them full"]),
     },
     "mistral4": {
         "another share of the channels": (rope(partial_rotary_factor=0.5), ["the share of qk_rope_head_dim"]),

@@ -36,6 +36,10 @@ LENGTHS = "--max-prompt-length 24 --max-response-length 24"
 TRAINING = "--lr 1e-3"
 
 
+# Layers of "latent" whose queries choose 8 keys.
+CHOOSING = "--dsa-indexer-topk 8 --dsa-indexer-n-heads 16 --dsa-indexer-head-dim 16"
+
+
 def parse_roles(flags: str, size: int, shape: str = "llama", program: str = "sft") -> dict:
     """RoleSettings of each role for `size` ranks; program 'sft' has the actor alone."""
     learning = "" if program == "evaluate" else TRAINING

@@ -5,7 +5,7 @@ import torch
 
 from megarl import arguments
 from megarl.errors import UsageError
-from megarl.mcore import kernel_choice
+from megarl.mcore import device, kernel_choice
 from megarl.mcore.kernels import linear, native
 from megarl.trainers import setup
 from tests.helpers.worlds import run_world
@@ -32,6 +32,28 @@ def test_kernels_that_the_machine_lacks_are_refused(monkeypatch):
     with pytest.raises(UsageError, match="--kernels compiled: not on this machine; allowed here: auto, onednn, blas"):
         setup.check_kernels(config_of("--kernels compiled"))
     setup.check_kernels(config_of("--kernels blas"))
+
+
+CHOOSING = (
+    "--multi-latent-attention --q-lora-rank 8 --qk-pos-emb-head-dim 16 --dsa-indexer-topk 8 --dsa-indexer-n-heads 2"
+    " --dsa-indexer-head-dim 16"
+)
+
+
+@pytest.mark.parametrize("flags, is_built, words", [
+    ("--bf16", True, "--bf16: allowed is fp32"), ("--kernels blas", True, "--kernels blas: allowed are auto, compiled"),
+    ("", False, "needs compiled kernels: no compiled kernels; `python -m megarl build_kernels`"),
+])  # fmt: skip
+def test_a_choice_of_keys_needs_the_compiled_kernels(flags, is_built, words, monkeypatch):
+    monkeypatch.setattr(native, "is_built", lambda: is_built)
+    setup.check_kernels(config_of(flags))
+    with pytest.raises(UsageError) as error:
+        setup.check_kernels(config_of(f"{CHOOSING} {flags}"))
+    assert str(error.value).startswith("actor: --dsa-indexer-topk 8 (sequences longer than that): ")
+    assert words in str(error.value) and "\n" not in str(error.value)
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    with pytest.raises(UsageError, match="not yet on CUDA; allowed there are sequences of at most so many tokens"):
+        setup.check_kernels(config_of(f"{CHOOSING} {flags}"))
 
 
 def test_flags_know_the_same_names():

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megarl.planning import activations
 from tests.helpers.models.planned_memory import build, check_weights, real_bytes
-from tests.helpers.models.tiny_models import VOCAB, ragged_tokens
+from tests.helpers.models.tiny_models import CHOOSING, VOCAB, ragged_tokens
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
@@ -91,11 +91,13 @@ ALONE = [
     ("", "recurrent", False, 1), ("--bf16", "recurrent", False, 1), ("--num-layers 4", "recurrent", False, 1),
     ("", "mamba", False, 1), ("--bf16", "mamba", False, 1),
     ("", "latent", False, 1), ("--bf16", "latent", False, 1), ("--recompute-activations", "latent", False, 1),
+    (CHOOSING, "latent", False, 1), (f"{CHOOSING} --recompute-activations", "latent", False, 1),
 ]  # fmt: skip
 PAIR = [
     (TP2, "llama", False, 1), (SP2, "llama", False, 1), (f"{SP2} {DISTRIBUTED}", "gpt2", True, 1),
     (f"{CP2} {DISTRIBUTED}", "llama", False, 1), (f"{MOE} {EP2}", "llama", False, 1),
     (TP2, "latent", False, 1), (SP2, "latent", False, 1), (CP2, "latent", False, 1),
+    (f"{CHOOSING} {SP2}", "latent", False, 1),
     (f"{DENSE_FIRST} {SP2} {EP2}", "llama", False, 1), (f"{PP2} --num-layers 4", "llama", False, 1),
     (f"{PP2} --num-layers 4", "llama", False, 4), (f"{SP2} --num-query-groups 1 --qk-layernorm", "llama", False, 1),
     (f"{PP2} --num-layers 4 --bf16", "llama", True, 4), (VPP, "llama", False, 4), (VPP, "llama", False, 2),

@@ -13,7 +13,7 @@ from tests.helpers.folders.deepseek_configs import DEEPSEEK_V3 as V3
 from tests.helpers.folders.deepseek_configs import DEEPSEEK_YARN as YARN
 from tests.helpers.folders.deepseek_configs import KIMI_K2
 from tests.helpers.folders.published_families import NEMOTRON_H
-from tests.helpers.models.tiny_models import VOCAB, parse_roles
+from tests.helpers.models.tiny_models import CHOOSING, VOCAB, parse_roles
 from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import run_world
 
@@ -28,7 +28,8 @@ MODELS = [
     ("", "recurrent", False, 1), (f"{TP2} --num-query-groups 1 --bf16", "recurrent", False, 2),
     ("", "mamba", False, 1), (f"{TP2} --sequence-parallel --bf16", "mamba", False, 2),
     (f"--moe-latent-size 24 {MOE} {SHARED} {EP2}", "llama", False, 2),
-    ("", "latent", False, 1), (f"{TP2} --sequence-parallel {MOE} {SHARED} {EP2}", "latent", False, 4),
+    ("", "latent", False, 1), (f"{CHOOSING} --dsa-indexer-layers 1,0 {TP2}", "latent", False, 2),
+    (f"{TP2} --sequence-parallel {MOE} {SHARED} {EP2}", "latent", False, 4),
 ]  # fmt: skip
 
 

@@ -61,7 +61,7 @@ class HFModel(NamedTuple):
         is_known = (
             "dsa-indexer-topk" in self.flags and ".indexer." in name
         )  # by the model; in other layers there is none
-        return is_other or not is_known and is_kept(self.family, name)
+        return is_other or is_kept(self.family, name)
 
     def tokens(self) -> list[str]:
         pairs = ((f"--{name}", value) for name, value in self.flags.items())
@@ -93,6 +93,8 @@ def read_model(
         is_tied = _ties_head(folder, family, longest, naming)
     else:
         is_tied = not is_classifier and config.switch("tie_word_embeddings")
+    if "dsa-indexer-topk" in flags:  # the policy computes with what is kept otherwise
+        family = family._replace(kept=None)
     if not is_tied:
         flags["untie-embeddings-and-output-weights"] = True
     prediction = prediction_tensors(family, config, keeps_prediction, trains_prediction)

@@ -22,6 +22,8 @@ MODEL = (
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 8"
 YARN = "--position-embedding-type yarn"
 LATENT = "--multi-latent-attention"
+CHOICE, QUERIES = "--dsa-indexer-topk", f"{LATENT} --q-lora-rank 8"
+CHOOSES = f"{QUERIES} {CHOICE} 8 --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 64"
 PATTERN = "a number above 1, or a pattern of 4 zeros (full attention) and ones, with a one"
 
 # Flags besides MODEL and what the line must say.
@@ -107,6 +109,21 @@ WRONG = {
                                "--recompute-modules core_attn mla_up_proj: allowed is core_attn without mla_up_proj"),
     "latents without rotation": (f"{LATENT} --position-embedding-type none",
                                  f"--position-embedding-type none: allowed is rope or yarn with {LATENT}"),
+    **{f"{name} without a choice": (f"{LATENT} --{name} {value}", f"--{name} {shown}: allowed is none without {CHOICE}")
+       for name, value, shown in [
+           ("dsa-indexer-n-heads", 4, 4), ("dsa-indexer-head-dim", 64, 64), ("dsa-indexer-rope-interleaved", "", True),
+           ("dsa-indexer-layers", "1,1,1,1", "[1, 1, 1, 1]")]},
+    "a choice of no keys": (f"{LATENT} {CHOICE} 0", f"{CHOICE} 0: allowed is 1 or more"),
+    "a choice without latents": (f"{CHOICE} 8", f"{CHOICE} 8: allowed is none without {LATENT} and --q-lora-rank"),
+    "a choice without heads": (f"{QUERIES} {CHOICE} 8 --dsa-indexer-head-dim 64", "None: allowed is 1 or more with"),
+    **{f"{size} index channels": (f"{QUERIES} {CHOICE} 8 --dsa-indexer-n-heads 4 --dsa-indexer-head-dim {size}",
+                                  f"-head-dim {size}: allowed is a multiple of 16, --qk-pos-emb-head-dim 64 or more")
+       for size in (48, 72)},
+    **{f"indexers in layers {text}": (f"{CHOOSES} --dsa-indexer-layers {text}",
+                                      "allowed is a zero or a one for each of 4 layers, the first of them one")
+       for text in ("1,0", "0,1,1,1", "1,2,1,1")},
+    "a choice by another backend": (f"{CHOOSES} --attention-backend eager",
+                                    f"--attention-backend eager: allowed is auto or sdpa with {CHOICE}"),
     "divisors and another scaling": (
         "--use-rope-scaling --rotary-divisors 1,2,3,4,5,6,7,8",
         "--rotary-divisors 1,2,3,4,5,6,7,8: allowed is none with another scaling",
@@ -127,6 +144,7 @@ RIGHT = [
     f"{LATENT} --q-lora-rank 8 --kv-lora-rank 6 --qk-head-dim 5 --qk-pos-emb-head-dim 4 --v-head-dim 7 --qk-layernorm"
     f" --latent-norm-epsilon 1e-6 {YARN} --rotary-scaling-factor 4 --mscale 0.7 --mscale-all-dim 0.7",
     f"{LATENT} {MOE} --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-group-score max",
+    f"{CHOOSES} --dsa-indexer-rope-interleaved --dsa-indexer-layers [1,1,0,0] --attention-backend sdpa",
     "--geglu --gelu-approximation none",
     "--gelu-approximation tanh",
     "--geglu --layernorm-position sandwich --apply-layernorm-1p --embedding-multiplier 7.5",

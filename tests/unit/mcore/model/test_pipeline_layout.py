@@ -2,15 +2,17 @@
 
 import pytest
 
+from megarl.errors import UsageError
 from megarl.mcore.model.pipeline_layout import (
     attention_layer_pattern,
+    indexer_of,
     layer_kinds,
     moe_layer_pattern,
     prediction_kind,
     recurrent_layer_pattern,
     stage_layers,
 )
-from tests.helpers.models.tiny_models import parse_roles
+from tests.helpers.models.tiny_models import CHOOSING, parse_roles
 
 EXPERTS = "--num-layers 4 --num-experts 4 --moe-router-topk 2"
 
@@ -40,6 +42,29 @@ def test_layers_have_attention_or_a_state_and_those_of_hybrids_one_half():
     assert not prediction_kind(recurrent).is_recurrent and prediction_kind(args_of(EXPERTS)).is_moe
 
 
+def test_layers_that_choose_keys_and_whose_choice_a_layer_uses():
+    alone, some = (args_of(f"--num-layers 4 {CHOOSING} {flags}", 1, "latent") for flags in ("", SHARING))
+    assert [kind.has_indexer for kind in layer_kinds(alone)] == [True] * 4
+    assert [kind.has_indexer for kind in layer_kinds(some)] == [True, False, True, False]
+    assert [indexer_of(some, number) for number in (1, 2, 3, 4)] == [1, 1, 3, 3]
+    assert not any(kind.has_indexer for kind in layer_kinds(args_of("", 1, "latent")))
+
+
+@pytest.mark.parametrize("flags, stage, layer, source", [
+    ("--decoder-first-pipeline-num-layers 1", 1, 1, 0), ("--decoder-last-pipeline-num-layers 1", 1, 3, 2),
+    ("--num-virtual-stages-per-pipeline-rank 2", 0, 0, 0),
+])  # fmt: skip
+def test_a_stage_begins_with_a_layer_that_chooses(flags, stage, layer, source):
+    wrong = f"{PP2} {CHOOSING} {SHARING} {flags}"
+    with pytest.raises(UsageError) as error:
+        args_of(wrong, 2, "latent")
+    line = str(error.value)
+    assert "\n" not in line and (f"stage {stage} begins with layer {layer}" in line or "virtual" in flags)
+    assert "virtual" in flags or line.endswith(f"before this one layer {source}")
+    args_of(f"{PP2} {CHOOSING} {SHARING}", 2, "latent")
+
+
+SHARING = "--dsa-indexer-layers 1,0,1,0"
 PP2 = "--num-layers 4 --pipeline-model-parallel-size 2"
 
 
