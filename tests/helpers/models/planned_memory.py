@@ -44,6 +44,7 @@ def check_weights(args, pg_collection, stages, value_head: bool, rank: int, rank
             for n, p in chunk.named_parameters()
         ]
         assert [tuple(w[:-1]) for w in weights] == real
-    parts = [memory.trained_bytes(weights, args, stage == 0) for weights in planned]
+    trained = [parameters.trained_and_frozen(weights, args, None, value_head)[0] for weights in planned]
+    parts = [memory.trained_bytes(weights, args, stage == 0) for weights in trained]
     states, each = np.sum([part[2] for part in parts], axis=0), ranks // dist.get_world_size(pg_collection.pp)
     return sum(p[0] for p in parts), sum(p[1] for p in parts), int(states[rank % each * len(states) // each])

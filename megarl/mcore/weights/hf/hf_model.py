@@ -58,9 +58,6 @@ class HFModel(NamedTuple):
         """Whether a tensor of the folder is known and has no part in the model: an export keeps it as it is."""
         plain = self.naming.plain(name)
         is_other = plain is not None and (bool(ROTARY_BUFFER.fullmatch(plain)) or self.prediction.has(plain))
-        is_known = (
-            "dsa-indexer-topk" in self.flags and ".indexer." in name
-        )  # by the model; in other layers there is none
         return is_other or is_kept(self.family, name)
 
     def tokens(self) -> list[str]:
