@@ -23,7 +23,9 @@ from tests.helpers.folders.hf_damage import in_order
 from tests.helpers.folders.hf_layouts import build, logprobs
 from tests.helpers.folders.hf_prediction import of_case, with_prediction
 from tests.helpers.folders.hf_quantized import fp8, mxfp4, widen_experts
+from tests.helpers.models.attention_inputs import needs_kernels
 from tests.helpers.programs import inputs, metrics, samples, timeless, train, write_lines
+from tests.helpers.rollout import long_prompts
 from tests.helpers.texts import small_tokenizers
 from tests.helpers.worlds import run_world
 
@@ -246,3 +248,72 @@ def test_a_policy_starts_from_a_folder_as_it_is_published(name, data, tmp_path):
     pattern += r"|model\.layers\.3\.(e|h)norm" * ("--mtp-train" not in flags)
     kept = [key for key in found if re.match(pattern, key)]
     assert all(found[key].equal(stored[key]) for key in kept) and bool(kept) == (name not in ("MXFP4", "fp8"))
+
+
+# -- chosen keys -----------------------------------------------------------------------------------------------------
+
+CHOOSING = (
+    f"{LENGTHS} --prompts-per-step 4 --samples-per-prompt 2 --minibatch-size 4 --lr 1e-3 --rollout-buffer-gb 0.01"
+    " --rollout-max-requests 8 --reward tests.helpers.programs:coarse_reward --save-interval 1 --export-hf"
+    " --kl-coefficient 0"
+)
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
+
+
+def chosen_run(data, save, flags: str, size: int = 1, folder: Path | None = None) -> dict:
+    """The metrics of a run with GLM-5's layers, whose queries choose 4 keys; the gap is 0 in each step."""
+    folder = folder or data / "glm_moe_dsa"
+    if not folder.exists():
+        long_prompts.write_folder("glm_moe_dsa+4", folder)
+    paths = f"--hf-model {folder} --prompts {data}/train.jsonl --save {save}"
+    train("rl", f"{CHOOSING} {paths} {flags}".split(), size)
+    found = metrics(save)
+    assert all(line["actor/grad_norm"] > 0 for line in found.values())
+    # Tokens that earlier weights drew differ from what is scored by later ones.
+    same = [line for step, line in found.items() if step == min(found) or "correction" not in flags]
+    assert all(line["rollout/logprob_gap_max"] == 0.0 for line in same)
+    return found
+
+
+@needs_kernels
+@pytest.mark.long
+def test_indexers_are_never_trained_and_move_with_the_model(data, tmp_path):
+    """PPO with context parallelism and recomputation; resumed in another layout."""
+    chosen_run(data, tmp_path / "one", f"--train-iters 2 --context-parallel-size 2 {FULL}", 2)
+    load = f"--load {tmp_path}/one/checkpoints/step_00000002 --train-iters 3"
+    chosen_run(data, tmp_path / "on", f"{load} {TP2} --sequence-parallel", 2)
+    before = load_file(data / "glm_moe_dsa" / "model.safetensors")
+    for save, step in (("one", 2), ("on", 3)):
+        after = load_file(tmp_path / save / "hf" / f"step_{step:08d}" / "model.safetensors")
+        assert before.keys() == after.keys()
+        for name, tensor in before.items():
+            assert torch.equal(tensor, after[name]) == (".indexer." in name or "e_score" in name), name
+
+
+CHOSEN_LAYOUTS = {
+    "a rollout apart": (2, "--role-map actor=0;critic=0;reward=0;reference=0;rollout=1 --verify-weights"),
+    "factors": (1, "--lora-rank 2 --advantage grpo"),
+    "sharded": (2, "--use-torch-fsdp2"), "experts": (2, "--expert-model-parallel-size 2"),
+    "stages": (2, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"),
+    "a lag": (2, "--role-map actor=0;reward=1;rollout=1 --generation-lag 1 --rollout-correction tis --advantage grpo"),
+    "partial rollouts": (1, "--over-sampling 2 --partial-rollouts --rollout-correction tis --rollout-prefix-caching"),
+}  # fmt: skip
+
+
+@needs_kernels
+@pytest.mark.long
+@pytest.mark.parametrize("name", CHOSEN_LAYOUTS)
+def test_chosen_keys_leave_no_gap_in_programs(name, data, tmp_path):
+    size, flags = CHOSEN_LAYOUTS[name]
+    chosen_run(data, tmp_path / "run", f"--train-iters 2 {flags}", size)
+
+
+@needs_kernels
+@pytest.mark.long
+def test_a_checkpoint_without_indexers_is_refused_for_longer_sequences(data, tmp_path):
+    folder = long_prompts.write_folder("deepseek_v32+56", tmp_path / "folder")  # as many as in the longest sequence
+    chosen_run(data, tmp_path / "run", "--train-iters 1", folder=folder)
+    longer = f"--load {tmp_path}/run/checkpoints/step_00000001 --train-iters 2 --max-response-length 9"
+    with pytest.raises(Exception, match="core_attention.indexer.linear_wk.weight") as error:
+        chosen_run(data, tmp_path / "on", longer, folder=folder)
+    assert "--load" in str(error.value)

@@ -91,7 +91,8 @@ def role_state(role: str, stages, optimizer, plain: dict, pg_collection, ranks: 
     state = {"model": weights, "plain": _object("plain", plain, rank)}
     if optimizer is not None:
         with optimizer_states.described(optimizer):
-            of_states = _weights(stages, pg_collection, by_layer=True) if stages[0].config.freezes_by_name else weights
+            has_stacks = stages[0].config.freezes_by_name and not has_factors(stages)  # of which some layers are frozen
+            of_states = _weights(stages, pg_collection, by_layer=True) if has_stacks else weights
             whole = optimizer.sharded_state_dict(of_states, is_loading=loading, metadata=_metadata(pg_collection))
         kinds = (ShardedBase, LocalNonpersistentObject)
         sharded, rest = extract_matching_values(whole, lambda v: isinstance(v, kinds), return_lists_as_dicts=True)
