@@ -279,8 +279,8 @@ def chosen_run(data, save, flags: str, size: int = 1, folder: Path | None = None
 @pytest.mark.long
 def test_indexers_are_never_trained_and_move_with_the_model(data, tmp_path):
     """PPO with context parallelism and recomputation; resumed in another layout."""
-    chosen_run(data, tmp_path / "one", f"--train-iters 2 --context-parallel-size 2 {FULL}", 2)
-    load = f"--load {tmp_path}/one/checkpoints/step_00000002 --train-iters 3"
+    chosen_run(data, tmp_path / "one", f"--train-iters 2 --lr-decay-iters 9 --context-parallel-size 2 {FULL}", 2)
+    load = f"--load {tmp_path}/one/checkpoints/step_00000002 --train-iters 3 --lr-decay-iters 9"
     chosen_run(data, tmp_path / "on", f"{load} {TP2} --sequence-parallel", 2)
     before = load_file(data / "glm_moe_dsa" / "model.safetensors")
     for save, step in (("one", 2), ("on", 3)):
