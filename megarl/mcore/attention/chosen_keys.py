@@ -144,6 +144,16 @@ class Choice(NamedTuple):
         for rows, bits in self.tiles:
             yield native.ops.chosen_rows(bits, rows, self.count)
 
+    def parts(self) -> Iterator[tuple[slice, "Choice"]]:
+        """Yields (which of the n queries, their choice), about `QUERIES` at a time."""
+        first, tiles = 0, []
+        for tile in self.tiles:
+            tiles.append(tile)
+            size = sum(len(bits) for _, bits in tiles)
+            if size >= QUERIES or tile is self.tiles[-1]:
+                yield slice(first, first + size), Choice(tiles, self.count)
+                first, tiles = first + size, []
+
 
 @torch.no_grad()
 def choose(queries: IndexQueries, keys: Tensor, segments: list[LongSegment], count: int) -> Choice:

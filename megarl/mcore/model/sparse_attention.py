@@ -120,11 +120,21 @@ class SparseLatentAttention(LatentAttention):
         out = self._attend_to_all(query, latents, reads, scale)
         if choice is None:
             return out.flatten(1)
-        plain, turned = query.index_select(0, reads.of_long).split(self.score_channels, -1)
+        if torch.is_grad_enabled():
+            found = self._attend_to_chosen(query.index_select(0, reads.of_long), latents, choice, scale)
+            return out.index_copy(0, reads.of_long, found).flatten(1)
+        for part, own in choice.parts():  # absorbed heads are wide
+            tokens = reads.of_long[part]
+            out[tokens] = self._attend_to_chosen(query[tokens], latents, own, scale)
+        return out.flatten(1)
+
+    def _attend_to_chosen(self, query: Tensor, latents: Tensor, choice: Choice, scale: float) -> Tensor:
+        """Queries [n, A, D], which choose keys -> attended values [n, A, V]."""
+        plain, turned = query.split(self.score_channels, -1)
         of_keys, of_values = self._expansion()
         absorbed = torch.cat([_by_head(plain, of_keys.transpose(1, 2)), turned], -1)
         attended = chosen_attention(absorbed, latents, self.latent_channels[0], choice, scale)
-        return out.index_copy(0, reads.of_long, _by_head(attended, of_values)).flatten(1)
+        return _by_head(attended, of_values)
 
     def _attend_to_all(self, query: Tensor, latents: Tensor, reads: KeyReads, scale: float) -> Tensor:
         """[T, A, V] of the queries that see few keys; those of others mean nothing."""
