@@ -17,10 +17,12 @@ LAYOUTS = {  # flags -> ranks
     f"{CP2} --use-distributed-optimizer": 2, EP2: 2, f"{EP2} {TP2} --sequence-parallel": 2, "--use-torch-fsdp2": 2,
     f"{TP2} {PP2} --sequence-parallel": 4, f"{TP2} {CP2}": 4, f"{EP2} {PP2} --use-distributed-optimizer": 4,
 }  # fmt: skip
+CHOOSING = f"{LATENT} --dsa-indexer-topk 3 --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16"
 MTP, SHARED = "--mtp-train --mtp-drafts", "--moe-shared-expert-intermediate-size 16"
 EXPERTS = combinations.EXPERTS
 FEATURES = [
     "", *AXES["experts"], *AXES["attention"], *AXES["model"], *AXES["factors"], MTP, LATENT, f"{EXPERTS} {MTP}",
+    CHOOSING,
     f"{EXPERTS} {SHARED} --moe-shared-expert-gate", f"{LATENT} {EXPERTS} {MTP}", f"{combinations.RECURRENT} {EXPERTS}",
     f"{EXPERTS} --lora-rank 2", f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
     f"{EXPERTS} --moe-latent-size 16 {SHARED}", "--window-size 3,0 --softmax-type learnable --num-query-groups 1",

@@ -190,3 +190,37 @@ def test_evictions_drafts_and_other_requests_change_no_bit(case, tmp_path):
     assert found["little"][0] == wanted and found["little"][1] == 0.0 and found["little"][2] > 0
     assert found["drafts"][0] == wanted and found["drafts"][1] == 0.0
     assert [each[0][0] for each in found["alone"]] == wanted and all(each[1] == 0.0 for each in found["alone"])
+
+
+def continued(rank, folder: Path) -> tuple[list[int], list[int]]:
+    """64 greedy tokens of the engine, and of transformers."""
+    from transformers import AutoModelForCausalLM
+
+    from megarl.algorithms.token_sampling import SamplingSettings
+    from megarl.mcore.inference.engine import RolloutEngine
+    from megarl.mcore.inference.generation import GenerationRequest
+    from tests.helpers.folders import hf_layouts
+
+    role, groups, model, _ = hf_layouts.build(folder, "", False, longest=200)
+    prompt = texts()[0][:60]
+    engine = RolloutEngine(model[0], groups.pg_collection, role.model_vocab_size(0), 124, 0.01, 4)
+    (done,) = engine.generate([GenerationRequest(prompt, 0, 64)], (), SamplingSettings(greedy=True))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = theirs.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None)
+    return done.tokens, found[0, 60:].tolist()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["deepseek_v32+8", "glm_moe_dsa+8"])
+def test_greedy_tokens_are_those_of_transformers(case, tmp_path):
+    ((ours, theirs),) = run_world(continued, 1, long_prompts.write_folder(case, tmp_path / "folder"))
+    assert len(ours) == 64 and ours == theirs
+
+
+@pytest.mark.long
+def test_few_heads_whose_scores_are_often_equal_leave_no_gap(tmp_path, monkeypatch):
+    """With two of them many scores are 0. The passes of transformers differ from each other then."""
+    monkeypatch.setattr(long_prompts, "INDEX_HEADS", 2)
+    folders = {"glm_moe_dsa+8": long_prompts.write_folder("glm_moe_dsa+8", tmp_path / "folder")}
+    (found,) = run_world(long_prompts.run, 1, folders, "", "compiled", (*long_prompts.MODES,))
+    assert set(found["glm_moe_dsa+8"].gaps.values()) == {0.0} and len(found["glm_moe_dsa+8"].gaps) == 4
