@@ -82,3 +82,9 @@ PUBLISHED = {
                   "max_position_embeddings": 8192}, 15_960_110_208 - 26 * 64,
     ),
 }  # fmt: skip
+# DeepSeek-V3.2: the sizes of V3, and indexers with 64·128·1536 + 128·7168 + 2·128 + 64·7168 numbers in each layer.
+_V3, _PARAMETERS = PUBLISHED["deepseek_v3"]
+PUBLISHED["deepseek_v3.2"] = (
+    _V3 | {"model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
+    _PARAMETERS + 851_524_864,
+)
