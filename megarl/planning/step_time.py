@@ -151,8 +151,17 @@ def decode_seconds(args, plan: summary.RolePlan, step: traffic.StepSizes, cluste
     if any(w.name.startswith("output_layer.") for w in weights):
         weights = [w for w in weights if not w.name.startswith("embedding.")]  # only looked up
     read = sum(w.elements * w.itemsize * (touched if w.is_routed else 1.0) for w in weights)
-    read += requests * (mean * cache.token_bytes + 2 * cache.state_bytes) * sizes.pipeline
+    of_token = cache.token_bytes * _read_share(args, mean)
+    read += requests * (mean * of_token + 2 * cache.state_bytes) * sizes.pipeline
     computed = forward_flops(args, plan, requests, 2 * mean) / sizes.tensor / cluster.flops
     collectives = 2 * args.num_layers * (sizes.tensor > 1) + sizes.pipeline - 1
     collectives += 2 * sum(moe_layer_pattern(args)) * (sizes.expert * sizes.expert_tensor > 1)
     return max(read / (BANDWIDTH_SHARE * cluster.gpu.bandwidth), computed) + collectives * LATENCY
+
+
+def _read_share(args, tokens: float) -> float:
+    """Share of the cache of so many tokens that a decode step reads: of latents those that it chooses."""
+    if args.dsa_indexer_topk is None:
+        return 1.0
+    latent, index_key = args.kv_lora_rank + args.qk_pos_emb_head_dim, args.dsa_indexer_head_dim
+    return (latent * min(1.0, args.dsa_indexer_topk / tokens) + index_key) / (latent + index_key)
