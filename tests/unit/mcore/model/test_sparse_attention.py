@@ -224,3 +224,30 @@ def test_few_heads_whose_scores_are_often_equal_leave_no_gap(tmp_path, monkeypat
     folders = {"glm_moe_dsa+8": long_prompts.write_folder("glm_moe_dsa+8", tmp_path / "folder")}
     (found,) = run_world(long_prompts.run, 1, folders, "", "compiled", (*long_prompts.MODES,))
     assert set(found["glm_moe_dsa+8"].gaps.values()) == {0.0} and len(found["glm_moe_dsa+8"].gaps) == 4
+
+
+def of_factors(rank, folder: Path) -> dict[str, float]:
+    """By layer: how far dB of the weight that expands latents is from s·dW·Aᵀ, relative."""
+    from megarl.mcore.lora import adapter
+    from tests.helpers.folders import hf_layouts
+
+    model, vocabulary, groups, weights = trained(folder)
+    _, grads, _ = gradients(model, vocabulary, texts())
+    role = hf_layouts.role_of(folder, "--lora-rank 2 --lora-alpha 6 --lora-targets kv_b_proj", 1, False, 200)
+    adapter.add_factors(model, role.lora, role.megatron, groups.pg_collection)
+    adapter.keep_base(model)
+    gradients(model, vocabulary, texts())
+    found = {}
+    for each in adapter.adapted_linears(model):
+        ((a, b),), wanted = each.pairs(), grads[f"{each.whole_name}.weight"]
+        wanted = 3.0 * wanted @ a.detach().t()
+        found[each.whole_name] = float((b.grad - wanted).abs().max() / wanted.abs().max())
+    return found
+
+
+@pytest.mark.long
+def test_low_rank_factors_of_absorbed_weights_have_their_gradients(tmp_path):
+    """The weight multiplies queries and results, not latents, where queries choose keys."""
+    folder = long_prompts.write_folder("glm_moe_dsa+8", tmp_path / "folder")
+    (found,) = run_world(of_factors, 1, folder)
+    assert len(found) == 4 and max(found.values()) < 1e-4, found
