@@ -323,6 +323,7 @@ def _megatron_namespace(
         "seed": settings.seed,
         "seq_length": max_length,
         "draws_weights": hf_model is None,
+        "model_folder": None if hf_model is None else hf_model.folder_of_module,
         "predicts": settings.predicts and role in ("actor", "rollout"),
         "trains_prediction": settings.mtp_train,
         "exact_rollout": settings.exact_rollout and role in _generating_roles(context),

@@ -129,7 +129,7 @@ def find_pretrained(
 
 def folder_weights(role: RoleSettings, value_head: bool = False) -> FolderWeights:
     """The weights in a role's Hugging Face folder. UsageError unless it holds exactly those of the role's model."""
-    weight_map = WeightMap(role.hf_model, role.megatron, value_head)
+    weight_map = role.hf_model.weight_map(role.megatron, value_head)
     weight_map.check()
     _check_scales(weight_map.model.folder)
     _check_decays(weight_map)

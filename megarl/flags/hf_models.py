@@ -6,6 +6,7 @@ from megarl.flags import teachers
 from megarl.flags.settings import Settings
 
 if TYPE_CHECKING:
+    from megarl.mcore.any_model.module_map import AnyModel
     from megarl.mcore.weights.hf.hf_model import HFModel
 
 
@@ -31,12 +32,20 @@ def read_hf_models(
         paths["reward"], flags["reward"] = settings.reward_hf_model, "--reward-hf-model"
     if settings.judge_hf_model:
         paths["reward"], flags["reward"] = settings.judge_hf_model, "--judge-hf-model"
+    sources = {role: own["actor" if role == "rollout" else role]["model_source"] for role in paths}
+    keys = {role: (sources[role], path, flags[role], lengths[role]) for role, path in paths.items()}
+    read = {key: _read_model(settings, *key) for key in dict.fromkeys(keys.values()) if key[1] is not None}
+    return {role: read.get(key) for role, key in keys.items()}
+
+
+def _read_model(settings: Settings, source: str, path: str, flag: str, longest: int) -> "HFModel | AnyModel":
+    if source == "transformers":
+        from megarl.mcore.any_model import module_map  # needs transformers
+
+        return module_map.read_model(path, flag, longest)
     from megarl.mcore.weights.hf.hf_model import read_model  # imports Megatron
 
-    keys = {role: (path, flags[role], lengths[role]) for role, path in paths.items()}
-    mtp = settings.hf_mtp == "keep", settings.mtp_train
-    read = {key: read_model(*key, *mtp) for key in dict.fromkeys(keys.values()) if key[0] is not None}
-    return {role: read.get(key) for role, key in keys.items()}
+    return read_model(path, flag, longest, settings.hf_mtp == "keep", settings.mtp_train)
 
 
 def with_hf_defaults(role: str, own: dict, values: dict[str, object], hf_model: "HFModel | None") -> dict:

@@ -22,6 +22,7 @@ from megarl.mcore.config import (
     kernel_rules,
     layout_rules,
     model_flags,
+    module_rules,
     optimizer_flags,
     recurrent_rules,
 )
@@ -191,6 +192,7 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
     require(role, args, layout_rules.rules(role, args))
     require(role, args, model_flags.rules(args))
     require(role, args, recurrent_rules.rules(args))
+    require(role, args, module_rules.rules(args))
     optimizer_flags.check(role, args)
     kernel_rules.check(role, args)
     if args.overlap_grad_reduce is None:

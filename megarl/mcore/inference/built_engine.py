@@ -174,6 +174,10 @@ def context_of(
         snapshots: as of `RecurrentContext`.
         further_layers: as of `PagedContext`.
     """
+    if hasattr(model, "slots"):  # of transformers
+        from megarl.mcore.any_model.cache import SlotContext
+
+        return SlotContext(model.config, config, memory, slots=model.slots)
     if has_states(model.config):
         mixers = [layer.self_attention for layer in model.decoder.layers]
         states = [isinstance(mixer, RecurrentMixer) for mixer in mixers] + [False] * further_layers

@@ -121,12 +121,12 @@ class PagedContext(DynamicInferenceContext):
             dedup=dedup,
             rotations=self._rotations_at(positions, frequencies),
             reads=reads,
-            caches=self._layer_caches(),
+            caches=self.layer_caches(),
             attend=self._attend,
             **states,
         )
 
-    def _layer_caches(self) -> tuple[Tensor, ...]:
+    def layer_caches(self) -> tuple[Tensor, ...]:
         """The cache of each layer of this rank."""
         return self.memory_buffer.unbind()
 
@@ -170,7 +170,7 @@ class PagedContext(DynamicInferenceContext):
             dedup=None,
             rotations=self._rotations_at(step.positions, frequencies),
             reads=(by_kind[0], by_kind[-1]),
-            caches=self._layer_caches(),
+            caches=self.layer_caches(),
             attend=self._attend,
             is_on_device=True,
         )
@@ -238,7 +238,8 @@ class PagedContext(DynamicInferenceContext):
         if not preserve_counters:
             self._read_before += self.lifetime_prefill_token_count
         super().reset(*args, preserve_counters=preserve_counters, **kwargs)
-        self.memory_buffer[:, self.kv_block_allocator.dummy_block_idx].zero_()
+        for cache in self.layer_caches():
+            cache[self.kv_block_allocator.dummy_block_idx].zero_()
 
     @property
     def num_last_token_logits(self) -> int:

@@ -100,7 +100,7 @@ class RecurrentContext(PagedContext):
         """A step that was launched cannot be dropped: it has changed the states."""
         return False
 
-    def _layer_caches(self) -> tuple[Tensor, ...]:
+    def layer_caches(self) -> tuple[Tensor, ...]:
         """The cache of each layer; that of a layer without keys and values is the first one, which it does not use."""
         caches = iter(self.memory_buffer.unbind())
         return tuple(next(caches) if own else self.memory_buffer[0] for own in self._has_cache)

@@ -33,6 +33,7 @@ from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 
 HAS_INNER_PRODUCT = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _inner_product = torch.ops.mkldnn._linear_pointwise.default if HAS_INNER_PRODUCT else None
+_of_torch = torch.nn.functional.linear  # passes of models of transformers replace it
 HAS_WIDER_SUM = hasattr(torch.ops.aten.addmm, "dtype_out")
 HALF = torch.bfloat16, torch.float16
 _prepacked: dict[int, Tensor] = {}  # id of a weight -> its copy in the kernel's layout, inside `prepacked_weights`
@@ -76,6 +77,8 @@ def prepacked_weights(model, prediction=None):
     kinds = ColumnParallelLinear, RowParallelLinear, ReplicatedLinear
     modules = (model,) if prediction is None else (model, prediction)
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, kinds)]
+    if hasattr(model, "slots"):  # of transformers
+        layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
     is_tied = model.post_process and model.share_embeddings_and_output_weights
     tied = model.shared_embedding_or_output_weight() if is_tied else None
     weights = [w for w in (tied, *(layer.weight for layer in layers)) if w is not None]
@@ -116,7 +119,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return _native_product(x, weight, _prepacked.get(id(weight)), bias)
     if _has_onednn_kernel(x, weight):
         return _inner_product(x, _prepacked.get(id(weight), weight), bias, "none", [], "")
-    return torch.nn.functional.linear(x, weight, bias)
+    return _of_torch(x, weight, bias)
 
 
 def _native_product(x: Tensor, weight: Tensor, packed: Tensor | None, bias: Tensor | None) -> Tensor:

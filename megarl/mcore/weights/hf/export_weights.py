@@ -223,9 +223,15 @@ def export_weights(weight_map: WeightMap, stages, pg_collection, folder: Path, f
     plan = plan_export(weight_map, copies)
     mine = [file for number, file in enumerate(plan.headers) if number % size == rank]
     weight_files = {file: MappedFile(folder / (file + PARTIAL), plan.headers[file]) for file in mine}
-    written, wholes = weight_map.written(copies), merge_wholes("source", list(descriptions))
-    for names in written.names_without_copies():
-        WeightTransfer(source, _WrittenFiles(written, wholes, weight_files, names), group).run()
+    if hasattr(weight_map, "tensors"):  # of a module of transformers: made by its conversions, whole
+        for tensors in weight_map.tensors(stages[0]):
+            for file in weight_files.values():
+                for name in tensors.keys() & set(file.names):
+                    file[name][...] = tensors[name]
+    else:
+        written, wholes = weight_map.written(copies), merge_wholes("source", list(descriptions))
+        for names in written.names_without_copies():
+            WeightTransfer(source, _WrittenFiles(written, wholes, weight_files, names), group).run()
     for file in weight_files.values():
         _copy_kept(weight_map.model.folder, plan, file)
         file.flush()

@@ -56,16 +56,12 @@ def import_weights(weight_map: WeightMap, stages, pg_collection):
     number that is not finite: a run would skip every update.
     """
     weights = LocalWeights(stages, pg_collection)
-    for shard in weights.description().shards:
-        if weight_map.is_vocabulary(shard.key):
-            weights.view(shard).zero_()
-    for box, stored in read_boxes(weights, weight_map):
-        view = box.view_of(weights)
+    for view, stored, name in weight_map.read(weights):
         view.copy_(stored)
         # The ends show every NaN and infinity, without the memory of `isfinite`.
         if view.numel() and not torch.stack(torch.aminmax(view)).isfinite().all():
             raise weight_map.model.folder.error(
-                f"{box.rows.name} has a NaN or an infinity in {str(view.dtype).removeprefix('torch.')}"
+                f"{name} has a NaN or an infinity in {str(view.dtype).removeprefix('torch.')}"
             )
 
 

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Collection, Iterator
 
 import torch
+from torch import Tensor
 
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.weight_table import (
@@ -19,6 +20,7 @@ from megarl.mcore.weights.hf.family import LAYER, LM_HEAD, MODEL, SCALAR_HEAD
 from megarl.mcore.weights.hf.folder import READABLE, FolderReader, slices_of
 from megarl.mcore.weights.hf.hf_model import HFModel
 from megarl.mcore.weights.hf.mapping import Mapping, RowRange
+from megarl.mcore.weights.reshard_plan import LocalWeights
 
 COMPARED = 2**22  # elements at a time
 NOT_STORED = (".expert_share",)  # buffers of training alone; they start anew
@@ -196,6 +198,17 @@ class WeightMap:
             if not torch.equal(one, other):
                 return part[0].start + int((one != other).any(1).nonzero()[0])
         return None
+
+    def read(self, weights: LocalWeights) -> Iterator[tuple[Tensor, Tensor, str]]:
+        """Yields (a view of this rank's weights, what the folder has for it, the tensor's name); rows that pad the
+        vocabulary become 0."""
+        from megarl.mcore.weights.hf.import_weights import read_boxes  # imports this module
+
+        for shard in weights.description().shards:
+            if self.is_vocabulary(shard.key):
+                weights.view(shard).zero_()
+        for box, stored in read_boxes(weights, self):
+            yield box.view_of(weights), stored, box.rows.name
 
     def check(self):
         """UsageError for the first tensor that is missing, unknown, of another shape or of a type that is not read."""

@@ -1,0 +1,217 @@
+"""A Hugging Face folder that stays a model of transformers: what it describes, and where its weights lie.
+
+`AnyModel` and `ModuleMap` are to a folder of any type what `HFModel` and `WeightMap` are to a mapped family's.
+"""
+
+import functools
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megarl.mcore.any_model import self_check, source
+from megarl.mcore.any_model.attention import Slot, Unsupported
+from megarl.mcore.any_model.chunk import PREFIX
+from megarl.mcore.any_model.conversions import Conversions, converted
+from megarl.mcore.model.weight_table import HEAD
+from megarl.mcore.parallel.fsdp import whole
+from megarl.mcore.weights.hf.folder import READABLE, FolderReader, HFFolder
+from megarl.mcore.weights.hf.hf_model import CLASSIFIER
+from megarl.mcore.weights.reshard_plan import LocalWeights
+
+SCORE = "score.weight"  # a classifier's head in a folder
+
+
+class AnyModel(NamedTuple):
+    """A folder whose model is computed by transformers' modules."""
+
+    folder: HFFolder
+    flags: dict[str, object]  # Megatron's, without dashes; True for a switch
+    vocab_size: int
+    has_scalar_head: bool
+    notes: tuple[str, ...] = ()
+
+    @property
+    def folder_of_module(self) -> str:
+        """The folder whose module of transformers computes the model."""
+        return str(self.folder.path)
+
+    def tokens(self) -> list[str]:
+        """The flags as a command line."""
+        pairs = ((f"--{name}", value) for name, value in self.flags.items())
+        return [token for name, value in pairs for token in ([name] if value is True else [name, str(value)])]
+
+    def check_exportable(self, value_head: bool):
+        """Passes: a folder like each one that is read can be written."""
+
+    def check_adapters(self, flag: str):
+        """UsageError: adapters are not read."""
+        raise self.folder.error(f"{source.FLAG} has no low-rank factors yet, which {flag} needs")
+
+    def weight_map(self, args, value_head: bool) -> "ModuleMap":
+        """The tensors of a role's weights. Arguments as of `WeightMap`."""
+        return ModuleMap(self, args, value_head)
+
+
+def read_model(path: str, flag: str, longest: int) -> AnyModel:
+    """Reads a folder's config.json and finds the attention of its model.
+
+    Args:
+        flag: that gave the path, for messages.
+        longest: maximum length of prompt and response together, in tokens.
+
+    Raises:
+        UsageError: no such folder, a type that transformers lacks, or a model that does not run here.
+    """
+    folder = HFFolder(path, flag)
+    found = source.read(folder)
+    try:
+        slots = _checked_slots(str(folder.path))
+    except Unsupported as error:
+        raise folder.error(f"{error}, which {source.FLAG} does not compute") from None
+    source.check_length(found, longest, folder.error)
+    names = folder.config.get("architectures") or []
+    is_classifier = any(str(name).endswith(CLASSIFIER) for name in names)
+    if is_classifier and found.config.num_labels != 1:
+        raise folder.error(
+            f"config.json: num_labels {found.config.num_labels}: allowed is one, a reward's or a critic's"
+        )
+    return AnyModel(folder, source.flags_of(found, slots, folder.error), found.text.vocab_size, is_classifier)
+
+
+@functools.lru_cache(maxsize=8)
+def _checked_slots(path: str) -> tuple[Slot, ...]:
+    """The slots of the folder's module, which computes alone what it computes here. Raises Unsupported."""
+    found = source.of_path(path)
+    slots = source.find_slots(found.module(torch.float32), found.text.vocab_size)
+    self_check.check(found)
+    return tuple(slots)
+
+
+class ModuleMap:
+    """The tensors of a folder that a role's module is made of."""
+
+    def __init__(self, model: AnyModel, args, value_head: bool):
+        """`value_head`: the role has a scalar head instead of the vocabulary's. UsageError if only the folder has."""
+        if model.has_scalar_head and not value_head:
+            raise model.folder.error("a sequence-classification model; a policy needs a language model")
+        self.model, self.args, self.value_head = model, args, value_head
+        self._module = source.of_path(str(model.folder.path)).module(torch.float32)
+        tensors = {name: tensor.shape for name, tensor in model.folder.weights.items() if name != SCORE}
+        self._conversions = Conversions(self._module, tensors)
+        head = {name for name, each in self._module.named_modules() if each is self._module.get_output_embeddings()}
+        self._head = {f"{name}.{kind}" for name in head for kind in ("weight", "bias")} if value_head else set()
+
+    def check(self):
+        """UsageError for a tensor that is missing, unknown, of another shape or of a type that is not read."""
+        folder, conversions = self.model.folder, self._conversions
+        if missing := [name for name in conversions.missing if name not in self._head]:
+            raise folder.error(f"{missing[0]} is missing, which {type(self._module).__name__} of transformers needs")
+        for group in conversions.groups:
+            for name, shape in group.weights.items():
+                wanted = conversions.weights.get(name)
+                if wanted is None:
+                    raise folder.error(
+                        f"{next(iter(group.sources))}: transformers makes {name} of it, which is no weight"
+                    )
+                if shape != wanted:
+                    raise folder.error(
+                        f"{next(iter(group.sources))} gives {name} the shape {list(shape)}; config.json describes "
+                        f"{list(wanted)}"
+                    )
+            for name in group.sources:
+                if folder.weights[name].dtype not in READABLE:
+                    raise folder.error(
+                        f"{name} has type {folder.weights[name].dtype}; allowed are {', '.join(READABLE)}"
+                    )
+        if conversions.unknown:
+            raise folder.error(f"{conversions.unknown[0]} is a tensor that {type(self._module).__name__} does not have")
+
+    def tied_head_difference(self) -> int | None:
+        """As of `WeightMap`: the first row in which a stored head differs from the embedding that it is."""
+        reader, stored = FolderReader(self.model.folder), self.model.folder.weights
+        for name, tied in self._conversions.tied.items():
+            if not self.value_head and name in stored and tied in stored:
+                one, other = (reader[each][:, :] for each in (name, tied))
+                if not torch.equal(one, other):
+                    return int((one != other).any(1).nonzero()[0])
+        return None
+
+    def read(self, weights: LocalWeights) -> Iterator[tuple[Tensor, Tensor, str]]:
+        """Yields (a view of this rank's weights, what the folder has for it, the tensor's name)."""
+        by_name = {}
+        for shard in weights.description().shards:
+            by_name.setdefault(shard.key.removeprefix(PREFIX), []).append(shard)
+        reader = FolderReader(self.model.folder)
+
+        def stored(name: str) -> Tensor:
+            shape = self.model.folder.weights[name].shape
+            return reader[name][tuple(slice(0, size) for size in shape)]
+
+        for group in self._conversions.groups:
+            wanted = group.weights.keys() & by_name.keys()
+            if not wanted:
+                continue
+            first = next(iter(group.weights))
+            made = converted(group.conversion, first, group.sources, stored, self._module)
+            for name in wanted:
+                for shard in by_name[name]:
+                    box = tuple(slice(at, at + size) for at, size in zip(shard.offset, shard.shape, strict=True))
+                    yield weights.view(shard), made[name][box], next(iter(group.sources))
+        if self.model.has_scalar_head and HEAD in by_name:
+            for shard in by_name[HEAD]:
+                yield weights.view(shard), stored(SCORE), SCORE
+
+    # -- exports ---------------------------------------------------------------------------------------------------
+
+    def written(self, copies: Collection[str] = ()) -> "ModuleMap":
+        """The tensors of an export: these."""
+        return self
+
+    def shared_copies(self) -> list[str]:
+        """None: no layer of multi-token prediction is trained."""
+        return []
+
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        """Shape by name of every tensor of an export."""
+        stored = self.model.folder.weights
+        heads = {weight for weight in self._conversions.weights if weight in self._head}
+        found = {
+            name: stored[name].shape
+            for group in self._conversions.groups
+            for name in group.sources
+            if not heads.intersection(group.weights)
+        }
+        return found | ({SCORE: (1, self.model.flags["hidden-size"])} if self.value_head else {})
+
+    def keeps(self, name: str) -> bool:
+        """Whether an export has a tensor of the folder that the model does not use."""
+        return name in self._conversions.unused
+
+    def is_prediction(self, name: str) -> bool:
+        """No tensor is one of multi-token prediction that could be left out."""
+        return False
+
+    def tensors(self, chunk) -> Iterator[dict[str, Tensor]]:
+        """Yields the tensors of an export, group by group; a collective of the ranks that share the model."""
+        state = chunk.state_dict(keep_vars=True)
+        for group in self._conversions.groups:
+            if self._head.intersection(group.weights):
+                continue
+            weights = {name: whole(state[PREFIX + self._conversions.tied.get(name, name)]) for name in group.weights}
+            yield self._conversions.reverted(weights)
+        if self.value_head:
+            yield {SCORE: whole(state[HEAD])}
+
+
+def checkpoint_shapes(role: str, path: str, value_head: bool) -> dict[str, tuple[int, ...]]:
+    """The global shapes by key that a checkpoint of a role with the folder at `path` must have."""
+    found = source.of_path(path)
+    module, seen = found.module(torch.float32), set()
+    if value_head:
+        module.set_output_embeddings(torch.nn.Identity())
+    state = module.state_dict(keep_vars=True).items()
+    shapes = {name: tuple(each.shape) for name, each in state if not (id(each) in seen or seen.add(id(each)))}
+    shapes = {f"{role}.{PREFIX}{name}": shape for name, shape in shapes.items()}
+    return shapes | ({f"{role}.{HEAD}": (1, found.text.hidden_size)} if value_head else {})

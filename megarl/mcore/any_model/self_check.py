@@ -1,0 +1,176 @@
+"""Whether a module of transformers computes under megarl what it computes alone: tried before work starts.
+
+A gap of 0 between rollout and training does not show it: both would be wrong alike. The module is cut to the layers that
+show each kind, and gets weights of little memory. Its logits with transformers' own attention and experts are compared
+with megarl's: of one sequence, of two packed ones, and of a prefill with steps after it.
+"""
+
+import copy
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from megarl.mcore.any_model import attention, source
+from megarl.mcore.any_model.attention import PackedPass, Pass, Slot, Unsupported
+from megarl.mcore.any_model.chunk import LogitInputs, head_inputs, layers_of
+from megarl.mcore.any_model.source import Source
+from megarl.mcore.attention.backends import eager
+from megarl.mcore.attention.packing import pack_sequences
+
+TOKENS, FIRST = 40, 13  # of the sequence; of the first of two packed ones, and of the prefill
+WINDOW = 8  # at most, so that the sequence is longer
+TOLERANCE = 1e-3  # of a logit, beside the largest
+SEED, SPREAD = 7, 0.1
+EXPERT_STEP = 7  # between the numbers with which two experts' matrices begin
+
+
+def check(found: Source):
+    """Raises Unsupported, with what differs, if a module does not compute alone what it computes under megarl."""
+    small = shortened(found)
+    own, module = small.module(torch.float32, "eager"), small.module(torch.float32)
+    for each in (own, module):
+        fill(each)
+    source.find_slots(module, small.text.vocab_size)
+    tokens = torch.randint(small.text.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(SEED))
+    run = Runner(module, small.text)
+    with torch.no_grad():
+        whole = run.packed(tokens, [TOKENS])
+        wanted = own(input_ids=tokens[None], position_ids=torch.arange(TOKENS)[None], use_cache=False).logits[0].float()
+        _compare(type(module), "its own attention and experts", whole, wanted)
+        apart = torch.cat([run.packed(part, [len(part)]) for part in tokens.split([FIRST, TOKENS - FIRST])])
+        _compare(type(module), "two sequences packed together", run.packed(tokens, [FIRST, TOKENS - FIRST]), apart)
+        _compare(type(module), "a prefill and steps after it", run.in_steps(tokens), whole)
+
+
+def _compare(kind: type, what: str, found: Tensor, wanted: Tensor):
+    difference, largest = float((found - wanted).abs().max()), max(1.0, float(wanted.abs().max()))
+    if not difference <= TOLERANCE * largest:
+        raise Unsupported(
+            f"{kind.__name__} computes other logits (off by {difference:.1g}, the largest is {largest:.1g}) than with "
+            f"{what}: it has states, masks or positions beside transformers' attention interface"
+        )
+
+
+class Runner:
+    """Logits of a module under megarl's passes, by torch's own products."""
+
+    def __init__(self, module: nn.Module, text):
+        """`text`: the language model's config, before the module's softcap is taken out of it."""
+        self._module, self._inputs = module, LogitInputs(module)
+
+    def packed(self, tokens: Tensor, lengths: list[int]) -> Tensor:
+        """Tokens [T] of sequences of these lengths -> logits [T, V]."""
+        window = next((slot.window for slot in _slots(self._module) if slot.window), None)
+        layout = pack_sequences(torch.tensor(lengths), window=window, plan=eager.plan_attention)
+        return self._logits(tokens, layout.positions, PackedPass(layout=layout, backend=eager))
+
+    def in_steps(self, tokens: Tensor) -> Tensor:
+        """Tokens [T] of one sequence -> logits [T, V]: of its first tokens together, and of each other one alone."""
+        held, positions = HeldKeys(), torch.arange(len(tokens))
+        parts = [FIRST, *[1] * (len(tokens) - FIRST)]
+        rows = zip(tokens.split(parts), positions.split(parts), strict=True)
+        return torch.cat([self._logits(each, at, HeldPass(held=held)) for each, at in rows])
+
+    def _logits(self, tokens: Tensor, positions: Tensor, each: Pass) -> Tensor:
+        each.tokens = len(tokens)
+        with attention.running(each):
+            hidden = self._inputs(tokens[None], positions[None])
+        logits = linear(*head_inputs(self._module.get_output_embeddings(), hidden)).float()
+        cap = self._inputs.softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+class HeldKeys(dict):
+    """Keys and values of each slot so far: number -> (keys [1, T, G, C], values)."""
+
+
+@dataclass
+class HeldPass(Pass):
+    """A step whose keys and values are held in plain tensors."""
+
+    held: HeldKeys = field(default_factory=HeldKeys)
+
+    def attend_tokens(self, slot, query, key, value, scale, options):
+        before = self.held.get(slot.number)
+        if before is not None:
+            key, value = torch.cat([before[0], key]), torch.cat([before[1], value])
+        self.held[slot.number] = key, value
+        places = torch.arange(len(key))
+        at = places[-len(query) :, None]
+        mask = places <= at
+        if slot.window is not None:
+            mask &= at - places < slot.window
+        heads = (x.transpose(0, 1)[None] for x in (query, key, value))
+        out = eager.attend(*heads, mask[None, None], scale, options.get("softcap"), options.get("sinks"))
+        return out[0].transpose(0, 1)
+
+
+def _slots(module: nn.Module) -> list[Slot]:
+    return [slot for each in module.modules() for slot in getattr(each, "attention_slots", ())]
+
+
+# -- a small model -----------------------------------------------------------------------------------------------------
+
+
+def shortened(found: Source) -> Source:
+    """The same model with its first layers alone, as many as show each kind of layer, and with short windows."""
+    config = copy.deepcopy(found.config)
+    text = config.get_text_config()
+    if isinstance(getattr(text, "sliding_window", None), int):
+        text.sliding_window = min(text.sliding_window, WINDOW)
+    for name in source.LIMITS:
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, max(getattr(text, name), TOKENS))
+    small = found._replace(config=config)
+    kinds = _kinds(small)
+    count = max(kinds.index(kind) for kind in kinds) + 1
+    if count == len(kinds):
+        return small
+    cut = copy.deepcopy(config)
+    text = cut.get_text_config()
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == len(kinds):
+            setattr(text, name, value[:count])
+    text.num_hidden_layers = count
+    shorter = found._replace(config=cut)
+    return shorter if _kinds(shorter) == kinds[:count] else small
+
+
+def _kinds(found: Source) -> list[tuple]:
+    """What tells each layer from others: its weights' names and shapes, its attention, its entries in lists."""
+    module = found.module(torch.float32)
+    source.find_slots(module, found.text.vocab_size)
+    layers = layers_of(module)
+    lists = [each for each in vars(found.text).values() if isinstance(each, list) and len(each) == len(layers)]
+    return [
+        (
+            tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters()),
+            tuple(slot._replace(number=0) for slot in _slots(layer)),
+            tuple(str(each[number]) for each in lists),
+        )
+        for number, layer in enumerate(layers)
+    ]
+
+
+def fill(module: nn.Module):
+    """Gives the parameters on the meta device values that depend on their names and shapes alone. A matrix repeats the
+    numbers of a vector, one place further in each row, so that it needs no memory."""
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if parameter.device.type == "meta":
+            owner, _, last = name.rpartition(".")
+            values = _values(name, tuple(parameter.shape), parameter.dtype)
+            module.get_submodule(owner)._parameters[last] = nn.Parameter(values, requires_grad=False)
+    module.tie_weights()
+
+
+def _values(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(map(ord, name)) * 1000 + len(shape))
+    if len(shape) < 2:
+        centre = 1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0
+        return (centre + SPREAD * torch.randn(shape, generator=generator)).to(dtype)
+    strides = [EXPERT_STEP] * (len(shape) - 2) + [1, 1]
+    size = 1 + sum(stride * (length - 1) for stride, length in zip(strides, shape, strict=True))
+    vector = torch.randn(size, generator=generator) * shape[-1] ** -0.5
+    return vector.to(dtype).as_strided(shape, strides)
