@@ -3,6 +3,7 @@
 import copy
 import math
 
+import torch.distributed as dist
 from torch import Tensor
 
 from megarl.mcore.any_model.attention import Slot
@@ -10,11 +11,11 @@ from megarl.mcore.inference.paged_context import PagedContext
 
 
 class SlotContext(PagedContext):
-    """Caches each slot's keys and values in their own shape."""
+    """Caches each slot's keys and values of this rank's heads in their own shape."""
 
     def __init__(self, model_config, inference_config, memory=None, slots: list[Slot] = ()):
         """`slots`: of the model; other arguments as of `PagedContext`."""
-        self._slots = slots
+        self._slots, self._tensor_ranks = slots, inference_config.pg_collection.tp
         super().__init__(model_config, inference_config, memory)
 
     @property
@@ -23,13 +24,13 @@ class SlotContext(PagedContext):
 
     def _cache_config(self, model_config):
         """A config whose layers have as many numbers for a token as the slots together."""
-        config = copy.copy(super()._cache_config(model_config))
+        config, ranks = copy.copy(super()._cache_config(model_config)), dist.get_world_size(self._tensor_ranks)
         config.num_layers = len(self._slots)
         if self._is_uniform:
-            config.num_query_groups, config.kv_channels = self._slots[0].groups, self._slots[0].channels
+            config.num_query_groups, config.kv_channels = ranks * self._slots[0].groups, self._slots[0].channels
         else:
             total = sum(slot.groups * slot.channels for slot in self._slots)
-            config.num_query_groups, config.kv_channels = 1, -(-total // len(self._slots))
+            config.num_query_groups, config.kv_channels = ranks, -(-total // len(self._slots))
         return config
 
     def layer_caches(self) -> tuple[Tensor, ...]:

@@ -8,15 +8,17 @@ import functools
 import types
 
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megarl.mcore.any_model import attention, rows, source
+from megarl.mcore.any_model import attention, rows, source, tensor_parallel
 from megarl.mcore.any_model.attention import CachePass, PackedPass, Pass
 from megarl.mcore.attention import backends
 from megarl.mcore.kernels.linear import matmul
+from megarl.mcore.parallel.fsdp import whole
 
 PREFIX = "hf."  # of the names of a module's weights
 SOFTCAP = "final_logit_softcapping"
@@ -97,6 +99,10 @@ class AnyChunk(MegatronModule):
         found = source.of_path(args.model_folder)
         self.hf = found.module(config.params_dtype)
         self.vocab_size = found.text.vocab_size
+        self.splits = {}
+        if dist.get_world_size(pg_collection.tp) > 1:
+            self.splits = tensor_parallel.splits_of(self.hf, dist.get_world_size(pg_collection.tp))
+            tensor_parallel.split(self.hf, self.splits, pg_collection.tp)
         self.slots = source.find_slots(self.hf, self.vocab_size)
         self._logit_inputs = LogitInputs(self.hf)
         config.final_logit_softcapping = None if value_head else self._logit_inputs.softcap
@@ -153,9 +159,13 @@ class AnyChunk(MegatronModule):
             for name, tensor in self.state_dict(keep_vars=True).items()
             if torch.is_tensor(tensor) and seen.setdefault(id(tensor), name) == name
         }
-        return make_sharded_tensors_for_checkpoint(
-            state, prefix, {}, sharded_offsets, tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"]
-        )
+        splits = {PREFIX + name: split for name, split in self.splits.items()}
+        return tensor_parallel.described(state, splits, prefix, self.tp_group, metadata["dp_cp_group"])
+
+    def whole_weight(self, name: str) -> Tensor:
+        """A weight of the module, gathered from all ranks that have a part of it; a collective of these."""
+        share = whole(self.state_dict(keep_vars=True)[PREFIX + name])
+        return tensor_parallel.gathered_whole(share, self.splits.get(name), self.tp_group)
 
     def set_input_tensor(self, tensor):
         """Does nothing: there are no pipeline stages before it."""
@@ -194,7 +204,8 @@ class AnyChunk(MegatronModule):
         hidden = hidden if plan.dedup is None else hidden.index_select(0, plan.dedup.inverse)
         context.keep_hidden(hidden.unsqueeze(1), None)
         last = context.last_token_logits(hidden.unsqueeze(0))
-        return matmul(*head_inputs(self.output_layer, last)).unsqueeze(0)
+        logits = matmul(*head_inputs(self.output_layer, last))
+        return gather_from_tensor_model_parallel_region(logits, group=self.tp_group).unsqueeze(0)
 
 
 def layers_of(module: nn.Module) -> nn.ModuleList:

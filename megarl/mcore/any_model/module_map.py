@@ -195,14 +195,13 @@ class ModuleMap:
 
     def tensors(self, chunk) -> Iterator[dict[str, Tensor]]:
         """Yields the tensors of an export, group by group; a collective of the ranks that share the model."""
-        state = chunk.state_dict(keep_vars=True)
         for group in self._conversions.groups:
             if self._head.intersection(group.weights):
                 continue
-            weights = {name: whole(state[PREFIX + self._conversions.tied.get(name, name)]) for name in group.weights}
-            yield self._conversions.reverted(weights)
+            names = {name: self._conversions.tied.get(name, name) for name in group.weights}
+            yield self._conversions.reverted({name: chunk.whole_weight(of) for name, of in names.items()})
         if self.value_head:
-            yield {SCORE: whole(state[HEAD])}
+            yield {SCORE: whole(chunk.output_layer.weight)}
 
 
 def checkpoint_shapes(role: str, path: str, value_head: bool) -> dict[str, tuple[int, ...]]:

@@ -8,6 +8,7 @@ the size of a model does not matter.
 import contextlib
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -122,7 +123,7 @@ def flags_of(source: Source, slots: list[Slot], error: Callable[[str], UsageErro
         "normalization": "RMSNorm",
         "disable-bias-linear": True,
         "swiglu": True,
-        "make-vocab-size-divisible-by": 1,
+        "make-vocab-size-divisible-by": math.gcd(source.text.vocab_size, 128),
         "position-embedding-type": "none",
     }
     if windows:

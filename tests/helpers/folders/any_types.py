@@ -1,0 +1,139 @@
+"""Small models of every causal language model type of transformers, from its own classes, with random weights.
+
+A configuration has the type's defaults with small sizes. It switches on what published folders of the type have:
+windows, layers of several kinds, softcaps, experts.
+"""
+
+import copy
+import os
+from pathlib import Path
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.helpers.texts import small_tokenizers
+
+TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+VOCAB, LAYERS = 160, 6
+# Entries by value: every name that some type has for such a size.
+SIZES = {
+    VOCAB: "vocab_size vocab_size_per_layer_input",
+    64: "hidden_size d_model n_embd embedding_size word_embed_proj_dim mamba_d_ssm lru_width",
+    96: "intermediate_size ffn_hidden_size ffn_dim n_inner d_ff dim_ff intermediate_size_mlp",
+    LAYERS: "num_hidden_layers n_layer n_layers num_layers",
+    4: "num_attention_heads n_head n_heads num_heads num_experts num_local_experts n_routed_experts moe_num_experts"
+       " linear_num_value_heads mamba_n_heads mamba_num_heads swa_num_attention_heads laurel_rank",
+    2: "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token moe_k moe_topk experts_per_token"
+       " num_kv_shared_layers num_global_key_value_heads zero_expert_num index_n_heads linear_num_key_heads hc_mult"
+       " swa_num_key_value_heads o_groups mamba_expand eos_token_id",
+    16: "head_dim kv_lora_rank qk_nope_head_dim v_head_dim index_head_dim mamba_d_head mamba_head_dim dim_head d_kv"
+        " kv_channels linear_key_head_dim linear_value_head_dim o_lora_rank swa_head_dim swa_v_head_dim",
+    128: "max_position_embeddings n_positions",
+    32: "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size shared_intermediate_size"
+        " shared_expert_size global_head_dim",
+    1: "n_shared_experts num_shared_experts moe_num_shared_experts n_group topk_group first_k_dense_replace"
+       " mamba_n_groups bos_token_id",
+    8: "sliding_window attention_chunk_size qk_rope_head_dim hidden_size_per_layer_input index_topk mamba_d_state"
+       " ssm_state_size rotary_dim block_size",
+    24: "q_lora_rank qk_head_dim",
+    0: "pad_token_id num_hash_layers num_nextn_predict_layers",
+    20.0: "attn_logit_softcapping",
+    30.0: "final_logit_softcapping",
+}  # fmt: skip
+SMALL = {name: value for value, names in SIZES.items() for name in names.split()}
+# Types whose entries depend on each other in another way.
+OWN = {
+    "codegen": dict(rotary_dim=8),
+    "deepseek_v2": dict(head_dim=8, moe_layer_freq=1),
+    "ernie4_5_moe": dict(moe_layer_start_index=1, moe_layer_end_index=5),
+    "gemma2": dict(query_pre_attn_scalar=16),
+    "gpt_neo": dict(num_layers=4, attention_types=[[["global", "local"], 2]], window_size=8),
+    "gptj": dict(rotary_dim=8),
+    "jamba": dict(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1),
+    "lfm2": dict(layer_types=["conv", "full_attention"] * 3),
+    "lfm2_moe": dict(num_dense_layers=1),
+    "llama4_text": dict(interleave_moe_layer_step=2, floor_scale=8, attention_chunk_size=128),
+    "longcat_flash": dict(num_layers=3, head_dim=8),
+    "minimax_m3_vl_text": dict(
+        layer_types=["full_attention", "minimax_m3_sparse"] * 3, index_block_size=4, index_topk_blocks=2,
+        index_local_blocks=1,
+    ),
+    "nemotron_h": dict(num_hidden_layers=4, hybrid_override_pattern="M*-E"),
+    "vaultgemma": dict(query_pre_attn_scalar=16),
+    "zaya": dict(num_experts_per_tok=1),
+}  # fmt: skip
+GEMMA = dict(
+    vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 3,
+    final_logit_softcapping=30.0, max_position_embeddings=128,
+)  # fmt: skip
+PER_LAYER = dict(vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=8, num_kv_shared_layers=2)
+# Types whose defaults cannot be read without their sizes.
+WHOLE = {
+    "gemma4_text": GEMMA | PER_LAYER | dict(global_head_dim=32, num_global_key_value_heads=1),
+    "gemma4_unified_text": GEMMA | dict(global_head_dim=32, num_global_key_value_heads=1),
+    "gemma3n_text": GEMMA | PER_LAYER | dict(laurel_rank=4, activation_sparsity_pattern=[0.0] * LAYERS),
+}
+# Entries that some types refuse together; the first that goes without is taken.
+LEFT_OUT = ((), ("qk_head_dim", "head_dim"), ("q_lora_rank",), ("head_dim",), ("num_key_value_heads",))
+
+
+def small_config(kind: str):
+    """A small configuration of a type, as a decoder. Raises what the type's class raises if no set of sizes fits."""
+    made = CONFIG_MAPPING[kind]
+    if kind in WHOLE:
+        return made(**WHOLE[kind])
+    default = made()
+    sizes = {name: value for name, value in SMALL.items() if _has(default, name)}
+    if {"qk_rope_head_dim", "kv_lora_rank"} <= sizes.keys():
+        sizes |= {"head_dim": 8, "num_key_value_heads": 4}
+    sizes |= OWN.get(kind, {})
+    for names in LEFT_OUT:
+        try:
+            config = made(**{name: value for name, value in sizes.items() if name not in names})
+        except Exception as error:  # whatever the class raises
+            problem = error
+        else:
+            if hasattr(config, "is_decoder"):
+                config.is_decoder = True
+            return config
+    raise problem
+
+
+def _has(config, name: str) -> bool:
+    """Whether a configuration has an entry, with a value or as one of these that are None by default."""
+    try:
+        value = getattr(config, name, None)
+    except Exception:  # an entry that differs by layer has no value for all
+        return True
+    return value is not None or name in ("num_key_value_heads", "head_dim") and hasattr(config, name)
+
+
+def small_module(kind: str, seed: int = 1):
+    """A module of a type with random weights, in evaluation mode, with transformers' own attention."""
+    config = small_config(kind)
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    made = found[0] if isinstance(found, tuple) else found
+    torch.manual_seed(seed)
+    module = made._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            values = torch.randn(weight.shape, generator=generator)
+            if weight.dim() >= 2:
+                weight.copy_(values * weight.shape[-1] ** -0.5)
+            else:
+                weight.add_(values * (0.5 if "sink" in name else 0.1))
+    module.config.architectures = [made.__name__]
+    return module
+
+
+def save(kind: str, folder: Path, seed: int = 1):
+    """Writes a small folder of a type, with a tokenizer; returns its module."""
+    module = small_module(kind, seed)
+    small_tokenizers.characters(folder)
+    module.save_pretrained(folder)
+    return module

@@ -1,0 +1,23 @@
+"""Modules of transformers over tensor-parallel ranks: log-probs, tokens, gap and exports of one rank."""
+
+import pytest
+import torch
+
+from tests.helpers.folders import any_measures, any_types
+from tests.helpers.tiers import by_default
+from tests.helpers.worlds import run_world
+
+FLAGS = "--tensor-model-parallel-size 2"
+
+
+@pytest.mark.parametrize("kind", by_default(("qwen3_moe", "granite", "cohere2", "deepseek_v3"), ("granite",)))
+def test_two_ranks_compute_what_one_computes(kind, tmp_path):
+    any_types.save(kind, tmp_path / kind)
+    folders = {kind: tmp_path / kind}
+    ((alone,), ranks) = (run_world(any_measures.measure, size, folders, tmp_path / str(size), flags)
+                         for size, flags in ((1, ""), (2, FLAGS)))  # fmt: skip
+    for found in ranks:
+        assert found[kind].difference < 5e-5 and all(found[kind].greedy)
+        assert max(found[kind].gaps) < 1e-5 and found[kind].changed == []
+        for own, other in zip(found[kind].score_rows, alone[kind].score_rows, strict=True):
+            assert torch.allclose(own, other, atol=1e-5)
