@@ -15,7 +15,7 @@ ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 # megatron-core has compiled wheels only for these versions.
 MINORS=(12 13)
 # Libraries that the tests compare with. Kept out of the import path, since they have further top-level packages.
-REFERENCES=(verl==0.9.1 torchrl==0.14.1)
+REFERENCES=(verl==0.9.1)
 # Prints version and interpreter. A free-threaded build, which has no wheels, gets a "t". In an environment, the
 # interpreter is the one it was made from.
 PROBE='import sys, sysconfig, venv, ensurepip

@@ -50,7 +50,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run_tool(path: Path, flags: list[str]) -> int:
-    """Runs a file like `python FILE`, and returns its exit status."""
     sys.argv = [str(path), *flags]
     sys.path.insert(0, str(bundled.root()))  # tools import each other as tools.NAME
     try:
@@ -63,7 +62,6 @@ def _run_tool(path: Path, flags: list[str]) -> int:
 
 
 def _version() -> str:
-    """Versions that decide what a run computes, on one line."""
     others = ", ".join(f"{name} {installed_version(name) or 'not installed'}" for name in ("torch", "megatron-core"))
     return f"megarl {megarl.__version__} (Python {platform.python_version()}, {others})"
 
@@ -86,7 +84,6 @@ def _help() -> str:
 
 
 def _rows(files: dict[str, Path]) -> list[str]:
-    """A line for each program: its name, and the first sentence of its file."""
     texts = {name: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) for name, path in files.items()}
     return [f"  {name:18} {' '.join((text or '').partition(BLANK)[0].split())}" for name, text in texts.items()]
 

@@ -15,21 +15,20 @@ from megarl.algorithms import PREFERENCE_LOSSES
 from megarl.algorithms.estimators import Estimator
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.errors import UsageError
-from megarl.flags import combinations, config_files, group_rules, parser, role_flags
+from megarl.flags import combinations, config_files, parser, role_flags
 from megarl.flags.command_line import CommandLine, named_estimator, named_policy_loss, read
 from megarl.flags.conditions import OF_ROLES, SCORING_MODEL, FlagContext
 from megarl.flags.distillation import NONE, with_defaults_of_distillation
 from megarl.flags.environment import SESSIONS
 from megarl.flags.fields import GENERATING, SUPERVISED
-from megarl.flags.hf_models import read_hf_models, with_hf_defaults
 from megarl.flags.learning import MODELS
 from megarl.flags.lora import lora_of_roles
 from megarl.flags.megatron_options import options
 from megarl.flags.parser import build_parser
 from megarl.flags.rewards import JUDGED, check_judge
-from megarl.flags.settings import Settings, rules
+from megarl.flags.settings import Settings
 from megarl.flags.teachers import TeacherFolder, TeacherModels, check_flags, teacher_models
-from megarl.rewards import by_file, expression
+from megarl.rewards import expression
 
 if TYPE_CHECKING:
     from megarl.mcore.lora.targets import LoRASettings
@@ -146,14 +145,13 @@ def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node:
     ranks = role_flags.parse_role_map(context.settings.role_map, world_size, context.roles, absent, ranks_per_node)
 
     idle = _flags_without_effect(command, context, absent)
-    tokens = _tokens_of_roles(command, program, idle)
-    megatron = options().destinations
-    attributes = role_flags.attributes_set(command.others, role_flags.ROLES_OF[program], megatron)
+    megatron, roles_of = options().destinations, role_flags.ROLES_OF[program]
+    unknown = functools.partial(parser.unknown_flag, command.flags, program)
+    tokens = role_flags.split(command.others, roles_of, megatron, unknown, idle)
+    attributes = role_flags.attributes_set(command.others, roles_of, megatron)
     values = _without(command.values, idle)
     context = _context(program, command.flags, values)
     combinations.check(context)
-    if program == "rl":
-        group_rules.check_sizes(context, rules)
 
     trained = () if context.settings.debug_rollout_only else role_flags.TRAINED_ROLES[program]
     given = *(f"--{name}" for name in values), *role_flags.with_prefix(command.others, ("teacher",), megatron)
@@ -190,7 +188,7 @@ def _context(program: str, flags: dict[str, parser.Flag], values: dict[str, obje
     settings = Settings(**fields)
     estimator = named_estimator(settings.advantage)
     if program == "rl":
-        by_file.check_parts(settings, estimator.needs)
+        expression.check_parts(settings, estimator.needs)
     trains = not settings.debug_rollout_only
     has_reference = settings.kl_coefficient > 0 or "reference" in role_flags.named_roles(settings.role_map)
     if "logprobs" in estimator.needs:
@@ -205,7 +203,7 @@ def _context(program: str, flags: dict[str, parser.Flag], values: dict[str, obje
             trains and settings.distill != NONE,
         ),
         estimator=estimator,
-        terms=by_file.terms_of_run(settings) if program in GENERATING.split() else expression.parse(settings.reward),
+        terms=expression.terms_of_run(settings) if program in GENERATING.split() else expression.parse(settings.reward),
         policy_loss=named_policy_loss(settings.policy_loss),
     )
 
@@ -232,12 +230,6 @@ def _flags_without_effect(command: CommandLine, context: FlagContext, absent: di
 def _without(values: dict[str, object], idle: dict[str, str]) -> dict[str, object]:
     """Values of megarl's own flags but for idle ones."""
     return {name: value for name, value in values.items() if f"--{name}" not in idle}
-
-
-def _tokens_of_roles(command: CommandLine, program: str, idle: dict[str, str]) -> dict[str, list[str]]:
-    """Megatron's tokens of each role, without the idle flags."""
-    unknown = functools.partial(parser.unknown_flag, command.flags, program)
-    return role_flags.split(command.others, role_flags.ROLES_OF[program], options().destinations, unknown, idle)
 
 
 def _with_options(context: FlagContext, values: dict[str, object]) -> PolicyLoss:
@@ -278,13 +270,17 @@ def _role_settings(
     settings = context.settings
     is_judge = JUDGED.holds(context)
     lengths = {role: role_flags.longest_sequence(settings, role, is_judge) for role in ranks}
-    own = {role: _own_of_role(role, settings, values) for role in ranks}
-    hf_models = read_hf_models(context.program, settings, own, lengths)
+    by_role = [field.name for field in dataclasses.fields(Settings) if field.metadata["roles"]]
+    own: dict[str, dict[str, Any]] = {
+        role: {name: values.get(f"{role}-{name.replace('_', '-')}", getattr(settings, name)) for name in by_role}
+        for role in ranks
+    }
+    hf_models = role_flags.read_hf_models(context.program, settings, own, lengths)
     megatron = {
         role: _megatron_namespace(context, role, tokens[role], len(ranks[role]), lengths[role], hf_models[role], folder)
         for role in ranks
     }
-    own = {role: with_hf_defaults(role, own[role], values, hf_models[role]) for role in ranks}
+    own = {role: role_flags.with_hf_defaults(role, own[role], values, hf_models[role]) for role in ranks}
     lora = lora_of_roles(own, megatron, hf_models, role_flags.TRAINED_ROLES[context.program])
     offloads = {role: own[role]["offload"] for role in ranks if role in MODELS}
     role_flags.check_models(settings, offloads, megatron, lora, hf_models)
@@ -317,7 +313,7 @@ def _megatron_namespace(
     """A role's namespace of Megatron's parser; the flags that describe a folder's model come before its tokens."""
     from megarl.mcore.config import megatron_flags
 
-    settings = context.settings
+    settings, is_judge = context.settings, role == "reward" and expression.JUDGE in context.rewards
     own: dict[str, Any] = {
         "train_iters": settings.train_iters,
         "seed": settings.seed,
@@ -326,7 +322,7 @@ def _megatron_namespace(
         "model_folder": None if hf_model is None else hf_model.folder_of_module,
         "predicts": settings.predicts and role in ("actor", "rollout"),
         "trains_prediction": settings.mtp_train,
-        "exact_rollout": settings.exact_rollout and role in _generating_roles(context),
+        "exact_rollout": settings.exact_rollout and (role in ("actor", "rollout") or is_judge),
     }
     if max_length != settings.max_prompt_length + settings.max_response_length:
         own["length_flags"] = role_flags.length_flags(settings, role)
@@ -342,11 +338,6 @@ def _megatron_namespace(
         raise megatron_flags.with_source(error, described, folder) from None
 
 
-def _generating_roles(context: FlagContext) -> set[str]:
-    """Roles whose model is the rollout's or a judge's."""
-    return {"actor", "rollout"} | ({"reward"} if expression.JUDGE in context.rewards else set())
-
-
 def _model_role(role: str, ranks: dict[str, range], megatron: dict[str, argparse.Namespace]) -> str:
     """The role whose model a role runs: the actor's for a rollout on its ranks that can share it, else its own."""
     is_shared = (
@@ -355,9 +346,3 @@ def _model_role(role: str, ranks: dict[str, range], megatron: dict[str, argparse
         and role_flags.can_share_model(megatron["actor"], megatron["rollout"])
     )
     return "actor" if is_shared else role
-
-
-def _own_of_role(role: str, settings: Settings, values: dict) -> dict:
-    """A role's values of those of megarl's own flags that may have a role prefix."""
-    fields = [field for field in dataclasses.fields(Settings) if field.metadata["roles"]]
-    return {f.name: values.get(f"{role}-{f.name.replace('_', '-')}", getattr(settings, f.name)) for f in fields}

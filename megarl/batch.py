@@ -10,6 +10,7 @@ one after another: it has one score, one place in its group and one weight. Mode
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -252,14 +253,8 @@ def common_prefix_lengths(rows: Sequence[Sequence[int]], ids: Tensor) -> Tensor:
     groups = {}
     for row, row_id in zip(rows, ids.tolist(), strict=True):
         groups.setdefault(row_id, []).append(row)
-    # In lexicographic order all rows of a group are between the least and the greatest, so these two decide.
-    prefixes = {row_id: _common_prefix_length(min(group), max(group)) for row_id, group in groups.items()}
+    prefixes = {row_id: len(os.path.commonprefix(group)) for row_id, group in groups.items()}  # noqa: RUF071
     return torch.tensor([prefixes[row_id] for row_id in ids.tolist()], dtype=torch.int64)
-
-
-def _common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
-    shorter = min(len(one), len(other))
-    return next((i for i in range(shorter) if one[i] != other[i]), shorter)
 
 
 def concatenate(batches: list[Batch]) -> Batch:

@@ -42,10 +42,11 @@ class Child:
         # With it a child finds the modules that this process finds.
         variables["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
         with theirs, blocked(), cpu_cores.unbound():
+            command = [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments]
+            kept = [theirs.fileno(), *descriptors]
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments], stdin=subprocess.DEVNULL,
-                stdout=2, pass_fds=[theirs.fileno(), *descriptors], start_new_session=True, env=variables,
-            )  # fmt: skip
+                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=kept, start_new_session=True, env=variables
+            )
 
     def send(self, message: object):
         """Sends a message; if the process has died, the next `connection.recv` raises EOFError or OSError."""

@@ -1,10 +1,12 @@
 """The exception for wrong input, rules that flags may break, a parser that raises it, names of flags, and warnings."""
 
 import argparse
+import contextlib
+import functools
 import os
 import sys
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 WARNED = "MEGARL_WARNED"  # environment variable: set if a launcher has printed the warnings already
 CHECKS_FIRST = "MEGARL_CHECKS_FIRST"  # set while a launcher checks a command line with --check before it starts ranks
@@ -67,6 +69,32 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> typing.NoReturn:
         raise UsageError(message)
+
+
+def refuses_in_one_line(tool: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[str]], int]]:
+    """Decorator of a tool's main function: wrong input is one line on stderr and exit status 2."""
+
+    def decorate(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+        @functools.wraps(main)
+        def run(argv: list[str]) -> int:
+            try:
+                return main(argv)
+            except UsageError as error:
+                print(f"{tool}: {' '.join(str(error).split())}", file=sys.stderr)
+                return 2
+
+        return run
+
+    return decorate
+
+
+@contextlib.contextmanager
+def writing(place: str) -> Iterator[None]:
+    """Body that writes files; UsageError if it cannot. `place`: where, such as a flag with its value."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{place}: cannot be written: {error.strerror}") from None
 
 
 def flag_of(name: str) -> str:

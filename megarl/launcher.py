@@ -103,7 +103,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _ranks(options: argparse.Namespace) -> int:
-    """Ranks on this node if no number is given."""
     trains = options.program.startswith("train_")
     if not trains or options.nnodes > 1 or cores() == 1 or os.environ.get("OMP_NUM_THREADS"):
         return 1
@@ -270,10 +269,9 @@ def _wait(processes: list) -> list[tuple[int, int]]:
 def _rank(rank: int, ranks: int, listener: socket.socket, errors: str, function: Callable[[], int]):
     """Turns this process into a rank with torchrun's environment and runs it."""
     child_process.die_with_parent()  # SIGKILL replaces torch's SIGINT, which a rank inside a collective ignores
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(listener.getsockname()[1]), TORCHELASTIC_USE_AGENT_STORE="True",
-    )  # fmt: skip
+    port = str(listener.getsockname()[1])
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="True")
     os.environ[last_line.ERROR_FILE] = str(_error_file(errors, rank))
     listener.close()
     try:

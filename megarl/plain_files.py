@@ -27,9 +27,8 @@ MAX_REASON = 300  # characters of an exception in a message
 
 
 def check_regular(path: str | Path, max_bytes: int | None = None):
-    """OSError unless the path is a regular file, or a link to one, of at most `max_bytes`; None: of any size.
-
-    For files that a library opens by their path.
+    """OSError unless the path is a regular file, or a link to one, of at most `max_bytes`; None: of any size. For files
+    that a library opens by their path.
     """
     _check(os.stat(path), max_bytes)
 
@@ -85,9 +84,8 @@ def parse_json(text: str) -> Any:
 
 
 def read_records(path: str | Path) -> list[bytes]:
-    """The lines of a file of JSON lines, without the empty ones at its end. OSError as `read_bytes`.
-
-    The newline byte alone ends a line: text may contain other characters that `splitlines` treats as line ends.
+    """The lines of a file of JSON lines, without the empty ones at its end. OSError as `read_bytes`. The newline byte
+    alone ends a line: text may contain other characters that `splitlines` treats as line ends.
     """
     lines = read_bytes(path, MAX_RECORDS).split(b"\n")
     while lines and not lines[-1].strip():
@@ -128,14 +126,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 @contextlib.contextmanager
 def reading(where: str, problem: str = "cannot be read", missing: str | None = None) -> Iterator[None]:
     """Context that reads and checks files: whatever is raised in it becomes one line. A UsageError stays as it is.
-
-    Args:
-        where: flag and file, the start of the line.
-        problem: what the line says before the reason.
-        missing: what it says of a file that does not exist; default: the same.
-
-    Raises:
-        UsageError: "WHERE: PROBLEM (REASON)".
+    `where`: flag and file, the start of the line. `problem`: what the line says before the reason. `missing`: what it
+    says of a file that does not exist; default: the same. UsageError: "WHERE: PROBLEM (REASON)".
     """
     try:
         yield

@@ -1,9 +1,8 @@
 """Values that a file, a request or a user's code gives: what counts as a number, whole text, and the kinds of entries.
 
-`math.isfinite` raises for a whole number that no float holds, and so does `float`. Whoever takes a number from outside
-asks here. JSON's escapes write halves of surrogate pairs, which UTF-8 and every tokenizer refuse, so they come from
-files, templates, requests and policies. Kinds are for files that megarl writes and seals: whoever changes such a file
-can write its checksum, too.
+`math.isfinite` raises for a whole number that no float holds, and so does `float`. JSON's escapes write halves of
+surrogate pairs, which UTF-8 and every tokenizer refuse. Kinds are for files that megarl writes and seals: whoever
+changes such a file can write its checksum, too.
 """
 
 import re
@@ -27,7 +26,6 @@ def is_plain_number(value: Any) -> bool:
 
 
 def is_whole(value: Any, low: int, high: int) -> bool:
-    """Whether a value is a whole number in a range, both ends included."""
     return type(value) is int and low <= value <= high
 
 
@@ -35,7 +33,6 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text has no half of a surrogate pair."""
     return text.isascii() or _HALF.search(text) is None
 
 
@@ -60,7 +57,6 @@ def is_count(value: Any) -> bool:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value of JSON is of a kind."""
     if kind is None:
         return value is None
     if isinstance(kind, Each):

@@ -10,7 +10,6 @@ Exit status: 0; 1 if the run does not fit; 2 for wrong input.
 """
 
 import argparse
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -26,29 +25,23 @@ DOES_NOT_FIT = 1  # exit status
 def build_parser() -> argparse.ArgumentParser:
     """The program's own flags; all others are those of train_rl."""
     parser = ArgumentParser(prog="megarl.plan", allow_abbrev=False, epilog="Every other flag is one of train_rl.")
-    parser.add_argument("--world-size", type=int, required=True, help="ranks of the run")
-    parser.add_argument(
-        "--ranks-per-node", type=int, help="for a role map of nodes; default: all ranks on one node. Estimates take 8"
-    )
-    parser.add_argument(
-        "--vocab-size", type=int, help="size of the vocabulary; default: that of the folder or tokenizer"
-    )
-    parser.add_argument("--gpu-memory", type=float,
-                        help="memory of a GPU, GiB: ends with a verdict, and exit status 1 if the run does not fit;"
-                        " default: that of --gpu")  # fmt: skip
-    parser.add_argument(
-        "--gpu", type=str.lower, help="a100, h100, h200 or b200: a verdict, and an estimate of a step's time"
-    )
-    parser.add_argument("--mfu", type=float, help="of the estimate: share of the GPU's FLOPs that is reached, 0.4")
-    parser.add_argument("--network", type=float, help="of the estimate: GB/s of a GPU between nodes, default 50")
-    searches = parser.add_mutually_exclusive_group()
-    searches.add_argument(
-        "--best-layouts", action="store_true", help="search the parallel sizes that are not given; print the three best"
-    )
-    searches.add_argument("--least-recompute", action="store_true",
-                          help="print only the flags of the least recomputation of activations with which the run fits;"
-                          " full recomputation, and exit status 1, if it never does")  # fmt: skip
-    parser.add_argument("--json", help="also write the plan to this file as JSON")
+    add = parser.add_argument
+    add("--world-size", type=int, required=True, help="ranks of the run")
+    per_node = "for a role map of nodes; default: all ranks on one node. Estimates take 8"
+    add("--ranks-per-node", type=int, help=per_node)
+    add("--vocab-size", type=int, help="size of the vocabulary; default: that of the folder or tokenizer")
+    verdict = "memory of a GPU, GiB: ends with a verdict, and exit status 1 if the run does not fit"
+    add("--gpu-memory", type=float, help=f"{verdict}; default: that of --gpu")
+    add("--gpu", type=str.lower, help="a100, h100, h200 or b200: a verdict, and an estimate of a step's time")
+    add("--mfu", type=float, help="of the estimate: share of the GPU's FLOPs that is reached, 0.4")
+    add("--network", type=float, help="of the estimate: GB/s of a GPU between nodes, default 50")
+    add_search = parser.add_mutually_exclusive_group().add_argument
+    best = "search the parallel sizes that are not given; print the three best"
+    add_search("--best-layouts", action="store_true", help=best)
+    least = "print only the flags of the least recomputation of activations with which the run fits"
+    never = "full recomputation, and exit status 1, if it never does"
+    add_search("--least-recompute", action="store_true", help=f"{least}; {never}")
+    add("--json", help="also write the plan to this file as JSON")
     return parser
 
 
@@ -89,28 +82,20 @@ def cluster_of(chosen):
         return None
     if chosen.gpu not in hardware.GPUS:
         raise UsageError(f"--gpu {chosen.gpu}: allowed are {', '.join(hardware.GPUS)}; others need --gpu-memory")
-    return hardware.Cluster(
-        chosen.gpu,
-        hardware.GPUS[chosen.gpu],
-        chosen.mfu or hardware.MFU,
-        (chosen.network or hardware.NETWORK) * 1e9,
-        chosen.ranks_per_node or hardware.RANKS_PER_NODE,
-    )
+    mfu, network = chosen.mfu or hardware.MFU, (chosen.network or hardware.NETWORK) * 1e9
+    per_node = chosen.ranks_per_node or hardware.RANKS_PER_NODE
+    return hardware.Cluster(chosen.gpu, hardware.GPUS[chosen.gpu], mfu, network, per_node)
 
 
 def question_of(chosen, flags: list[str]):
     """The question of a command line, and its program."""
     from megarl.planning.question import Question
 
-    question = Question(flags, chosen.world_size, chosen.ranks_per_node)
-    program = question.program()
+    program = Question(flags, chosen.world_size, chosen.ranks_per_node).program()
     warn(program.warnings)
-    reward = program.roles["reward"]
-    return dataclasses.replace(
-        question,
-        vocab_size=vocabulary(chosen, program.roles["actor"]),
-        reward_vocab_size=vocabulary(chosen, reward) if reward.has_model else None,
-    ), program
+    vocab_size, reward = vocabulary(chosen, program.roles["actor"]), program.roles["reward"]
+    of_reward = vocabulary(chosen, reward) if reward.has_model else None
+    return Question(flags, chosen.world_size, chosen.ranks_per_node, vocab_size, of_reward), program
 
 
 def main(argv: list[str]) -> int:

@@ -15,6 +15,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import os
 import signal
 import sys
@@ -40,8 +41,7 @@ _NOT_THE_USERS = (_MEGARL, *(sysconfig.get_path(name) for name in ("purelib", "s
 
 def place_of(error: BaseException) -> str:
     """` (FILE:LINE)` where code of the user that megarl called raised, or called what did; "" if none ran."""
-    _, frames = _own_frames(error)
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    _, own = _own_frames(error)
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
@@ -53,25 +53,23 @@ def shows_all() -> bool:
 def traceback_of(error: BaseException) -> str:
     """The user's frames; the whole traceback if there are none, or if `FULL` asks for it. "" if the error itself has
     the reasons and places."""
-    source, frames = _own_frames(error)
-    if shows_all() or not frames and not isinstance(error, TooManyFailures):
+    source, own = _own_frames(error)
+    if shows_all() or not own and not isinstance(error, TooManyFailures):
         return "".join(traceback.format_exception(error))
-    if not frames:
+    if not own:
         return ""
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
     lines = ["Traceback of your code:\n", *traceback.format_list(own)]
     return "".join([*lines, *traceback.format_exception_only(source), f"{FULL}=full shows all of it.\n"])
 
 
 def _own_frames(error: BaseException | None) -> tuple[BaseException | None, list[traceback.FrameSummary]]:
-    """The error, or the one that caused it, in which megarl called the user's code; its frames from there on."""
+    """The error, or the one that caused it, in which megarl called the user's code; the user's frames from there on."""
     while error is not None:
-        frames = traceback.extract_tb(error.__traceback__)
-        begun = False
-        for i, frame in enumerate(frames):
-            begun |= frame.filename.startswith(_MEGARL)
-            if begun and not frame.filename.startswith(_NOT_THE_USERS):
-                return error, frames[i:]
+        frames = itertools.dropwhile(
+            lambda frame: not frame.filename.startswith(_MEGARL), traceback.extract_tb(error.__traceback__)
+        )
+        if own := [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]:
+            return error, own
         error = error.__cause__ or error.__context__
     return None, []
 
@@ -210,14 +208,10 @@ def load(flag: str, name: str, table: Mapping[str, Any], takes: Sequence[str] | 
 
 def load_kept(
     flag: str, name: str, table: Mapping[str, Any], takes: Sequence[str], wrap: Callable[[Callable], Any]
-) -> Any:  # fmt: skip
+) -> Any:
     """As `load`, for code that runs in the process of the run, whose state is put back after each call.
 
-    Args:
-        wrap: makes a row of the table, with a field `function`, of a user's function.
-
-    Raises:
-        UsageError: as of `load`, or `wrap` raises ValueError.
+    `wrap` makes a row of the table, with a field `function`, of a user's function; its ValueError is a UsageError.
     """
     if name in table:
         return load(flag, name, table)

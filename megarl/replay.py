@@ -253,10 +253,7 @@ def _fork_agent(
     finally:
         if client is not None:
             client.close()
-    played = saved._replace(
-        tokens=episode.tokens, prompt_length=episode.prompt_length, row_starts=episode.row_starts, turns=episode.turns,
-        rewards=episode.rewards, end=str(episode.end), solved=episode.solved,
-    )  # fmt: skip
+    played = saved._replace(episode=episode)
     failures = [] if client is None else [f"  {reason}" for reason in client.statistics.failures]
     answer = [] if pool is None else pool.answer
     return answer, [*transcript.saved_turns(played, episodes.turn_tokens), *failures]

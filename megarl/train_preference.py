@@ -16,14 +16,7 @@ def train(config, timers):
     from megarl.trainers.preference_trainer import KTOTrainer, PairTrainer
 
     trainer = KTOTrainer if config.settings.preference_loss == "kto" else PairTrainer
-    run = trainer(config, timers)
-    for step in run.steps():
-        batch = run.next_batch()
-        run.update(batch)
-        run.evaluate(step)
-        run.log(step)
-        run.save(step)
-    run.close()
+    trainer(config, timers).train()
 
 
 if __name__ == "__main__":

@@ -14,14 +14,7 @@ def train(config, timers):
     # After the flags: it imports torch and Megatron.
     from megarl.trainers.reward_model_trainer import RewardModelTrainer
 
-    run = RewardModelTrainer(config, timers)
-    for step in run.steps():
-        batch = run.next_batch()
-        run.update(batch)
-        run.evaluate(step)
-        run.log(step)
-        run.save(step)
-    run.close()
+    RewardModelTrainer(config, timers).train()
 
 
 if __name__ == "__main__":

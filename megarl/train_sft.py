@@ -13,14 +13,7 @@ def train(config, timers):
     """Each step: one mini-batch, loss over its response tokens, one update."""
     from megarl.trainers.sft_trainer import SFTTrainer  # after the flags: it imports torch and Megatron
 
-    run = SFTTrainer(config, timers)
-    for step in run.steps():
-        batch = run.next_batch()
-        run.update(batch)
-        run.evaluate(step)
-        run.log(step)
-        run.save(step)
-    run.close()
+    SFTTrainer(config, timers).train()
 
 
 if __name__ == "__main__":

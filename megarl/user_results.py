@@ -18,10 +18,9 @@ _runners: dict[int, asyncio.Runner] = {}  # by process, because a fork must not 
 
 
 def number_of(value: Any) -> float | None:
-    """The number that a value is; None if it is none.
-
-    Numbers are Python's, `Decimal` and `Fraction`, and those of numpy, torch and JAX: scalars, and arrays of one
-    element. A number that no float holds is infinite, and a signalling NaN is NaN.
+    """The number that a value is; None if it is none. Numbers are Python's, `Decimal` and `Fraction`, and those of
+    numpy, torch and JAX: scalars, and arrays of one element. A number that no float holds is infinite, and a signalling
+    NaN is NaN.
     """
     if not isinstance(value, Real | Decimal):
         item = getattr(value, "item", None)
@@ -83,9 +82,8 @@ def settled(result: Any) -> Any:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine in the event loop of this process, which stays: clients of a module belong to it.
-
-    What an alarm interrupts is cancelled when the loop runs again. For the main thread.
+    """The result of a coroutine in the event loop of this process, which stays: clients of a module belong to it. What
+    an alarm interrupts is cancelled when the loop runs again. For the main thread.
     """
     runner = _runners.get(os.getpid())
     if runner is None:
@@ -101,11 +99,8 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 async def together(
     function: Callable[[Any], Coroutine[Any, Any, T]], items: list[Any], seconds: float, concurrency: int
 ) -> list[T | BaseException]:
-    """Results of an async function for each item, in their order; an exception instead where it raised.
-
-    Args:
-        seconds: limit of each call from its start on; a later one is a `LateCall`.
-        concurrency: calls that run at a time.
+    """Results of an async function for each item, in their order; an exception instead where it raised. `seconds`:
+    limit of each call from its start on; a later one is a `LateCall`. `concurrency`: calls that run at a time.
     """
     slots = asyncio.Semaphore(concurrency)
 

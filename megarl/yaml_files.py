@@ -14,15 +14,9 @@ _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 def read_mapping(path: str, where: str, allowed: str) -> tuple[dict[Any, Any], dict[str, str]]:
-    """The mapping in a file, and each of its values as it is written (lists and mappings apart).
-
-    Args:
-        where: flag and path, for messages.
-        allowed: what the mapping is of, for messages.
-
-    Raises:
-        UsageError: the file cannot be read, is not YAML or no mapping, has a key twice, a number that no float holds,
-            or aliases that expand without measure.
+    """The mapping in a file, and each of its values as it is written (lists and mappings apart). `where`: flag and
+    path, for messages. `allowed`: what the mapping is of, for messages. UsageError: the file cannot be read, is not
+    YAML or no mapping, has a key twice, a number that no float holds, or aliases that expand without measure.
     """
     with reading(where):
         text = read_text(bundled.find(path))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megarl.errors import ArgumentParser, UsageError  # noqa: E402
+from megarl.errors import ArgumentParser, UsageError, refuses_in_one_line  # noqa: E402
 from megarl.observe import settings_file  # noqa: E402
 from megarl.observe.metrics_file import FILE_NAME, read_metrics  # noqa: E402
 from megarl.observe.terminal import printable, table  # noqa: E402
@@ -208,6 +208,7 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
+@refuses_in_one_line("compare")
 def main(argv: list[str]) -> int:
     """Returns the exit status: 1 with `--exact` and a difference, 2 for wrong input."""
     parser = ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
@@ -218,16 +219,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--last", type=int, default=10, metavar="N", help="steps of the mean; default: %(default)s")
     parser.add_argument("--exact", action="store_true", help="exit status 1 if a metric or sample differs")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    try:
-        options = parser.parse_args(argv)
-        if len(options.runs) < 2:
-            raise UsageError(f"{printable(options.runs[0])}: one run has nothing to be compared with; give two or more")
-        if options.last < 1:
-            raise UsageError(f"--last {options.last}: must be at least 1")
-        found = compare([read_run(path) for path in options.runs], options.metrics, options.last)
-    except UsageError as error:
-        print(f"compare: {error}", file=sys.stderr)
-        return 2
+    options = parser.parse_args(argv)
+    if len(options.runs) < 2:
+        raise UsageError(f"{printable(options.runs[0])}: one run has nothing to be compared with; give two or more")
+    if options.last < 1:
+        raise UsageError(f"--last {options.last}: must be at least 1")
+    found = compare([read_run(path) for path in options.runs], options.metrics, options.last)
     print(json.dumps(found, indent=1, default=str) if options.json else "\n".join(report(found, options.last)))
     return int(options.exact and not found["exact"])
 

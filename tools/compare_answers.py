@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import load_prompts
-from megarl.errors import ArgumentParser, UsageError
+from megarl.errors import ArgumentParser, UsageError, refuses_in_one_line
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -57,16 +57,13 @@ def answers(folder: str, prompts: list[Prompt], max_tokens: int) -> list[str]:
     return found
 
 
+@refuses_in_one_line("compare_answers")
 def main(argv: list[str]) -> int:
-    try:
-        arguments = parse_arguments(argv)
-        prompts = spread(list(load_prompts(arguments.prompts, "--prompts")), arguments.count)
-        if importlib.util.find_spec("transformers") is None:
-            raise UsageError("transformers: not installed; run launch/setup_env.sh smollm2")
-        columns = [answers(folder, prompts, arguments.max_tokens) for folder in arguments.models]
-    except UsageError as error:
-        print(f"compare_answers: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    arguments = parse_arguments(argv)
+    prompts = spread(list(load_prompts(arguments.prompts, "--prompts")), arguments.count)
+    if importlib.util.find_spec("transformers") is None:
+        raise UsageError("transformers: not installed; run launch/setup_env.sh smollm2")
+    columns = [answers(folder, prompts, arguments.max_tokens) for folder in arguments.models]
     width = max(map(len, arguments.models))
     for i, prompt in enumerate(prompts):
         print(f"\n{prompt.text}" + (f"  [{prompt.answer}]" if prompt.answer is not None else ""))

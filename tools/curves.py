@@ -33,7 +33,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.errors import ArgumentParser, UsageError
+from megarl.errors import ArgumentParser, UsageError, refuses_in_one_line
 from megarl.observe.files import write_atomically
 from megarl.observe.metrics_file import FILE_NAME, read_metrics
 from megarl.observe.settings_file import FILE_NAME as SETTINGS_NAME
@@ -348,6 +348,7 @@ def report(curves: list[Curve], out: Path, chosen: argparse.Namespace) -> int:
     return 0
 
 
+@refuses_in_one_line("curves")
 def main(argv: list[str]) -> int:
     try:
         chosen = parse_arguments(argv)
@@ -359,9 +360,6 @@ def main(argv: list[str]) -> int:
         if not chosen.warm_start:
             make_warm_start(start)
         return report(train_all(chosen, start, out), out, chosen)
-    except UsageError as error:
-        print(f"curves: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
     except OSError as error:
         print(f"curves: --out {chosen.out}: {error}", file=sys.stderr)
         return 2

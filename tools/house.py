@@ -21,14 +21,14 @@ LONG = 48  # words of a sentence that tires
 
 # What the tree may have at most.
 LIMITS = {
-    "files": 523,
-    "files below 60 lines": 82,
-    "classes": 752,
-    "fmt: skip": 274,
-    "star-passed local tuples": 173,
+    "files": 498,
+    "files below 60 lines": 75,
+    "classes": 729,
+    "fmt: skip": 176,
+    "star-passed local tuples": 134,
     "functions with 9 and more parameters": 1,
-    "file names that occur twice": 11,
-    "modules of 60 lines and more without a test of their name": 99,
+    "file names that occur twice": 7,
+    "modules of 60 lines and more without a test of their name": 28,
     "pages": 34,
     "sentences of 48 words and more": 0,
 }

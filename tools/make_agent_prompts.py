@@ -22,9 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import ArgumentParser, UsageError
+from megarl.errors import ArgumentParser, UsageError, refuses_in_one_line, writing
 from tools._careless_players import conversations
-from tools.make_prompts import shared_questions, split, write_files
+from tools.make_prompts import split, told, write_files
 
 FACTORS = range(100, 1000)
 STANDARD_MAP = ["SFFF", "FHFH", "FFFH", "HFFG"]
@@ -143,9 +143,10 @@ def _id(question: str) -> str:
     return hashlib.sha256(question.encode()).hexdigest()[:16]
 
 
+@refuses_in_one_line("make_agent_prompts")
 def main(argv: list[str]) -> int:
-    try:
-        arguments = parse_arguments(argv)
+    arguments = parse_arguments(argv)
+    with writing(f"--out {arguments.out}"):
         lines = TASKS[arguments.task](arguments, arguments.train + arguments.heldout)
         train, heldout = split(lines, arguments.heldout, arguments.seed)
         made_from = {name: value for name, value in vars(arguments).items() if name not in ("train", "heldout", "out")}
@@ -154,18 +155,9 @@ def main(argv: list[str]) -> int:
         if arguments.conversations:
             played = conversations(arguments.task, train, arguments.conversations, arguments.seed)
             (folder / "conversations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in played))
-    except UsageError as error:
-        print(f"make_agent_prompts: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"make_agent_prompts: --out {arguments.out}: cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
     same_question = arguments.task == "guess-number" or arguments.standard_map
-    if not same_question and (shared := shared_questions(folder)):
-        print(f"make_agent_prompts: {len(shared)} held-out questions are in train, e.g. {shared[0]!r}", file=sys.stderr)
-        return 1
-    print(f"{folder}: {len(train)} train and {len(heldout)} held-out prompts of {arguments.task}")
-    return 0
+    text = f"{len(train)} train and {len(heldout)} held-out prompts of {arguments.task}"
+    return told("make_agent_prompts", folder, text, is_apart=not same_question)
 
 
 if __name__ == "__main__":

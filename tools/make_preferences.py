@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet, load_prompts
-from megarl.errors import ArgumentParser, UsageError
+from megarl.errors import ArgumentParser, UsageError, refuses_in_one_line, writing
 from megarl.plain_files import MAX_RECORDS, parse_json, read_text, reading
 from megarl.rewards.base import Sample
 from megarl.rewards.tasks import check_tasks, load_tasks, reasoning_gym
@@ -165,20 +165,15 @@ def questions(prompts: typing.Iterable[Prompt]) -> dict[str, str]:
     return found
 
 
+@refuses_in_one_line("make_preferences")
 def main(argv: list[str]) -> int:
-    try:
-        chosen = parse_arguments(argv)
+    chosen = parse_arguments(argv)
+    with writing(f"--out {chosen.out}"):
         prompts, train = make_pairs(chosen)
         heldout_prompts, heldout = make_pairs(chosen, "heldout-")
         made_from = {name: value for name, value in sorted(vars(chosen).items()) if name != "out"}
         folder = Path(chosen.out)
         write_files(folder, train, heldout, made_from)
-    except UsageError as error:
-        print(f"make_preferences: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"make_preferences: --out {chosen.out}: cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
     # Compares the written file with all prompts that training may see, not only those of its pairs.
     trained = questions(prompts)
     held_out = questions([*heldout_prompts, *load_prompts(str(folder / "heldout.jsonl"), "--out")])

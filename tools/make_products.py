@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import ArgumentParser, UsageError
-from tools.make_prompts import shared_questions, split, write_files
+from megarl.errors import ArgumentParser, UsageError, refuses_in_one_line, writing
+from tools.make_prompts import split, told, write_files
 
 FACTORS = range(2, 13)
 WORDINGS = (
@@ -54,25 +54,17 @@ def prompt_lines(pair: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+@refuses_in_one_line("make_products")
 def main(argv: list[str]) -> int:
-    try:
-        arguments = parse_arguments(argv)
+    arguments = parse_arguments(argv)
+    with writing(f"--out {arguments.out}"):
         train, heldout = ([line for pair in part for line in prompt_lines(pair)]
                           for part in split(pairs(), HELD_OUT, arguments.seed))  # fmt: skip
         folder = Path(arguments.out)
         write_files(folder, train, heldout, {"task": "products", "seed": arguments.seed})
-    except UsageError as error:
-        print(f"make_products: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"make_products: --out {arguments.out}: cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
-    shared = shared_questions(folder)
-    if shared:
-        print(f"make_products: {len(shared)} held-out questions are in train, e.g. {shared[0]!r}", file=sys.stderr)
-        return 1
-    print(f"{folder}: {len(train)} train and {len(heldout)} held-out prompts, no pair of factors in both")
-    return 0
+    return told(
+        "make_products", folder, f"{len(train)} train and {len(heldout)} held-out prompts, no pair of factors in both"
+    )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from typing import Any
 
 import yaml
 
-from megarl.errors import ArgumentParser, UsageError
+from megarl.errors import ArgumentParser, UsageError, refuses_in_one_line, writing
 
 # Entries to try per wanted question before giving up: small tasks repeat questions.
 _TRIES_PER_QUESTION = 30
@@ -254,9 +254,20 @@ def shared_questions(folder: Path) -> list[str]:
     return [json.loads(line)["prompt"] for line in read("heldout.jsonl") if train.intersection(keys(line))]
 
 
+def told(tool: str, folder: Path, text: str, is_apart: bool = True) -> int:
+    """Prints what was made, and returns 0; 1 if `is_apart`, and yet a held-out question is in the training file."""
+    shared = shared_questions(folder) if is_apart else []
+    if shared:
+        print(f"{tool}: {len(shared)} held-out questions are in train, e.g. {shared[0]!r}", file=sys.stderr)
+        return 1
+    print(f"{folder}: {text}")
+    return 0
+
+
+@refuses_in_one_line("make_prompts")
 def main(argv: list[str]) -> int:
-    try:
-        arguments = parse_arguments(argv)
+    arguments = parse_arguments(argv)
+    with writing(f"--out {arguments.out}"):
         size = _TRIES_PER_QUESTION * (arguments.train + arguments.heldout) + _EXTRA_TRIES
         dataset = build_task(arguments.task, arguments.task_option, arguments.seed, size)
         train, heldout = split(distinct_lines(dataset, arguments), arguments.heldout, arguments.seed)
@@ -270,18 +281,7 @@ def main(argv: list[str]) -> int:
             "reasoning_gym": importlib.metadata.version("reasoning_gym"),
         }
         write_files(folder, train, heldout, made_from)
-    except UsageError as error:
-        print(f"make_prompts: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"make_prompts: --out {arguments.out}: cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
-    shared = shared_questions(folder)
-    if shared:
-        print(f"make_prompts: {len(shared)} held-out questions are in train, e.g. {shared[0]!r}", file=sys.stderr)
-        return 1
-    print(f"{folder}: {len(train)} train and {len(heldout)} held-out prompts, no question in both")
-    return 0
+    return told("make_prompts", folder, f"{len(train)} train and {len(heldout)} held-out prompts, no question in both")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from megarl.errors import ArgumentParser, UsageError
+from megarl.errors import ArgumentParser, UsageError, refuses_in_one_line, writing
 from megarl.extras.report_figure import GREY, legend, line, not_recorded, set_title, start_at_zero
 from megarl.observe.files import write_atomically
 from megarl.observe.metrics_file import FILE_NAME, read_metrics, series
@@ -161,19 +161,14 @@ def _soundness(axes, samples: list[Path]) -> None:
     legend(axes, lines)
 
 
+@refuses_in_one_line("rlhf_report")
 def main(argv: list[str]) -> int:
-    try:
-        chosen = parse_arguments(argv)
+    chosen = parse_arguments(argv)
+    with writing(f"{chosen.folder}"):
         runs = {name: read_metrics(chosen.folder / name / FILE_NAME) for name in STAGES}
         found = rows_of(runs, chosen.min_accuracy, chosen.max_kl)
         samples = sorted((chosen.folder / "ppo" / "samples").glob("step_*.jsonl"))
         write_atomically(chosen.folder / "report.png", draw(runs, samples, chosen.min_accuracy, chosen.max_kl))
-    except UsageError as error:
-        print(f"rlhf_report: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"rlhf_report: {chosen.folder}: cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
     print(f"{table(found)}\n\n{chosen.folder / 'report.png'}")
     return 0 if all(row.is_kept for row in found) else 1
 

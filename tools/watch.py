@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megarl.errors import ArgumentParser, UsageError  # noqa: E402
+from megarl.errors import ArgumentParser, UsageError, refuses_in_one_line  # noqa: E402
 from megarl.observe.status_file import ENDED, RUNNING  # noqa: E402
 from megarl.observe.terminal import (  # noqa: E402  # noqa: E402
     AVERAGED_STEPS,
@@ -243,20 +243,17 @@ def show(runs: list[RunReader], once: bool, interval: float) -> int:
             print(SHOW_CURSOR, end="", flush=True)
 
 
+@refuses_in_one_line("watch")
 def main(argv: list[str]) -> int:
     """Returns the exit status."""
     parser = ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs (--save)")
     parser.add_argument("--once", action="store_true", help="print one frame and exit")
     parser.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between frames; default: 2")
-    try:
-        options = parser.parse_args(argv)
-        if not 0.1 <= options.interval <= 3600:
-            raise UsageError(f"--interval {options.interval}: allowed is 0.1 to 3600")
-        runs = [RunReader(Path(path)) for path in options.runs]
-    except UsageError as error:
-        print(f"watch: {error}", file=sys.stderr)
-        return 2
+    options = parser.parse_args(argv)
+    if not 0.1 <= options.interval <= 3600:
+        raise UsageError(f"--interval {options.interval}: allowed is 0.1 to 3600")
+    runs = [RunReader(Path(path)) for path in options.runs]
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a text stream of the interpreter
     return show(runs, options.once, options.interval)
 

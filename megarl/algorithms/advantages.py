@@ -1,5 +1,9 @@
-"""Rewards of tokens, their discounted sums over the rest of a response, and generalised advantage estimation."""
+"""Rewards of tokens, their discounted sums over the rest of a response, generalised advantage estimation, and the
+critic that it needs: its loss per token, before aggregation, and how much of the returns' variance it explains."""
 
+from typing import NamedTuple
+
+from megarl.algorithms.aggregation import centred_squares, local_moments
 from megarl.algorithms.packed import require_same_shape, response_tokens, token_sequences
 from megarl.deferred import Tensor, no_grad, torch
 
@@ -11,20 +15,8 @@ def token_rewards(
     """Reward of each response token: −β·kl, plus the sequence's score on its last response token.
 
     Fine-Tuning Language Models from Human Preferences (arXiv 1909.08593) §2.2; InstructGPT (arXiv 2203.02155) §3.5.
-
-    Args:
-        scores: [N] score of each sequence.
-        kl: [T] KL estimate to the reference policy.
-        kl_coefficient: β.
-        response_mask: [T] bool.
-        cu_seqlens: [N+1].
-
-    Returns:
-        [T] in the dtype of `kl`, 0 outside the mask. The score of a sequence without response tokens is dropped; the
-        caller reports how many there were.
-
-    Raises:
-        ValueError: shapes do not fit together.
+    From `scores` [N] and `kl` [T]: [T] in the dtype of `kl`, 0 outside the mask. The score of a sequence without
+    response tokens is dropped.
     """
     require_same_shape(kl=kl, response_mask=response_mask)
     response = response_tokens(response_mask, cu_seqlens)
@@ -47,16 +39,11 @@ def discounted_to_go(terms: Tensor, response_mask: Tensor, cu_seqlens: Tensor, f
 
     Args:
         terms: [T] x, read at response tokens only.
-        response_mask: [T] bool.
-        cu_seqlens: [N+1].
-        factor: in [0, 1]; or [N], one of each sequence, which is not checked.
+        factor: in [0, 1], else ValueError; or [N], one of each sequence, which is not checked.
 
     Returns:
         [T] in the dtype of `terms`, 0 outside the mask, no gradient. A sequence's results do not depend on the other
         sequences of the batch, to the last bit.
-
-    Raises:
-        ValueError: shapes do not fit together, or the factor is outside [0, 1].
     """
     require_same_shape(terms=terms, response_mask=response_mask)
     if not isinstance(factor, torch.Tensor) and not 0 <= factor <= 1:
@@ -112,25 +99,17 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over the response tokens of each sequence.
 
-    δ_t = r_t + γ·V_{t+1} − V_t,  A_t = δ_t + γλ·A_{t+1},  return = A + V, where t + 1 is the *next response token*:
-    observation tokens between two turns are skipped; they neither reset nor discount. After the last response token
-    V is 0.
+    δ_t = r_t + γ·V_{t+1} − V_t,  A_t = δ_t + γλ·A_{t+1},  return = A + V, where t + 1 is the next response token, as in
+    `discounted_to_go`. After the last response token V is 0.
 
     Args:
-        rewards: [T], read at response tokens only.
-        values: [T] V(state before the token), read at response tokens only.
-        response_mask: [T] bool.
-        cu_seqlens: [N+1].
-        gamma, lam: γ and λ, each in [0, 1].
+        rewards, values: [T], read at response tokens only; V is of the state before the token.
+        gamma, lam: γ and λ; ValueError unless their product is in [0, 1].
         length_alpha: α > 0 of VAPO's length-adaptive λ (arXiv 2504.05118, eq. 8): the advantages of a response of l
             tokens have 1 − 1/(α·l), at least 0, in the place of λ. Returns keep `lam`.
 
     Returns:
-        advantages [T], returns [T]: dtype of `values`, 0 outside the mask, no gradient. A sequence's results do not
-        depend on the other sequences of the batch, to the last bit.
-
-    Raises:
-        ValueError: shapes do not fit together, or γλ is outside [0, 1].
+        advantages [T], returns [T]: dtype of `values`, else as of `discounted_to_go`.
     """
     require_same_shape(rewards=rewards, values=values, response_mask=response_mask)
     response = response_tokens(response_mask, cu_seqlens)
@@ -145,3 +124,47 @@ def gae(
         of_responses = (1 - 1 / (length_alpha * response.counts.double())).clamp(min=0).to(deltas.dtype)
         advantages = discounted_to_go(deltas, response_mask, cu_seqlens, gamma * of_responses)
     return advantages, returns
+
+
+class ValueTerms(NamedTuple):
+    """Per-token terms of the value loss."""
+
+    loss: Tensor  # [T], differentiable in the values
+    clipped: Tensor  # [T] bool, the clipped value has the larger error, so the token has no gradient
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> ValueTerms:
+    """½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²).
+
+    The value clipping of the PPO reference implementation (openai/baselines, ppo2), not in the paper.
+
+    V_old, at the start of the step, and R, the targets, are constants; all are [T].
+    """
+    require_same_shape(values=values, old_values=old_values, returns=returns)
+    old_values, returns = old_values.detach(), returns.detach()
+    plain = (values - returns).square()
+    bounded = (values.clamp(old_values - clip_range, old_values + clip_range) - returns).square()
+    clipped = bounded > plain
+    # Not torch.maximum: at a tie it takes half of the gradient from the clipped side.
+    return ValueTerms(0.5 * torch.where(clipped, bounded, plain), clipped)
+
+
+def explained_variance_moments(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """Sums for `explained_variance` of predictions V and targets R [T], to be added over micro-batches and ranks:
+    float64 [5] = (count, ΣR, ΣR², Σ(R−V), Σ(R−V)²)."""
+    require_same_shape(values=values, returns=returns, mask=mask)
+    residuals = returns.double() - values.double()
+    return torch.cat([local_moments(returns, mask), local_moments(residuals, mask)[1:]])
+
+
+def explained_variance(moments: Tensor) -> float:
+    """1 − Var[R − V] / Var[R] from all-reduced `explained_variance_moments` [5].
+
+    1: the critic is perfect up to a constant; 0: no better than a constant; below 0: worse. 0.0 if all returns are
+    equal, or with fewer than two tokens.
+    """
+    count, returns, returns_squared, residuals, residuals_squared = moments.double().unbind()
+    variance = centred_squares(count, returns, returns_squared)
+    if variance == 0:
+        return 0.0
+    return float(1 - centred_squares(count, residuals, residuals_squared) / variance)

@@ -1,21 +1,23 @@
-"""Aggregates per-token losses into the scalar to differentiate: always a local sum / a global count.
+"""Sums over micro-batches and ranks: losses aggregated into the scalar to differentiate, and mean, variance, whitening.
 
 A mean of micro-batch means depends on how tokens are split into micro-batches and ranks. A local sum over a global
-count does not: summed over micro-batches and ranks it is the loss of the whole mini-batch, whatever the split. All
-functions raise ValueError where shapes differ.
+count does not: summed over micro-batches and ranks it is the loss of the whole mini-batch, whatever the split.
 """
 
 from megarl.algorithms.packed import require_same_shape, response_counts, sums_by_sequence
 from megarl.deferred import Tensor, torch
 
+# Relative rounding error of a float64 sum of squares, with a margin for the order of additions. A variance from such a
+# sum loses the digits by which mean² exceeds it: 1e-8 of it if the mean is 10,000 deviations from 0, far beyond
+# rewards, values and advantages.
+_ROUNDING = 1e-14
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum of `values` [T] where `mask` [T] (bool) is True, as a scalar of the dtype of `values`.
+    """Scalar sum of `values` [T] where `mask` is True, in their dtype; an empty mask gives 0 with a gradient of 0.
 
-    Masked-out entries are replaced before the sum, not multiplied by zero, so inf or NaN there does not enter the
-    result. An empty mask gives 0 with a gradient of 0.
+    Masked-out entries are replaced, not multiplied by zero, so that inf or NaN there does not enter the result.
     """
     require_same_shape(values=values, mask=mask)
     return torch.where(mask, values, torch.zeros_like(values)).sum()
@@ -26,22 +28,18 @@ def token_mean(losses: Tensor, mask: Tensor, global_count: Tensor | int) -> Tens
 
     Args:
         losses: [T] per-token losses of one micro-batch on one rank.
-        mask: [T] bool, the tokens that count.
-        global_count: valid tokens of the whole mini-batch: summed over all of its micro-batches and all-reduced over
-            the data- and context-parallel ranks. An integer, the same on every rank.
+        global_count: valid tokens of the whole mini-batch, summed over micro-batches and data- and context-parallel
+            ranks.
 
     Returns:
-        Scalar. Summed over micro-batches and ranks it is the token mean. The caller must therefore sum gradients over
-        ranks and micro-batches, not average them. With a count of 0 it is exactly 0, and so is its gradient.
+        Scalar. Summed over micro-batches and ranks it is the token mean, so the caller sums gradients over them and
+        does not average. With a count of 0 it is exactly 0, and so is its gradient.
     """
     return masked_sum(losses, mask) / _divisor(global_count, losses)
 
 
 def local_counts(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """This micro-batch's counts for `aggregate`: float64 [2] = (valid tokens, sequences with a valid token).
-
-    Additive over micro-batches of whole sequences. `mask` [T] bool, `cu_seqlens` [N+1].
-    """
+    """This micro-batch's additive counts for `aggregate`: float64 [2] = (valid tokens, sequences with one)."""
     counts = response_counts(mask, cu_seqlens)
     return torch.stack([counts.sum(), (counts > 0).sum()]).double()
 
@@ -56,19 +54,13 @@ def aggregate(
     arXiv 2503.20783). A sequence without valid tokens does not count in mean_i.
 
     Args:
-        losses: [T] per-token losses of one micro-batch on one rank, of whole sequences.
-        mask: [T] bool, the tokens that count.
-        cu_seqlens: [N+1].
-        mode: one of `AGGREGATIONS`.
+        losses: [T] per-token losses of one micro-batch on one rank.
+        mode: one of `AGGREGATIONS`, else ValueError.
         counts: float64 [2], `local_counts` summed over the micro-batches and ranks of the mini-batch.
-        norm: tokens > 0, a constant of the run; only "seq-mean-token-sum-norm" uses it.
+        norm: tokens, a constant of the run; "seq-mean-token-sum-norm" alone reads it: ValueError unless it is > 0.
 
     Returns:
-        Scalar, to be summed over micro-batches and ranks, as is its gradient; `token_mean` for "token-mean". Without
-        any valid token it is exactly 0, and so is its gradient.
-
-    Raises:
-        ValueError: the mode is unknown, or needs a `norm` > 0.
+        Scalar, to be summed over micro-batches and ranks, as is its gradient. Without any valid token both are 0.
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"loss aggregation {mode!r} is unknown, allowed: {', '.join(AGGREGATIONS)}")
@@ -90,3 +82,37 @@ def _divisor(count: Tensor | int, losses: Tensor) -> Tensor:
     count = torch.as_tensor(count, dtype=losses.dtype, device=losses.device)
     # With a count of 0 nothing is valid anywhere: the sum is 0, and dividing by 1 keeps NaN out of the gradient.
     return count.clamp(min=1)
+
+
+def local_moments(values: Tensor, mask: Tensor) -> Tensor:
+    """Additive moments of the valid entries of `values` [T]: float64 [3] = (count, sum, sum of squares)."""
+    require_same_shape(values=values, mask=mask)
+    valid = torch.where(mask, values.detach().double(), 0.0)
+    return torch.stack([mask.sum().double(), valid.sum(), valid.square().sum()])
+
+
+def mean_and_variance(moments: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance, float64 scalars, from all-reduced `local_moments`; 0 without any, or one value."""
+    count, total, total_of_squares = moments.double().unbind()
+    mean = total / count.clamp(min=1)
+    return mean, centred_squares(count, total, total_of_squares) / (count - 1).clamp(min=1)
+
+
+def whiten(values: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
+    """Scale the valid entries to mean 0 and unit variance by global moments: (x − mean) / sqrt(variance + 1e-8).
+
+    As in verl: unbiased variance, epsilon inside the root. It keeps equal values finite: they become 0.
+
+    Computed in float64, returned in the dtype of `values` [T], 0 outside the mask. A single valid token becomes 0.
+    `moments`: `local_moments` summed over all ranks and micro-batches.
+    """
+    require_same_shape(values=values, mask=mask)
+    mean, variance = mean_and_variance(moments)
+    whitened = (values.double() - mean) * torch.rsqrt(variance + 1e-8)
+    return torch.where(mask, whitened, 0.0).to(values.dtype)
+
+
+def centred_squares(count: Tensor, total: Tensor, total_of_squares: Tensor) -> Tensor:
+    """Σ(x − mean)² from raw sums; 0 if negative or below the rounding error of the subtraction."""
+    centred = total_of_squares - total.square() / count.clamp(min=1)
+    return torch.where(centred > _ROUNDING * total_of_squares, centred, torch.zeros_like(centred))

@@ -31,11 +31,7 @@ def log_mixture_ratio(difference: Tensor, beta: float) -> Tensor:
 
 
 def divergence_sums(student: Tensor, teacher: Tensor, divergence: Divergence) -> Tensor:
-    """This part's summands of forward KL, reverse KL and, for `JSD`, of JSD and KL(P_S‖M): [2 or 4, n].
-
-    Args:
-        student, teacher: log-probs [n, v].
-    """
+    """This part's summands of forward KL, reverse KL and, for `JSD`, of JSD and KL(P_S‖M): [2 or 4, n]."""
     difference = teacher - student
     p_teacher, p_student = teacher.exp(), student.exp()
     sums = [(p_teacher * difference).sum(-1), (p_student * difference).sum(-1).neg_()]
@@ -61,10 +57,6 @@ def logit_gradient(student: Tensor, teacher: Tensor, center: Tensor, divergence:
     """∂D/∂x [n, v] in the student's scaled logits x: P_S ⊙ (g − E_{P_S}[g]).
 
     g = −P_T/P_S for forward KL, log(P_S/P_T) for reverse KL, (1−β)·log(P_S/M) for JSD. Forward KL gives P_S − P_T.
-
-    Args:
-        student, teacher: log-probs [n, v].
-        center: `center_of`, [n].
     """
     if divergence.name == FORWARD:
         return student.exp() - teacher.exp()

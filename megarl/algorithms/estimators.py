@@ -11,6 +11,7 @@ from functools import wraps
 from typing import NamedTuple
 
 from megarl.algorithms.advantages import discounted_to_go, gae
+from megarl.algorithms.aggregation import local_moments, whiten
 from megarl.algorithms.group_advantages import grpo, opo, rloo, unequal_groups
 from megarl.algorithms.packed import broadcast_to_tokens
 from megarl.algorithms.position_baselines import (
@@ -20,9 +21,8 @@ from megarl.algorithms.position_baselines import (
     turn_rloo,
     turn_sums,
 )
-from megarl.algorithms.preference_losses import DPO, PreferenceLoss, PreferenceOptions
+from megarl.algorithms.preference_losses import PreferenceLoss, PreferenceOptions
 from megarl.algorithms.preference_pairs import best_and_worst, pair_gradient
-from megarl.algorithms.whitening import local_moments, whiten
 from megarl.deferred import Tensor, no_grad, torch
 
 NEEDS = frozenset({"values", "groups", "baselines", "parts"})  # of plug-ins; others are of built-in ones
@@ -71,8 +71,7 @@ class AdvantageOptions:
     group_std: bool = True  # grpo: divide by the group's standard deviation
     whiten: bool = False  # mean 0 and variance 1 over the response tokens of all ranks
     credit_turns: int = 0  # rloo: one advantage per turn, of episodes with at most so many; 0: one per episode
-    # preference: the loss of the pairs, and its options
-    preference: tuple[PreferenceLoss, PreferenceOptions] = (DPO, PreferenceOptions())
+    preference: tuple[PreferenceLoss, PreferenceOptions] | None = None  # preference: the loss of pairs, its options
 
 
 class Advantages(NamedTuple):
@@ -100,14 +99,9 @@ class Estimator(NamedTuple):
 
 def gae_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16); returns are A + V, with A before whitening."""
+    mask, cu_seqlens, length_alpha = step.response_mask, step.cu_seqlens, options.length_alpha
     advantages, returns = gae(
-        step.token_rewards,
-        step.values,
-        step.response_mask,
-        step.cu_seqlens,
-        options.gamma,
-        options.lam,
-        options.length_alpha,
+        step.token_rewards, step.values, mask, cu_seqlens, options.gamma, options.lam, length_alpha
     )
     return _finished(step, options, advantages, returns)
 
@@ -166,15 +160,9 @@ def otb_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     is_unequal = unequal_groups(step.raw_scores, step.groups)
     groups = torch.where(is_unequal, step.groups, -1)  # lost responses are alone in groups of large numbers
     shape = (max(int(groups.max()), 0) + 1, int(step.response_lengths.max())) if len(groups) else (0, 0)
+    mask, cu_seqlens, own = step.response_mask, step.cu_seqlens, groups[step.sequence_ids]
     advantages = token_baseline_advantages(
-        step.token_rewards,
-        step.token_logprobs,
-        step.squares,
-        groups[step.sequence_ids],
-        shape,
-        step.response_mask,
-        step.cu_seqlens,
-        step.total,
+        step.token_rewards, step.token_logprobs, step.squares, own, shape, mask, cu_seqlens, step.total
     )
     return _finished(step, options, advantages)
 
@@ -207,12 +195,8 @@ def measured_preference(step: StepData, options: AdvantageOptions) -> tuple[Adva
 def estimator_of(function: Callable[[StepData, AdvantageOptions], Advantages]) -> Estimator:
     """Wrap a plug-in so that its result is checked, detached, and 0 outside the mask.
 
-    Args:
-        function: may have an attribute `needs`, names of `NEEDS`. It is assumed to read every option. If it needs
-            "values" it must return the critic's targets as `returns`; else `returns` must be None.
-
-    Raises:
-        ValueError: `needs` has an unknown name; when it runs: a result of the wrong form.
+    `function` may have an attribute `needs`, names of `NEEDS`. It is assumed to read every option. If it needs "values"
+    it must return the critic's targets as `returns`, else None. ValueError for an unknown need, or a wrong result.
     """
     name = getattr(function, "__qualname__", repr(function))
     needs = frozenset(getattr(function, "needs", ()))

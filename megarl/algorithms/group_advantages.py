@@ -31,11 +31,7 @@ def centred(scores: Tensor, groups: Tensor, raw_scores: Tensor | None = None) ->
 def grpo(scores: Tensor, groups: Tensor, std: bool = True, raw_scores: Tensor | None = None) -> Tensor:
     """(R_i − mean_G) / (std_G + ε): GRPO (DeepSeekMath, arXiv 2402.03300, §4.1.2); without `std` the numerator alone.
 
-    The variance is unbiased: the squares are divided by |G| − 1.
-
-    Args:
-        std: False omits the division: Dr. GRPO (arXiv 2503.20783).
-        raw_scores: see above.
+    The variance is unbiased: the squares are divided by |G| − 1. Without the division: Dr. GRPO (arXiv 2503.20783).
     """
     deviations = centred(scores, groups, raw_scores)
     if not std:

@@ -32,16 +32,13 @@ def kl_estimate(
 
     Args:
         logprobs, reference_logprobs: [T] log-probabilities of the same sampled tokens.
-        kind: one of `KL_KINDS`.
+        kind: one of `KL_KINDS`, else ValueError.
         log_ratio_limit: clamp d to ± this first; None: no limit. In k1+ and k3+ it applies to the value, not to the
             gradient.
         old_logprobs: [T] log π_old, only for k3-unbiased; None: the tokens are of the policy itself.
 
     Returns:
         [T]. Exactly 0 where both log-probabilities are equal.
-
-    Raises:
-        ValueError: shapes differ, or the kind is unknown.
     """
     require_same_shape(logprobs=logprobs, reference_logprobs=reference_logprobs)
     if kind not in KL_KINDS:
@@ -75,14 +72,12 @@ class KLController:
     error_limit = 0.2
 
     def __init__(self, coefficient: float, target: float | None = None, horizon: float = 10000.0):
-        """
+        """ValueError for a number that is not finite, or out of its range.
+
         Args:
             coefficient: β ≥ 0; an adaptive one starts above 0: it changes by factors.
             target: KL > 0 in nats per sequence or per token, as the caller measures it; None: β is constant.
             horizon: samples > 0 over which an error of 20 % changes β by 20 %.
-
-        Raises:
-            ValueError: a number is not finite, or out of its range.
         """
         self.kind = "fixed" if target is None else "adaptive"
         self.coefficient = _checked(coefficient, "coefficient", zero_allowed=target is None)
@@ -90,12 +85,8 @@ class KLController:
         self.horizon = _checked(horizon, "horizon")
 
     def update(self, measured_kl: float, samples: int) -> None:
-        """Adapt β, once per step. `measured_kl` is the mean over the step, in the unit of the target; `samples` is
-        its number n of sequences.
-
-        Raises:
-            ValueError: the KL is not finite, or n is negative or so large that β could reach 0.
-        """
+        """Adapt β, once per step. `measured_kl`: mean over the step, in the unit of the target; `samples`: its number n
+        of sequences. ValueError if the KL is not finite, or n is negative or so large that β could reach 0."""
         if self.target is None:
             return
         if not math.isfinite(measured_kl):

@@ -1,7 +1,8 @@
 """Index arithmetic of packed (THD) batches: the sequence of each token, and its rank among the response tokens.
 
-Packed sequences are concatenated without padding; `cu_seqlens` [N+1] holds their boundaries. All functions raise
-ValueError where shapes do not fit together.
+Packed sequences are concatenated without padding. In all of `algorithms`, T is the tokens of a batch and N its
+sequences; `response_mask` [T], or `mask`, is bool and True at response tokens, `cu_seqlens` [N+1] are the boundaries of
+whole sequences; functions raise ValueError where shapes do not fit together.
 """
 
 from typing import NamedTuple
@@ -19,11 +20,7 @@ class ResponseTokens(NamedTuple):
 
 
 def require_same_shape(**fields: Tensor) -> None:
-    """Reject fields of different shapes, which torch would broadcast to a plausible wrong result.
-
-    Raises:
-        ValueError: with the name and shape of every field.
-    """
+    """ValueError for fields of different shapes, which torch would broadcast to a plausible wrong result."""
     if len({field.shape for field in fields.values()}) > 1:
         shapes = ", ".join(f"{name} {list(field.shape)}" for name, field in fields.items())
         raise ValueError(f"per-token fields must have one shape, got {shapes}")
@@ -38,29 +35,21 @@ def _require_packed(response_mask: Tensor, cu_seqlens: Tensor) -> None:
 
 
 def token_sequences(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] int64: the sequence of each token.
-
-    Called by losses in every micro-batch, so it must not synchronize with the device.
-    """
+    """[T] int64: the sequence of each token. Losses call it in every micro-batch: it must not wait for the device."""
     _require_packed(response_mask, cu_seqlens)
     tokens = torch.arange(response_mask.numel(), device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens[1:].long(), tokens, right=True)  # an empty sequence ends where it begins
 
 
 def response_counts(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[N] int64 response tokens of each sequence; arguments as of `response_tokens`."""
+    """[N] int64 response tokens of each sequence."""
     return sums_by_sequence(response_mask.long(), response_mask, cu_seqlens)
 
 
 def response_tokens(response_mask: Tensor, cu_seqlens: Tensor) -> ResponseTokens:
     """Find the response tokens of every sequence; masked tokens between them (observations) are skipped.
 
-    Args:
-        response_mask: [T] bool, True at response tokens.
-        cu_seqlens: [N+1] integers from 0 to T, nondecreasing.
-
-    Raises:
-        ValueError: the mask is not bool, or cu_seqlens is not [N+1] boundaries of T tokens.
+    ValueError also for `cu_seqlens` that do not rise from 0 to T.
     """
     _require_packed(response_mask, cu_seqlens)
     total = response_mask.numel()

@@ -116,14 +116,8 @@ class PolicyLoss(NamedTuple):
 
 
 def option(default, text: str, check: Callable | None = None, allowed: str = "", flag: str | None = None):
-    """A dataclass field of a loss's options, with metadata for its flag.
-
-    Args:
-        text: the flag's help text; numbers in it are arXiv papers.
-        check: whether a value is allowed.
-        allowed: the allowed values, in words.
-        flag: name without leading dashes, for options that several losses share; default `<loss>-<field>`.
-    """
+    """A dataclass field of a loss's options, with its flag's help text and name without dashes (default
+    `<loss>-<field>`). `check` says whether a value is allowed, `allowed` the same in words."""
     return dataclasses.field(default=default, metadata={"help": text, "check": check, "allowed": allowed, "flag": flag})
 
 
@@ -184,11 +178,8 @@ def option_kinds(loss: PolicyLoss) -> dict[str, type]:
 def policy_loss_of(name: str, function: Callable[[PolicyTokens, object], PolicyTerms]) -> PolicyLoss:
     """Wrap a plug-in policy loss.
 
-    Its attribute `options`, a dataclass whose fields all have defaults, defines its options; the default is
-    `ClipOptions`. An attribute `reads_rollout` says that its ratio is to the rollout's policy.
-
-    Raises:
-        ValueError: an invalid `options`.
+    Its attribute `options`, a dataclass whose fields all have defaults (else ValueError), defines its options; without
+    it they are `ClipOptions`. An attribute `reads_rollout` says that its ratio is to the rollout's policy.
     """
     kind = getattr(function, "options", ClipOptions)
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):

@@ -28,10 +28,7 @@ from megarl.deferred import Tensor, no_grad, torch
 def turn_sums(rewards: Tensor, response_mask: Tensor, cu_seqlens: Tensor, max_turns: int) -> Tensor:
     """[N, K] float64: sum of the token rewards [T] of each turn; K = `max_turns`, 0 for turns that did not happen.
 
-    Values outside the mask are ignored.
-
-    Raises:
-        ValueError: shapes do not fit together, or a sequence has more turns.
+    Values outside the mask are ignored. ValueError if a sequence has more turns.
     """
     require_same_shape(rewards=rewards, response_mask=response_mask)
     numbers = turn_numbers(response_mask, cu_seqlens)
@@ -53,10 +50,7 @@ def returns_to_go(sums: Tensor) -> Tensor:
 def turn_rloo(to_go: Tensor, groups: Tensor, raw_to_go: Tensor) -> Tensor:
     """[S, K] advantages of turns, `group_advantages.rloo` for each turn, with its exact zeros for equal returns.
 
-    Args:
-        to_go: [S, K] returns-to-go of the responses of the step, KL penalty included.
-        groups: [S] int64.
-        raw_to_go: [S, K] the same without the penalty; says which are equal.
+    `to_go`: [S, K] returns-to-go of the responses of the step; `raw_to_go`: without the KL penalty.
     """
     columns = zip(to_go.unbind(1), raw_to_go.unbind(1), strict=True)
     return torch.stack([rloo(column, groups, raw_scores=raw) for column, raw in columns], dim=1)
@@ -76,7 +70,7 @@ def token_baseline_advantages(
     squares: Tensor,
     groups: Tensor,
     shape: tuple[int, int],
-    response_mask: Tensor,
+    mask: Tensor,
     cu_seqlens: Tensor,
     total: Callable[[Tensor], Tensor],
 ) -> Tensor:
@@ -92,20 +86,17 @@ def token_baseline_advantages(
         groups: [N] int64 group of each of this rank's sequences, from 0; the same numbers on all ranks. −1: the
             sequence's advantages are 0, and it is in no baseline.
         shape: number of groups, and response tokens of the longest response, of all ranks.
-        response_mask: [T] bool.
-        cu_seqlens: [N+1].
         total: sums over the ranks. It gets a float64 table [3, *shape].
 
     Returns:
         [T] float64, 0 outside the mask.
     """
-    where = response_mask, cu_seqlens
-    returns = discounted_to_go(rewards.double(), *where, 1.0)
-    energy = torch.where(response_mask, 1 - 2 * logprobs.double().exp() + squares.double(), 0.0)
+    returns = discounted_to_go(rewards.double(), mask, cu_seqlens, 1.0)
+    energy = torch.where(mask, 1 - 2 * logprobs.double().exp() + squares.double(), 0.0)
     # Not a running sum over the batch, whose rounding would depend on the sequences before.
-    rest = discounted_to_go(energy, *where, 1.0) - energy
-    weights = broadcast_to_tokens(sums_by_sequence(energy, *where), *where) - rest
-    response, table = response_tokens(*where), energy.new_zeros(3, shape[0] * shape[1])
+    rest = discounted_to_go(energy, mask, cu_seqlens, 1.0) - energy
+    weights = broadcast_to_tokens(sums_by_sequence(energy, mask, cu_seqlens), mask, cu_seqlens) - rest
+    response, table = response_tokens(mask, cu_seqlens), energy.new_zeros(3, shape[0] * shape[1])
     of_tokens, at = groups[response.sequences], response.positions
     is_counted, cells = of_tokens >= 0, of_tokens.clamp(min=0) * shape[1] + response.ranks
     rows = torch.stack([torch.ones_like(weights[at]), weights[at], weights[at] * returns[at]]) * is_counted

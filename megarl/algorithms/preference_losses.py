@@ -18,17 +18,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor, centring: fl
     The margin m requires a larger difference where the preference is strong (2307.09288 eq. 2). Only differences of
     scores enter the first term; κ pulls their mean to 0 (2312.09244 eq. 2).
 
-    Args:
-        chosen: [P] scores c of the preferred responses.
-        rejected: [P] scores r of the others.
-        margin: [P] m ≥ 0; a constant.
-        centring: κ ≥ 0.
-
-    Returns:
-        [P] terms, differentiable in the scores; log 2 where both scores are equal and m and κ are 0.
-
-    Raises:
-        ValueError: shapes differ.
+    All are [P]; differentiable in the scores. log 2 where both scores are equal and m and κ are 0.
     """
     require_same_shape(chosen=chosen, rejected=rejected, margin=margin)
     terms = -torch.nn.functional.logsigmoid(chosen - rejected - margin.detach())
@@ -199,6 +189,3 @@ def _smoothed(chosen: Tensor, rejected: Tensor, margin: Tensor, epsilon: float) 
 def _terms(loss: Tensor, chosen_reward: Tensor, rejected_reward: Tensor) -> PreferenceTerms:
     """The terms of a loss; rewards lose their gradients."""
     return PreferenceTerms(loss, chosen_reward.detach(), rejected_reward.detach())
-
-
-DPO = PreferenceLoss("dpo", dpo, frozenset({"beta", "label_smoothing"}), reads_margin=True)

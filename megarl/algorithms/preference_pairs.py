@@ -35,12 +35,8 @@ class PairGradient(NamedTuple):
 
 
 def best_and_worst(scores: Tensor, groups: Tensor) -> GroupPairs:
-    """The pair of each group; the first response counts where several are the best or the worst.
-
-    Args:
-        scores: [S] of the responses.
-        groups: [S] int64 group of each, in any order, of any size; numbers may be missing.
-    """
+    """The pair of each group, from scores [S] and groups [S] as of `group_advantages`; the first response counts where
+    several are the best or the worst."""
     sizes, positions = group_sizes(scores, groups), torch.arange(len(scores), device=scores.device)
     extremes, firsts = [], []
     for kind, start in (("amax", -torch.inf), ("amin", torch.inf)):

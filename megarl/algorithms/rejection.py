@@ -71,21 +71,15 @@ def kept_tokens(
 ) -> Tensor:
     """[T] bool: the response tokens that meet a bound; False outside the mask.
 
-    Args:
-        old_logprobs, rollout_logprobs: [T] log π_old and log μ, read at response tokens only.
-        mask: [T] bool, the response tokens.
-        cu_seqlens: [N+1] of whole sequences.
-
-    Raises:
-        ValueError: shapes do not fit together.
+    `old_logprobs`, `rollout_logprobs`: [T] log π_old and log μ, read at response tokens only.
     """
     require_same_shape(old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
     log_ratio = torch.where(mask, old_logprobs.double() - rollout_logprobs.double(), 0.0)
-    values, where = _of_tokens(log_ratio, bound.quantity), (mask, cu_seqlens)
+    values = _of_tokens(log_ratio, bound.quantity)
     if bound.scope != TOKEN:
-        values = _of_responses(values, bound.scope, *where)
+        values = _of_responses(values, bound.scope, mask, cu_seqlens)
     is_kept = (values >= bound.low) & (values <= bound.high)
-    return is_kept & mask if bound.scope == TOKEN else broadcast_to_tokens(is_kept, *where)
+    return is_kept & mask if bound.scope == TOKEN else broadcast_to_tokens(is_kept, mask, cu_seqlens)
 
 
 def _of_tokens(log_ratio: Tensor, quantity: str) -> Tensor:
@@ -108,13 +102,8 @@ def _of_responses(values: Tensor, scope: str, mask: Tensor, cu_seqlens: Tensor) 
 
 @no_grad
 def rejection_sums(kept: list[Tensor], mask: Tensor, correct: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """float64 [3 + B], to be added over replicas, for `rejection_report`.
-
-    Args:
-        kept: `kept_tokens` [T] of each of B bounds.
-        mask: [T] bool, the response tokens.
-        correct: [N] bool, whether a response is correct.
-    """
+    """float64 [3 + B], to be added over replicas, for `rejection_report`: of `kept_tokens` of each of B bounds, and of
+    which responses are correct, [N] bool."""
     together = torch.stack(kept).all(0)
     lost = response_counts(together, cu_seqlens) == 0
     lost &= response_counts(mask, cu_seqlens) > 0

@@ -13,6 +13,8 @@ Level "token": w_t of each token. "sequence": Π w_t over the response tokens. "
 w_t). An unmasked token keeps its weight w. A masked token still counts in the denominators of the aggregation, as a
 zero in a mean over the samples of μ, so the scale of the loss does not depend on how many tokens are masked. So do the
 tokens that off-policy sequence masking drops: bad responses that the policy has moved away from (`off_policy_kept`).
+
+`staleness` [T] is the policy updates between μ and π_old since a token was generated.
 """
 
 import dataclasses
@@ -26,6 +28,7 @@ from megarl.deferred import Tensor, no_grad, torch
 
 CORRECTIONS = ("none", "tis", "mis", "icepop")
 LEVELS = ("token", "sequence", "geometric")
+NO_GAP = -1.0  # stands for the largest gap of no tokens
 LOG_WEIGHT_LIMIT = 20.0  # bound of |log w|: a weight of 4.9e8, whose square is far from overflow
 
 
@@ -45,16 +48,7 @@ def correction_weights(
 ) -> Tensor:
     """The weight of each token's loss: [T] in the dtype of `old_logprobs`, no gradient, 1 outside the mask.
 
-    Args:
-        old_logprobs: [T] log π_old, recomputed by the training forward.
-        rollout_logprobs: [T] log μ, reported by the rollout engine.
-        mask: [T] bool, the response tokens.
-        cu_seqlens: [N+1] of whole sequences.
-
-    Exactly 1 everywhere for kind "none", and where both log-probs are equal.
-
-    Raises:
-        ValueError: shapes do not fit together.
+    Exactly 1 everywhere for kind "none", and where log π_old, which training computes, equals the engine's log μ.
     """
     weights = _level_weights(old_logprobs, rollout_logprobs, mask, cu_seqlens, options.level)
     applied = _applied(weights, options)
@@ -151,3 +145,51 @@ def _applied(weights: Tensor, options: CorrectionOptions) -> Tensor:
     if options.floor is not None:
         kept &= weights >= options.floor
     return torch.where(kept, weights, 0.0)
+
+
+@no_grad
+def proximal_logprobs(rollout_logprobs: Tensor, logprobs: Tensor, staleness: Tensor, progress: float) -> Tensor:
+    """[T] log π_prox = log μ + a·(log π_θ − log μ): stands for π_old of tokens that an older policy generated.
+
+    A policy that moves steadily from μ to π_θ was π_old after the share a = s / (s + progress) of its way. A token of
+    π_old itself (s = 0) has log μ; before the first update a stale token has log π_θ, which is then log π_old.
+    `logprobs`: [T] log π_θ; `progress`: share of the step's updates that were made, in [0, 1].
+    """
+    age = staleness.to(logprobs.dtype)
+    share = torch.where(staleness > 0, age / (age + progress).clamp(min=1e-30), 0.0)
+    return torch.lerp(rollout_logprobs, logprobs, share)  # exact at 0 and 1
+
+
+@no_grad
+def staleness_maxima(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, staleness: Tensor) -> Tensor:
+    """float64 [2], to be maximized over replicas: largest |log π_old − log μ| of the tokens that are not stale, and
+    largest staleness ([T] int32)."""
+    fresh = mask & (staleness == 0)
+    gaps = (old_logprobs - rollout_logprobs)[fresh].abs().double()
+    stale = staleness[mask].double()
+    return torch.stack([torch.cat([x, x.new_tensor([least])]).amax() for x, least in ((gaps, NO_GAP), (stale, 0.0))])
+
+
+@no_grad
+def staleness_sums(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, staleness: Tensor, largest: int
+) -> Tensor:
+    """float64 [2 · (largest + 1)], to be added over replicas: tokens of each staleness, then their sums of k3.
+
+    `largest`: staleness of all replicas; other arguments as of `staleness_maxima`.
+    """
+    k3 = kl_estimate(rollout_logprobs.double(), old_logprobs.double(), "k3", log_ratio_limit=LOG_WEIGHT_LIMIT)[mask]
+    index, zeros = staleness[mask].long(), k3.new_zeros(largest + 1)
+    return torch.cat([zeros.index_add(0, index, torch.ones_like(k3)), zeros.index_add(0, index, k3)])
+
+
+def staleness_report(maxima: Tensor, sums: Tensor) -> dict[str, float]:
+    """Diagnostics of the whole batch from `staleness_maxima` and `staleness_sums`.
+
+    "rollout/logprob_gap_max_fresh", and KL(μ || π_old) of the tokens of each staleness k as "correction/kl_k3_age_<k>";
+    none of tokens that do not occur.
+    """
+    fresh, (counts, k3) = float(maxima[0]), sums.view(2, -1).tolist()
+    found = {} if fresh == NO_GAP else {"rollout/logprob_gap_max_fresh": fresh}
+    ages = [age for age, count in enumerate(counts) if count]
+    return found | {f"correction/kl_k3_age_{age}": k3[age] / counts[age] for age in ages}

@@ -52,28 +52,15 @@ def clip(values: Tensor, limit: float | None) -> Tensor:
 
 
 def combine(scores: Tensor, how: str) -> Tensor:
-    """[K, N] scores of an ensemble -> [N]: the mean, or the minimum, which no single model can raise (2310.02743 §3).
-
-    `how`: of `ENSEMBLES`.
-    """
+    """[K, N] scores of an ensemble -> [N]: their mean, or minimum, which no single model can raise (2310.02743 §3)."""
     return scores.mean(0) if how == "mean" else torch.amin(scores, 0)
 
 
 def overlong_penalty(response_lengths: Tensor, limit: int | Tensor, buffer: int) -> Tensor:
     """0 up to limit − buffer tokens, then falling linearly to −1 at the limit, −1 beyond.
 
-    Soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13), with L_max = limit and L_cache = buffer.
-
-    Args:
-        response_lengths: [N] response tokens.
-        limit: tokens from which on the penalty is −1; of all responses, or [N] of each.
-        buffer: tokens before the limit over which the penalty grows, 1 … limit.
-
-    Returns:
-        [N] float32 in [−1, 0].
-
-    Raises:
-        ValueError: the buffer is outside 1 … limit.
+    Soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13), with L_max = `limit`, of all responses or [N] of each,
+    and L_cache = `buffer`, 1 … limit tokens, else ValueError. [N] float32 of response lengths [N].
     """
     least = limit if isinstance(limit, int) else min(limit.tolist(), default=buffer)
     if not 1 <= buffer <= least:

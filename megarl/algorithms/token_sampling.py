@@ -38,7 +38,8 @@ class SamplingSettings:
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """The signed number with the lowest 64 bits of `value`."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
@@ -49,22 +50,22 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 
 def splitmix64(state: Tensor) -> Tensor:
     """SplitMix64's output for a state that already includes γ: int64 bit patterns of unsigned numbers."""
-    z = (state ^ _shift_right(state, 30)) * _signed(_MULTIPLIERS[0])
-    z = (z ^ _shift_right(z, 27)) * _signed(_MULTIPLIERS[1])
+    z = (state ^ _shift_right(state, 30)) * signed(_MULTIPLIERS[0])
+    z = (z ^ _shift_right(z, 27)) * signed(_MULTIPLIERS[1])
     return z ^ _shift_right(z, 31)
 
 
 def stream_keys(seed: int, step: int, prompts: Tensor, samples: Tensor) -> Tensor:
     """[N] int64 keys of the streams of N responses; prompts and samples are [N] int64."""
-    key = splitmix64(torch.full_like(prompts, _signed(seed + GOLDEN_GAMMA)))
+    key = splitmix64(torch.full_like(prompts, signed(seed + GOLDEN_GAMMA)))
     for counter in (torch.full_like(prompts, step), prompts, samples):
-        key = splitmix64((key ^ counter) + _signed(GOLDEN_GAMMA))
+        key = splitmix64((key ^ counter) + signed(GOLDEN_GAMMA))
     return key
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """[N] float64 in (0, 1): the number of each stream at each position."""
-    bits = splitmix64(keys + (positions + 1) * _signed(GOLDEN_GAMMA))
+    bits = splitmix64(keys + (positions + 1) * signed(GOLDEN_GAMMA))
     return (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
 
 
@@ -128,14 +129,14 @@ def sample_tokens_by_integers(logits: Tensor, weights: Tensor, numbers: Tensor, 
         return logits.argmax(-1)
     rows = max(CHUNK // weights.shape[-1], 1)
     chunks = zip(weights.split(rows), numbers.split(rows), strict=True)
-    return torch.cat([_first_above_integers(_restricted_integers(w, settings), n) for w, n in chunks])
+    return torch.cat([_first_above_integers(restricted_integers(w, settings), n) for w, n in chunks])
 
 
 def _integers(weights: Tensor) -> Tensor:
     return (weights * UNIT).to(torch.int64)
 
 
-def _restricted_integers(weights: Tensor, settings: SamplingSettings) -> Tensor:
+def restricted_integers(weights: Tensor, settings: SamplingSettings) -> Tensor:
     """Weights [N, V] as integers, 0 outside of top-k, top-p and min-p.
 
     A key has a weight's bits, which grow with it, above those of its index: all differ, in a stable sort's order.

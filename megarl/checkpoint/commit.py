@@ -48,10 +48,7 @@ def commit(run: Path, step: int, entries: dict, files: dict[str, dict]):
     """Makes what was written into the folder of `make_room` the step's checkpoint, then the latest.
 
     `best` then names the step `entries["best"]["step"]`, this one or an earlier one, if its checkpoint exists.
-
-    Args:
-        entries: of the manifest.
-        files: `manifest.seal` of every file by name.
+    `entries`: of the manifest; `files`: `manifest.seal` of every file by name.
     """
     folder = folders.step_folder(run, step)
     writing = writing_folder(run, folder.name)
@@ -72,22 +69,17 @@ def commit_frozen(run: Path, entries: dict, files: dict[str, dict]) -> str:
     writing, folder = writing_folder(run, FROZEN), Path(run) / "checkpoints" / FROZEN / digest
     manifests.write(writing, {**entries, "files": files})
     folder.parent.mkdir(exist_ok=True)
-    if folder.exists() and not _is_intact(folder):
-        shutil.rmtree(folder)
     if folder.exists():
-        shutil.rmtree(writing)
-    else:
-        writing.rename(folder)
-        sync_directory(folder.parent)
+        try:
+            folders.check(folder, "--save")
+        except UsageError:
+            shutil.rmtree(folder)
+        else:
+            shutil.rmtree(writing)
+            return digest
+    writing.rename(folder)
+    sync_directory(folder.parent)
     return digest
-
-
-def _is_intact(folder: Path) -> bool:
-    try:
-        folders.check(folder, "--save")
-    except UsageError:
-        return False
-    return True
 
 
 def _replace(writing: Path, folder: Path):

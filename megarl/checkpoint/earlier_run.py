@@ -58,18 +58,14 @@ def check(config: RunConfig):
             raise UsageError(f"--overwrite: --load {s.load} resumes the run in --save {s.save}; give one of the two")
         return
     _check_inputs(config, run)
-    if not s.overwrite and (kept := _results(run)):
+    found = [f"{folder}/{newest.name}" for folder in (CHECKPOINTS, *EXPORTS) if (newest := _newest(run / folder))]
+    # What somebody may still want: checkpoints, exports, a run that has ended.
+    if not s.overwrite and (kept := ", ".join(found or [LAST_WRITTEN] * (run / LAST_WRITTEN).exists())):
         resumed = f"--load {s.save} resumes it, " if any((run / CHECKPOINTS).glob("step_*")) else ""
         raise UsageError(
             f"--save {s.save}: holds an earlier run ({kept}); {resumed}--overwrite moves it to {_free(run, _NAME)} "
             "and starts anew, and another folder leaves it as it is"
         )
-
-
-def _results(run: Path) -> str:
-    """What a folder has of a run that somebody may still want: checkpoints, exports, a run that has ended; or ""."""
-    found = [f"{folder}/{newest.name}" for folder in (CHECKPOINTS, *EXPORTS) if (newest := _newest(run / folder))]
-    return ", ".join(found or [LAST_WRITTEN] * (run / LAST_WRITTEN).exists())
 
 
 def _newest(folder: Path) -> Path | None:
@@ -134,21 +130,14 @@ def begin_branch(run: Path, step: int, source: Path | None, used: list[Path]):
     """Prepares the folder of a run that resumes there for the steps after `step`. Rank 0 only, before the first step.
 
     Everything of later steps is moved to `checkpoints/abandoned-N/`; `latest` names the source first. Nothing is
-    deleted. Of a run that starts anew, or from another folder, `begin` has emptied the folder.
-
-    Args:
-        source: checkpoint from which the run resumes; None for a new run.
-        used: all checkpoints that the run has loaded, which stay.
+    deleted. Of a run that starts anew, or from another folder, `begin` has emptied the folder. `source`: checkpoint
+    from which the run resumes, or None; `used`: all that it has loaded, which stay.
     """
     checkpoints = run / CHECKPOINTS
     if source is None or source.resolve().parent != checkpoints.resolve():
         return
-    stays = {path.resolve() for path in used}
-    stale = [
-        folder
-        for folder in sorted(checkpoints.glob("step_*"))
-        if folder.resolve() not in stays and step_of(folder) > step
-    ]
+    stays, later = {path.resolve() for path in used}, sorted(checkpoints.glob("step_*"))
+    stale = [folder for folder in later if folder.resolve() not in stays and step_of(folder) > step]
     if stale or folders.named(checkpoints, folders.LATEST) != source:
         commit.restart_from(checkpoints, source, stale)
     outputs = [path for name in _OUTPUTS for path in sorted((run / name).glob("step_*")) if step_of(path) > step]

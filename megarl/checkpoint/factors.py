@@ -59,10 +59,9 @@ def check_factors(path: str, roles: list[RoleSettings]):
             has, said = ("low-rank factors", "no --lora-rank") if stored else ("no low-rank factors", "--lora-rank")
             raise UsageError(f"--load {path}: has {has} of the {role.name}, whose flags give {said}")
         for name, value in stored.lora.values().items() if stored else ():
-            if given.values()[name] != value:
+            if (now := given.values()[name]) != value:
                 raise UsageError(
-                    f"--load {path}: the factors of the {role.name} have {name} {value}; the flags give "
-                    f"{given.values()[name]}"
+                    f"--load {path}: the factors of the {role.name} have {name} {value}; the flags give {now}"
                 )
 
 

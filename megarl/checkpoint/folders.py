@@ -42,10 +42,9 @@ def complete(checkpoints: Path) -> list[Path]:
 
 def named(checkpoints: Path, pointer: str) -> Path | None:
     """The folder that `latest` or `best` names; None if the pointer does not exist, or is damaged."""
-    try:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
         return _pointed(checkpoints, pointer)
-    except (OSError, UnicodeDecodeError):
-        return None
+    return None
 
 
 def _pointed(checkpoints: Path, pointer: str) -> Path | None:
@@ -68,11 +67,8 @@ def point(checkpoints: Path, pointer: str, folder: Path | None):
 def find(path: str, flag: str) -> Path:
     """The checkpoint folder of a path: a run folder (its latest), a step's folder, or a pointer `latest` or `best`.
 
-    If the latest of a run is damaged, the newest intact one, with a warning. Checks that every file exists and has its
-    size; `integrity.find_damage` reads them.
-
-    Raises:
-        UsageError: no such checkpoint, or an incomplete or damaged one.
+    If the latest of a run is damaged, the newest intact one, with a warning. UsageError for no such checkpoint, and
+    unless every file exists and has its size; `find_damage` reads them.
     """
     folder = Path(path)
     try:
@@ -167,18 +163,14 @@ def read_manifest(folder: Path, flag: str) -> dict:
 
 
 def frozen_folder(folder: Path, manifest: dict, role: str, flag: str) -> Path:
-    """The folder with a role's weights: the checkpoint's, or the one of weights that many checkpoints share.
-
-    Raises:
-        UsageError: it was not copied with the checkpoint.
-    """
+    """The folder with a role's weights: the checkpoint's, or the one of weights that many checkpoints share. UsageError
+    if that was not copied with the checkpoint."""
     digest = manifest.get(FROZEN, {}).get(role)
     if digest is None:
         return folder
-    candidates = [parent / FROZEN / digest for parent in folder.resolve().parents[:2]]  # the second: of `abandoned-1`
-    for candidate in candidates:
-        if candidate.is_dir():
-            return candidate
+    for parent in folder.resolve().parents[:2]:  # the second: of `abandoned-1`
+        if (found := parent / FROZEN / digest).is_dir():
+            return found
     raise UsageError(
         f"{flag} {folder}: the weights of the {role} are in {FROZEN}/{digest} beside it, which is missing; copy it, too"
     )
@@ -206,13 +198,11 @@ def check_weights(folder: Path, flag: str, role: str, expected: dict[str, tuple[
     """UsageError unless the checkpoint has weights with these global shapes, by key; None: the key must be absent."""
     shapes = read_shapes(folder, flag)
     for key, shape in expected.items():
-        if shape is None:
-            if key in shapes:
-                raise UsageError(f"{flag} {folder}: has {key}, which the flags of {role} leave out")
-            continue
-        if key not in shapes:
+        if shape is None and key in shapes:
+            raise UsageError(f"{flag} {folder}: has {key}, which the flags of {role} leave out")
+        if shape is not None and key not in shapes:
             raise UsageError(f"{flag} {folder}: has no {key}, which {role} needs")
-        if shapes[key] != shape:
+        if shape is not None and shapes[key] != shape:
             raise UsageError(
                 f"{flag} {folder}: {key} has shape {list(shapes[key])}; the flags of {role} describe {list(shape)}"
             )

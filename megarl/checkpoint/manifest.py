@@ -38,11 +38,8 @@ def write(folder: Path, entries: dict):
 
 
 def read(folder: Path, flag: str) -> dict:
-    """The entries that `write` was given.
-
-    Raises:
-        UsageError: no manifest, so no complete checkpoint; one of another format; or a damaged one.
-    """
+    """The entries that `write` was given. UsageError for no manifest, so no complete checkpoint, one of another format,
+    or a damaged one."""
     try:
         text = read_text(folder / NAME, MAX_BYTES)
         manifest = json.loads(text)
@@ -120,10 +117,6 @@ MAX_SIZE = 2**20  # of a group, and replicas: lists have as many items
 _DIGEST, _FILE_NAME = re.compile("[0-9a-f]{8,128}"), re.compile(r"[\w.-]+")
 
 
-def _is_seed(value: Any) -> bool:
-    return is_whole(value, -MAX_COUNT, MAX_COUNT)
-
-
 def _is_digest(value: Any) -> bool:
     return isinstance(value, str) and bool(_DIGEST.fullmatch(value))
 
@@ -135,9 +128,7 @@ def _is_file_name(name: str) -> bool:
 
 def _is_best(value: Any) -> bool:
     """Whether it is the state of a `BestCheckpoint`: a step, and the value of a metric by its name."""
-    return fits(value, {"step": (None, is_count)}) and all(
-        fits(each, (None, is_plain_number)) for each in value.values()
-    )
+    return fits(value, {"step": (None, is_count)}) and fits(value, Each((None, is_plain_number)))
 
 
 def _is_of_schedule(value: Any) -> bool:
@@ -149,13 +140,8 @@ def _is_of_schedule(value: Any) -> bool:
 
 def _is_round(value: Any) -> bool:
     """Whether it is a round of saved rollouts: each list has an item for each prompt."""
-    if not fits(value, {"lines": [is_count], "kept": [bool], "kinds": [str]}):
-        return False
-    optional = {"sizes": [lambda size: is_whole(size, 1, MAX_SIZE)], "draws": [[is_count]]}
-    lists = [value["kept"], *(value[name] for name in optional if name in value)]
-    return all(fits(value[name], kind) for name, kind in optional.items() if name in value) and all(
-        len(each) == len(value["lines"]) for each in lists
-    )
+    kinds = {"lines": [is_count], "kept": [bool], "draws": [[is_count]], "sizes": [lambda n: is_whole(n, 1, MAX_SIZE)]}
+    return fits(value, kinds) and len({len(value[name]) for name in kinds}) == 1
 
 
 def _is_number(value: Any) -> bool:
@@ -166,7 +152,8 @@ def _is_number(value: Any) -> bool:
 SEALED = Each({"size": is_count, "sha256": _is_digest}, _is_file_name)
 # Kinds of entries by name, of checkpoints and of saved rollouts. Others may be anything.
 ENTRIES: dict[str, Any] = {
-    "files": SEALED, "step": is_count, "world_size": is_count, "program": str, "seed": _is_seed, "vocab_size": is_count,
+    "files": SEALED, "step": is_count, "world_size": is_count, "program": str,
+    "seed": lambda value: is_whole(value, -MAX_COUNT, MAX_COUNT), "vocab_size": is_count,
     "role": str, "frozen": Each(_is_digest), "layout": Each(dict),
     "prompt_order": {"position": is_count, "size": is_count},
     "steps_skipped": is_count, "skipped_in_a_row": is_count, "data": Each({"value": str, "sha256": _is_digest}),

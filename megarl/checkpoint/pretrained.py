@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,13 +24,6 @@ BASES = ("actor", "reward")  # roles whose weights may be under factors
 POLICIES = ("actor", average_of("actor"))  # whose weights have no scalar head
 
 
-class PretrainedWeights(Protocol):
-    """Weights that were checked against a role's flags."""
-
-    def load(self, stages, pg_collection, optimizer=None):
-        """Fills a model's chunks, and the optimizer's master weights if it has them. A collective of the role."""
-
-
 class CheckpointWeights(NamedTuple):
     """A checkpoint of megarl."""
 
@@ -49,16 +42,15 @@ class FactorWeights(NamedTuple):
     source: str  # role whose factors they are
     lora: LoRASettings
     role: RoleSettings  # that they are loaded for
-    base: PretrainedWeights | None  # None: drawn from the seed
+    base: "PretrainedWeights | None"  # None: drawn from the seed
 
     def load(self, stages, pg_collection, optimizer=None):
         """Loads the weights, then adds the factors to them; a frozen model keeps factors of 16 bits apart.
 
         Reference and teacher are policies whose weights contain them.
         """
-        self._load(
-            stages, pg_collection, is_frozen=optimizer is None and self.role.name not in ("reference", "teacher")
-        )
+        is_frozen = optimizer is None and self.role.name not in ("reference", "teacher")
+        self._load(stages, pg_collection, is_frozen)
         if optimizer is not None:
             optimizer.reload_model_params()
 
@@ -80,6 +72,11 @@ class FolderWeights(NamedTuple):
         import_weights(self.weight_map, stages, pg_collection)
         if optimizer is not None:
             optimizer.reload_model_params()
+
+
+# Weights that were checked against a role's flags. `load`, a collective of the role, fills a model's chunks, and the
+# optimizer's master weights if it has them.
+PretrainedWeights = CheckpointWeights | FactorWeights | FolderWeights
 
 
 def load_weights(folder: Path, stages, pg_collection, source: str | None = None, optimizer=None):
@@ -112,15 +109,8 @@ def find_pretrained(
 ) -> PretrainedWeights | None:
     """The weights that a role starts from, checked before any work starts; None: weights drawn from the seed.
 
-    A checkpoint (`--pretrained-checkpoint`) comes before the folder that describes the model (`--hf-model`).
-
-    Args:
-        vocab_size: of the model.
-        sources: roles whose checkpoints the role may start from, as for `checkpoint_weights`.
-        value_head: the role has a scalar head.
-
-    Raises:
-        UsageError: no such checkpoint or folder, or a model of other shapes.
+    A checkpoint (`--pretrained-checkpoint`) comes before the folder that describes the model (`--hf-model`). Arguments
+    and errors as of `checkpoint_weights`; `value_head`: the role has a scalar head.
     """
     if path := role.megatron.pretrained_checkpoint:
         return checkpoint_weights(path, "--pretrained-checkpoint", role, vocab_size, sources)
@@ -131,80 +121,51 @@ def folder_weights(role: RoleSettings, value_head: bool = False) -> FolderWeight
     """The weights in a role's Hugging Face folder. UsageError unless it holds exactly those of the role's model."""
     weight_map = role.hf_model.weight_map(role.megatron, value_head)
     weight_map.check()
-    _check_scales(weight_map.model.folder)
-    _check_decays(weight_map)
-    _check_tied_head(weight_map)
+    _check_numbers(weight_map)
     return FolderWeights(weight_map)
 
 
-def _identities(folder: HFFolder) -> list[tuple]:
-    return [node_files.identity(str(folder.path / file)) for file in folder.files()]
-
-
-def _check_scales(folder: HFFolder):
-    """UsageError for scales of quantized tensors that are not finite."""
-    if folder.weights is folder.tensors:
-        return
-
-    if names := _names_once("scales", folder, lambda: damaged_scales(folder)):
-        raise folder.error(f"{names[0]} holds a scale that is not finite{_others(names)}")
-
-
-def _check_decays(weight_map: WeightMap):
-    """UsageError for decays of recurrent states, or their biases, that are not finite."""
+def _check_numbers(weight_map: WeightMap):
+    """UsageError for scales of quantized tensors, and for decays of recurrent states or their biases, that are not
+    finite, and for a stored head that is not the embedding to which config.json ties it."""
     folder, args = weight_map.model.folder, weight_map.args
-    if args.experimental_attention_variant is None:
-        return
-    if names := _names_once("decays", folder, lambda: damaged_decays(folder, weight_map.expected())):
+    if folder.weights is not folder.tensors and (names := _found_once("scales", folder, damaged_scales)):
+        raise folder.error(f"{names[0]} holds a scale that is not finite{_others(names)}")
+    if args.experimental_attention_variant is not None and (
+        names := _found_once("decays", folder, lambda folder: damaged_decays(folder, weight_map.expected()))
+    ):
         file = folder.weights[names[0]].file
         raise folder.error(f"{names[0]} in {file} holds a number that is not finite{_others(names)}")
-
-
-def _names_once(kind: str, folder: HFFolder, find: Callable[[], list[str]]) -> list[str]:
-    """What `find` returns, the names of tensors; one process of a node calls it. `kind`: of what it looks for."""
-
-    def found() -> dict[str, np.ndarray]:
-        return {"names": np.frombuffer("\n".join(find()).encode(), np.uint8)}
-
-    return node_files.arrays(lambda: (kind, _identities(folder)), found)["names"].tobytes().decode().splitlines()
-
-
-def _others(names: list[str]) -> str:
-    return f", as {len(names) - 1} other tensors do" if len(names) > 1 else ""
-
-
-def _check_tied_head(weight_map: WeightMap):
-    """UsageError if the folder stores a head that is not the embedding to which config.json ties it."""
-    folder = weight_map.model.folder
-
-    def differing_rows() -> dict[str, np.ndarray]:
-        row = weight_map.tied_head_difference()
-        return {"rows": np.array([] if row is None else [row], np.int64)}
-
-    key = "tied head", _identities(folder), weight_map.value_head
-    rows = node_files.arrays(lambda: key, differing_rows)["rows"]
-    if len(rows):
+    if rows := _found_once(f"tied head {weight_map.value_head}", folder, lambda _: weight_map.differing_head_rows()):
         raise folder.error(
             f"config.json ties lm_head.weight to the embedding (tie_word_embeddings), but row {rows[0]} differs; "
             "set it to false, or remove the tensor"
         )
 
 
+def _found_once(kind: str, folder: HFFolder, find: Callable[[HFFolder], list[str]]) -> list[str]:
+    """What `find` returns; one process of a node calls it. `kind`: of what it looks for."""
+
+    def found() -> dict[str, np.ndarray]:
+        return {"names": np.frombuffer("\n".join(find(folder)).encode(), np.uint8)}
+
+    key = kind, [node_files.identity(str(folder.path / file)) for file in folder.files()]
+    return node_files.arrays(lambda: key, found)["names"].tobytes().decode().splitlines()
+
+
+def _others(names: list[str]) -> str:
+    return f", as {len(names) - 1} other tensors do" if len(names) > 1 else ""
+
+
 def checkpoint_weights(
     path: str, flag: str, role: RoleSettings, vocab_size: int, sources: tuple[str, ...] = ("actor",)
 ) -> CheckpointWeights | FactorWeights:
-    """The weights in a checkpoint that a role's model starts from, checked before any work starts.
+    """The weights in a checkpoint that a role's model starts from, checked before any work starts. UsageError for no
+    readable checkpoint, one of another kind, a model of other shapes, or no weights under factors.
 
     The weights under low-rank factors are those of the role's flags; without flags, those that the factors were trained
-    on.
-
-    Args:
-        path: value of `flag`, as for `folders.find`.
-        vocab_size: of the model.
-        sources: what it may start from: "actor" (a policy) or "reward" (a reward model with its scalar head).
-
-    Raises:
-        UsageError: no readable checkpoint, one of another kind, a model of other shapes, or no weights under factors.
+    on. `path`: value of `flag`, as for `folders.find`; `sources`: what the model may start from, "actor" (a policy) or
+    "reward" (a reward model with its scalar head).
     """
     folder = folders.find(path, flag)
     source = folders.source_of(folder, flag)
@@ -223,14 +184,11 @@ def checkpoint_weights(
 def factor_weights(
     folder: Path, flag: str, role: RoleSettings, vocab_size: int, source: str, stored: factors.StoredFactors
 ) -> FactorWeights:
-    """The factors of the role `source` in a checkpoint, with the weights under them; arguments as above.
-
-    `stored`: what the checkpoint says about the factors.
-    """
+    """The factors of the role `source` in a checkpoint, of which it says `stored`, with the weights under them."""
     shapes = factors.checkpoint_shapes(source, role.megatron, stored.lora, value_head=source not in POLICIES)
     folders.check_weights(folder, flag, role.name, shapes)
     base = _base(folder, flag, role, vocab_size, stored.base)
-    return FactorWeights(folder=folder, source=source, lora=stored.lora, role=role, base=base)
+    return FactorWeights(folder, source, stored.lora, role, base)
 
 
 def _base(

@@ -59,9 +59,7 @@ _KINDS = ("bf16", "fp16", "use_distributed_optimizer", "use_torch_fsdp2")
 def data_fingerprints(encoder: Encoder, settings: Settings, prompts: dict[str, PromptSet]) -> dict[str, dict[str, str]]:
     """The manifest's entry about a run's data: {flag: {"value": …, "sha256": …}}; values are for messages only.
 
-    Args:
-        encoder: the policy's tokenizer and chat template.
-        prompts: the sets of `--prompts`, `--eval-prompts` and `--evals` by their names here, after their filter.
+    `prompts`: the sets of `--prompts`, `--eval-prompts` and `--evals` by their names here, after their filter.
     """
     found = {name: {"value": prompts[name].path, "sha256": prompts[name].sha256()} for name in prompts}
     tokenizer, template, options = encoder.tokenizer, "", NO_OPTIONS
@@ -81,11 +79,6 @@ def is_held_out(name: str) -> bool:
     return name == EVAL_PROMPTS or name.startswith(EVALS)
 
 
-def _may_change(name: str) -> bool:
-    """Whether the data of an entry may change with --load-changed-data."""
-    return name == PROMPTS or is_held_out(name)
-
-
 def _entry(value: str | None, content: bytes) -> dict[str, str]:
     return {"value": str(value or "(default)"), "sha256": hashlib.sha256(content).hexdigest()}
 
@@ -94,12 +87,10 @@ def settings_entry(config: RunConfig) -> dict[str, object]:
     """The manifest's entry about the settings that decide a run's numbers, by flag; roles' flags have their prefix."""
     settings = config.settings
     found = {flag_of(name): value for name, value in vars(settings).items() if name not in _NOT_NUMBERS}
-    if settings.judge_config:  # whose content decides
-        content = read_bytes(bundled.find(settings.judge_config))
-        found["--judge-config"] = f"of sha256 {hashlib.sha256(content).hexdigest()[:12]}"
-    if settings.teacher_context == SIBLING:
-        content = read_bytes(bundled.find(settings.teacher_context_template))
-        found[flag_of("teacher_context_template")] = f"of sha256 {hashlib.sha256(content).hexdigest()[:12]}"
+    for name, decides in (("judge_config", True), ("teacher_context_template", settings.teacher_context == SIBLING)):
+        if decides and (path := getattr(settings, name)):  # whose content decides
+            digest = hashlib.sha256(read_bytes(bundled.find(path))).hexdigest()
+            found[flag_of(name)] = f"of sha256 {digest[:12]}"
     for role in config.trained:
         args = config.roles[role].megatron
         found |= {flag_of(f"{role}-{name}"): getattr(args, name) for name in _LEARNING}
@@ -109,9 +100,7 @@ def settings_entry(config: RunConfig) -> dict[str, object]:
 
 def changed_settings(manifest: dict, settings: dict[str, object]) -> str | None:
     """A line about the settings that differ from a checkpoint's; None if none does."""
-    stored = manifest.get(SETTINGS, settings)
-    changed = [name for name in sorted(stored.keys() & settings.keys()) if stored[name] != settings[name]]
-    return ", ".join(f"{name} {settings[name]} (before: {stored[name]})" for name in changed) or None
+    return _changes(manifest.get(SETTINGS, settings), settings)
 
 
 def holds_average(manifest: dict) -> bool:
@@ -126,8 +115,12 @@ def holds_prediction(manifest: dict) -> bool:
 
 def changed_versions(manifest: dict) -> str | None:
     """A line about libraries whose versions differ from those that wrote a checkpoint; None if none does."""
-    stored, now = manifest.get("versions", {}), manifests.versions()
-    changed = [name for name in manifests.LIBRARIES if name in stored and stored[name] != now[name]]
+    now = manifests.versions()
+    return _changes(manifest.get("versions", {}), {name: now[name] for name in manifests.LIBRARIES})
+
+
+def _changes(stored: dict, now: dict) -> str | None:
+    changed = [name for name in sorted(stored.keys() & now.keys()) if stored[name] != now[name]]
     return ", ".join(f"{name} {now[name]} (before: {stored[name]})" for name in changed) or None
 
 
@@ -138,35 +131,29 @@ def changed_data(manifest: dict, data: dict[str, dict[str, str]]) -> list[str]:
 
 
 def check_data(manifest: dict, settings: Settings, data: dict[str, dict[str, str]]):
-    """Checks that a run to resume has the data of its checkpoint.
-
-    Raises:
-        UsageError: another seed, tokenizer or chat template, or, without `--load-changed-data`, other prompts.
-    """
+    """UsageError for another seed, tokenizer or chat template than the checkpoint's, and, without
+    `--load-changed-data`, for other prompts."""
     path, seed = settings.load, settings.seed
-    stored = manifest.get(DATA, {})
     if manifest.get("seed", seed) != seed:
         raise UsageError(f"--seed {seed}: the checkpoint of --load {path} was written with --seed {manifest['seed']}")
     for name in changed_data(manifest, data):
-        if _may_change(name) and settings.load_changed_data:
-            continue
-        advice = "; --load-changed-data resumes with other prompts" if _may_change(name) else ""
-        raise UsageError(
-            f"{flag_of(name)} {data[name]['value']}: has other content than the checkpoint of --load {path} "
-            f"was written with ({stored[name]['value']}){advice}"
-        )
+        may_change = name == PROMPTS or is_held_out(name)
+        if not (may_change and settings.load_changed_data):
+            advice = "; --load-changed-data resumes with other prompts" if may_change else ""
+            raise UsageError(
+                f"{flag_of(name)} {data[name]['value']}: has other content than the checkpoint of --load {path} "
+                f"was written with ({manifest[DATA][name]['value']}){advice}"
+            )
 
 
 def check_resume(program: str, config: RunConfig, data: dict, expected: dict[str, dict]) -> tuple[Path, dict]:
-    """(the checkpoint of `--load` to resume from, its manifest), checked before any work starts.
+    """(the checkpoint of `--load` to resume from, its manifest), checked before any work starts. UsageError for no
+    readable checkpoint of this program, these models, data and schedules, or no steps left to do.
 
     Args:
-        program: module name of the program; checkpoints of other programs are rejected.
+        program: module name of the program.
         data: `data_fingerprints` of the run.
         expected: role -> global shapes of its weights according to the flags, as for `folders.check_weights`.
-
-    Raises:
-        UsageError: no readable checkpoint of this program, these models, data and schedules, or no steps left to do.
     """
     path, train_iters = config.settings.load, config.settings.train_iters
     folder = folders.find(path, "--load")
@@ -268,10 +255,7 @@ def _text(value: object) -> str:
 
 def adopt_schedules(manifest: dict, config: RunConfig) -> list[str]:
     """Gives roles with `--use-checkpoint-opt-param-scheduler` the schedule of the checkpoint, before models are built.
-
-    Returns:
-        A line for each role about the flags that do not count.
-    """
+    Returns a line for each about the flags that do not count."""
     lines = []
     for role, saved, changes in _other_schedules(manifest, config):
         if role.megatron.use_checkpoint_opt_param_scheduler:

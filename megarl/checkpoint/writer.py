@@ -39,9 +39,7 @@ class _Pending:
     """
 
     def __init__(self, step: int, folder: Path, planned: PlannedSave, entries: dict, files: dict[str, bytes]):
-        self.step, self.folder = step, folder
-        self.planned, self.entries = planned, entries
-        self.files = files
+        self.step, self.folder, self.planned, self.entries, self.files = step, folder, planned, entries, files
         self._future: Future[tuple] | None = None
 
     def start(self, state: dict):
@@ -88,8 +86,7 @@ class CheckpointWriter:
     """Saves checkpoints to a run's folder."""
 
     def __init__(self, run: Path, mesh: RoleMesh, settings: Settings):
-        self.run, self.mesh = run, mesh
-        self.settings = settings
+        self.run, self.mesh, self.settings = run, mesh, settings
         self.used: list[Path] = []  # checkpoints whose weights the run has loaded: never removed
         self._frozen: dict[str, str] = {}  # role -> its folder in `checkpoints/frozen`
         self._pending: _Pending | None = None
@@ -129,9 +126,6 @@ class CheckpointWriter:
     def wait(self):
         """Waits for an asynchronous save and completes it. Collective."""
         self._complete()
-        self._join_sweeper()
-
-    def _join_sweeper(self):
         if self._sweeper is not None:
             self._sweeper.join()
 
@@ -201,12 +195,9 @@ class CheckpointWriter:
             commit.prune(self.run, keep_last, self.settings.keep_every, self.used)
         except OSError as error:
             warn([f"--keep-last {keep_last}: an older checkpoint cannot be removed ({error})"])
-        self._sweep()
-
-    def _sweep(self):
-        """Removes older checkpoints: for large files that takes as long as a copy of the state."""
-        if self.settings.async_save:
-            self._join_sweeper()
+        if self.settings.async_save:  # to remove large files takes as long as a copy of the state
+            if self._sweeper is not None:
+                self._sweeper.join()
             self._sweeper = threading.Thread(target=commit.sweep, args=(self.run,), name="sweep")
             self._sweeper.start()
         else:
@@ -219,10 +210,9 @@ class CheckpointWriter:
                 raise SaveError(f"rank {rank}: {error}")
         pending.planned.finish([results for results, _, _ in gathered])
         sealed = {name: entry for _, of_rank, _ in gathered for name, entry in of_rank.items()}
-        for path in pending.folder.iterdir():
-            if path.name not in sealed:
-                sealed[path.name] = manifests.seal(path)
-        return sealed
+        return sealed | {
+            path.name: manifests.seal(path) for path in pending.folder.iterdir() if path.name not in sealed
+        }
 
     def _agree(self, step: int, action: Callable[[], str | None]) -> str | None:
         """Runs an action on rank 0, whose result all ranks return; if it fails, all raise `SaveError`. Collective."""

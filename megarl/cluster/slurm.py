@@ -10,21 +10,9 @@ from megarl.errors import UsageError
 
 JOB = "TORCHELASTIC_RUN_ID"  # torchrun's name: it separates this job's processes from those of another job on the node
 NEEDED = (
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-    "SLURM_NODEID",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_STEP_NUM_NODES",
-    "SLURM_STEP_NODELIST",
-    "SLURM_STEP_TASKS_PER_NODE",
-    "SLURM_JOB_ID",
-)
-
-
-def is_task(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process, and no launcher of ours or torchrun's did."""
-    started = {"RANK", "WORLD_SIZE"} & environment.keys()
-    return "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment and not started
+    "SLURM_PROCID SLURM_LOCALID SLURM_NODEID SLURM_STEP_NUM_TASKS SLURM_STEP_NUM_NODES SLURM_STEP_NODELIST"
+    " SLURM_STEP_TASKS_PER_NODE SLURM_JOB_ID"
+).split()
 
 
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -36,8 +24,8 @@ def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
         UsageError: a variable of Slurm is missing, nodes have different numbers of tasks, or the tasks of a node are
             not consecutive.
     """
-    if not is_task(environment):
-        return {}
+    if {"RANK", "WORLD_SIZE"} & environment.keys() or not {"SLURM_STEP_ID", "SLURM_PROCID"} <= environment.keys():
+        return {}  # of a launcher of ours or torchrun's, or no task
     missing = [name for name in NEEDED if name not in environment]
     if missing:
         raise UsageError(f"{missing[0]} is not set, but SLURM_STEP_ID is: start the ranks with srun")

@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 
 class _Queue:
-    """Numbered messages in the store."""
-
     def __init__(self, name: str):
         """`name`: unique in the program."""
         self._prefix, self._store = f"megarl/{name}", dist.distributed_c10d._get_default_store()
@@ -58,12 +56,7 @@ class Announcements(_Queue):
             self._store.set(self._key(self._count), json.dumps(message))
 
     def take(self) -> dict[str, Any]:
-        """The next message; waits for it. For receivers.
-
-        Raises:
-            DistStoreError: none comes within the store's time-out.
-            RuntimeError: the message is damaged.
-        """
+        """The next message, for receivers; waits for it. Errors as of `wait`, and RuntimeError: it is damaged."""
         key, message = self._take()
         if self._store.add(f"{key}/taken", 1) == self._receivers:
             self._store.delete_key(key)

@@ -17,11 +17,9 @@ POLL_SECONDS = 0.01
 
 
 def judges_early(settings: Settings, has_judge: bool, reward: range, rollout: range) -> bool:
-    """Whether responses are judged while others are generated: a judge has ranks beside those of the rollout.
-
-    `reward`, `rollout`: ranks of the roles. With over-sampling it is known only at the end of a round which groups it
-    keeps, and a response's number in the step decides on the random numbers of its judgement.
-    """
+    """Whether responses are judged while others are generated: a judge has ranks beside those of the rollout. `reward`,
+    `rollout`: ranks of the roles. With over-sampling it is known only at the end of a round which groups it keeps, and
+    a response's number in the step decides on the random numbers of its judgement."""
     s = settings
     is_beside = set(reward).isdisjoint(rollout) and not s.debug_train_only
     return has_judge and is_beside and s.over_sampling == 1 and s.max_response_length <= MAX_TOKENS
@@ -57,7 +55,6 @@ class ResponseReceiver:
 
     @property
     def is_done(self) -> bool:
-        """Whether all responses have been received."""
         return not self._missing
 
     def receive(self) -> list[tuple[int, list[int] | None]]:

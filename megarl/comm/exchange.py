@@ -1,9 +1,8 @@
 """Moves packed batches between roles with collectives, from replica to replica and never through rank 0.
 
-All fields of all sequences for one destination replica are packed into one byte buffer. The replica leaders of the two
-roles run one all-to-all for the sizes and one for the payload; then each destination replica with several ranks
-broadcasts inside itself. Roles that hold the same sequences on the same ranks pass the batch on without a copy. A rank
-that only sends does not wait until its data are received.
+All fields of all sequences for a destination replica are one byte buffer. The replica leaders of the two roles run one
+all-to-all for the sizes and one for the payload; then each replica of several ranks broadcasts inside itself. Roles
+with the same sequences on the same ranks pass the batch on without a copy. A rank that only sends does not wait.
 """
 
 import math
@@ -63,11 +62,9 @@ class PendingSends:
         self._held: list[tuple] = []
 
     def hold(self, work: dist.Work | None, *buffers: Tensor):
-        """Keeps a started collective and its buffers."""
         self._held.append((work, buffers))
 
     def wait(self):
-        """Waits until all sends are received."""
         for work, _ in self._held:
             if work is not None:
                 work.wait()
@@ -75,10 +72,8 @@ class PendingSends:
 
 
 def all_to_all(buffers: list[Tensor], group, pending: PendingSends | None) -> list[Tensor]:
-    """Sends buffers[i] (bytes) to the i-th rank of the group; returns the buffers received from each rank.
-
-    With `pending` this rank only sends: it receives nothing, returns at once, and `pending` waits later.
-    """
+    """Sends buffers[i] (bytes) to the i-th rank of the group; returns the buffers received from each rank. With
+    `pending` this rank only sends: it receives nothing, returns at once, and `pending` waits later."""
     counts = [len(buffer) for buffer in buffers]
     sizes, payload = torch.tensor(counts, dtype=torch.int64, device=buffers[0].device), torch.cat(buffers)
     arriving = torch.zeros_like(sizes)
@@ -154,31 +149,25 @@ def send(
         return Batch(**{n: getattr(batch, n) for n in names}) if receiver.is_member else None
     received = None
     if sender.is_leader or receiver.is_leader:
-        if not sender.is_leader:
-            batch = pending = None
         group = mesh.leaders_group(source, destination, in_evaluation)
-        received = _exchange(batch, receiver, names, dp_assignment[destination], group, pending)
+        ranks = dist.get_process_group_ranks(group)
+        buffers = dict.fromkeys(ranks, torch.empty(0, dtype=torch.uint8, device=device.device()))
+        if sender.is_leader and batch is not None:
+            buffers |= _bytes_by_leader(batch, receiver, names, dp_assignment[destination])
+        pending = pending if sender.is_leader else None
+        arrived = filter(len, all_to_all([buffers[rank] for rank in ranks], group, pending))
+        parts = [from_bytes(buffer, names) for buffer in arrived]
+        received = concatenate(parts or [empty_batch(names, device.device())])
     return broadcast_in_replica(received, names, receiver) if receiver.is_member else None
 
 
-def _exchange(
-    batch: Batch | None,
-    receiver: RoleGroups,
-    names: list[str],
-    dp_assignment: Tensor,
-    group,
-    pending: PendingSends | None,
-) -> Batch:
-    ranks = dist.get_process_group_ranks(group)
-    buffers = dict.fromkeys(ranks, torch.empty(0, dtype=torch.uint8, device=device.device()))
-    if batch is not None:
-        # Read once: what is sent where is decided on the host, and does not wait for the device again.
-        host = Batch(sequence_ids=batch.sequence_ids.cpu(), lengths=batch.lengths.cpu())
-        sent = Batch(**{name: getattr(batch, name) for name in names})
-        dp_ranks = dp_assignment[host.sequence_ids]
-        for dp_rank in dp_ranks.unique().tolist():  # others get nothing: their number grows with the world
-            index = (dp_ranks == dp_rank).nonzero().flatten()
-            rows, tokens = device.to_device([index.numpy(), host.token_positions(index).numpy()])
-            buffers[receiver.leaders[dp_rank]] = to_bytes(sent.take(rows, tokens), names)
-    arrived = filter(len, all_to_all([buffers[rank] for rank in ranks], group, pending))
-    return concatenate([from_bytes(buffer, names) for buffer in arrived] or [empty_batch(names, device.device())])
+def _bytes_by_leader(batch: Batch, receiver: RoleGroups, names: list[str], dp_assignment: Tensor) -> dict[int, Tensor]:
+    # Read once: what is sent where is decided on the host, and does not wait for the device again.
+    host = Batch(sequence_ids=batch.sequence_ids.cpu(), lengths=batch.lengths.cpu())
+    sent, buffers = Batch(**{name: getattr(batch, name) for name in names}), {}
+    dp_ranks = dp_assignment[host.sequence_ids]
+    for dp_rank in dp_ranks.unique().tolist():  # others get nothing: their number grows with the world
+        index = (dp_ranks == dp_rank).nonzero().flatten()
+        rows, tokens = device.to_device([index.numpy(), host.token_positions(index).numpy()])
+        buffers[receiver.leaders[dp_rank]] = to_bytes(sent.take(rows, tokens), names)
+    return buffers

@@ -18,7 +18,6 @@ from megarl.groups import PromptGroups
 
 
 def round_robin_assignment(mesh: RoleMesh, groups: PromptGroups) -> dict[str, Tensor]:
-    """Round-robin assignment of groups, for every role."""
     return {name: groups.round_robin(len(role_groups.replicas)) for name, role_groups in mesh.roles.items()}
 
 
@@ -76,13 +75,8 @@ def balanced_assignment(
     hidden: int,
     groups: PromptGroups | None = None,
 ) -> dict[str, Tensor]:
-    """Assignment for every role: as generated for the rollout, balanced by FLOPs for the others.
-
-    Args:
-        lengths: [N] tokens in each sequence, the same on every rank.
-        generated_on: [N] dp rank of the rollout that generated each sequence.
-        groups: as in `balance_by_flops`.
-    """
+    """Assignment for every role: as `generated_on` [N] for the rollout, balanced by FLOPs for the others. `lengths`:
+    [N] tokens in each sequence; `groups`: as in `balance_by_flops`."""
     replicas = {name: len(role_groups.replicas) for name, role_groups in mesh.roles.items()}
     balanced = {n: balance_by_flops(lengths, minibatches, n, hidden, groups) for n in set(replicas.values())}
     return {name: balanced[n] for name, n in replicas.items()} | {"rollout": generated_on}
@@ -91,17 +85,9 @@ def balanced_assignment(
 def with_whole_groups(
     dp_assignment: Tensor, lengths: Tensor, groups: PromptGroups, replicas: int, hidden: int
 ) -> Tensor:
-    """An assignment in which no group is on two replicas, for a role that compares the responses to a prompt.
-
-    It is `dp_assignment` if that has none, so that roles on the same ranks go on to share their batch. Otherwise groups
-    are assigned by their FLOPs, the most expensive first. It depends only on the arguments, the same on every rank.
-
-    Args:
-        dp_assignment: [N] int64, the dp rank of each sequence of the step.
-        lengths: [N] tokens in each sequence.
-        replicas: of the role.
-        hidden: hidden size, by which the work is estimated.
-    """
+    """An assignment in which no group is on two replicas, for a role that compares the responses to a prompt: that of
+    `dp_assignment` [N] if it has none, so that roles on the same ranks go on to share their batch. Otherwise groups are
+    assigned by their FLOPs, the most expensive first. `lengths`: [N] tokens in each sequence."""
     if torch.equal(groups.expand(dp_assignment[groups.starts]), dp_assignment):
         return dp_assignment
     flops = groups.reduce(sequence_flops(lengths, hidden), "sum")
@@ -109,9 +95,7 @@ def with_whole_groups(
 
 
 def positions_by_group(sequence_ids: Sequence[int], groups: PromptGroups) -> list[list[int]]:
-    """Positions of the sequences of each group, given the ascending ids of what a replica holds.
-
-    Some of a group may be missing: an episode whose environment failed has nothing to compare.
-    """
+    """Positions of the sequences of each group, given the ascending ids of what a replica holds. Some of a group may be
+    missing: an episode whose environment failed has nothing to compare."""
     numbers = groups.of(torch.tensor(sequence_ids, dtype=torch.int64)).tolist()
     return [list(members) for _, members in groupby(range(len(numbers)), key=numbers.__getitem__)]

@@ -1,12 +1,8 @@
 """Splits a step's sequences into mini-batches and micro-batches.
 
-Mini-batches are sets of sequence ids drawn from (seed, step, epoch), independent of the parallel layout; where their
-size allows they consist of whole groups. Each replica bin-packs its sequences of a mini-batch into as few micro-batches
-as possible under a hard token cap, with about equal FLOPs each. All replicas run equally many micro-batches; a replica
-with fewer adds blank ones, which have no weight.
-
-Responses to the same prompt share a micro-batch where possible, because models then compute the prompt once. The
-cap still counts the prompt for every response, so memory stays below what it is without sharing.
+Mini-batches are sets of sequence ids drawn from (seed, step, epoch), of whole groups where their size allows. A replica
+bin-packs its sequences of a mini-batch under a hard token cap, with about equal FLOPs each; all run equally many, some
+of them blank. Responses to the same prompt stay together, because models then compute it once; the cap counts it each.
 """
 
 import bisect
@@ -32,8 +28,7 @@ ORDER_STREAM = -1  # no prompt has this number, so the shuffle and the responses
 
 
 def minibatch_ids(count: int, size: int | None, seed: int, step: int, epoch: int) -> list[Tensor]:
-    """The numbers 0 … count − 1 of sequences or groups in random mini-batches of `size` (None: a single one); the last
-    may be smaller."""
+    """The numbers 0 … count − 1 in random mini-batches of `size`, of which the last may be smaller; None: in one."""
     if size is None or size >= count:
         return [torch.arange(count)]
     stream = torch.full((count,), ORDER_STREAM, dtype=torch.int64)
@@ -43,11 +38,8 @@ def minibatch_ids(count: int, size: int | None, seed: int, step: int, epoch: int
 
 
 def minibatches_of_step(settings: Settings, groups: PromptGroups, step: int, epoch: int) -> list[Tensor]:
-    """Sequence ids of the mini-batches of a step, by `minibatch_ids`: of whole groups if that is possible.
-
-    `--minibatch-size` is then counted in groups of `--samples-per-prompt`, whatever the sizes of the groups: a step has
-    as many updates as the schedule of the learning rate expects.
-    """
+    """Sequence ids of the mini-batches of a step, by `minibatch_ids`: of whole groups if that is possible, counted in
+    groups of `--samples-per-prompt` of any size, so that a step has as many updates as the learning rate expects."""
     size, seed = settings.minibatch_groups, settings.seed
     if size is not None:
         return [groups.ids_of(drawn) for drawn in minibatch_ids(len(groups), size, seed, step, epoch)]
@@ -67,12 +59,10 @@ def updates_of_step(settings: Settings, batch: Batch, groups: PromptGroups, step
 
 
 def sequence_flops(lengths: Tensor, hidden: int) -> Tensor:
-    """[N] int64 cost of sequences of length s: s² + 12·hidden·s, in units of 2·hidden FLOPs per layer.
-
-    Causal attention takes 2·hidden·s² FLOPs: each token attends to half of the sequence on average, once for the scores
-    and once for the values. The linear layers have 12·hidden² weights (4 in attention, 8 in the MLP), so 24·hidden²·s
-    FLOPs. Only ratios matter. int64, because s² overflows int32 from 46,341 tokens on.
-    """
+    """[N] int64 cost of sequences of length s: s² + 12·hidden·s, in units of 2·hidden FLOPs per layer. Causal attention
+    takes 2·hidden·s² FLOPs: each token attends to half of the sequence on average, once for the scores and once for the
+    values. The linear layers have 12·hidden² weights (4 in attention, 8 in the MLP), so 24·hidden²·s FLOPs. Only ratios
+    matter. int64, because s² overflows int32 from 46,341 tokens on."""
     lengths = lengths.to(torch.int64)
     return lengths * (lengths + 12 * hidden)
 
@@ -121,9 +111,7 @@ def bin_pack(
 
 def _run_starts(lengths: list[int], cap: int, count: int, ids: list[int] | None) -> list[int]:
     """Ascending start positions of runs: adjacent examples with the same id whose lengths fit under the cap together.
-
-    At least `count` runs if enough examples exist. Without `ids` every example is a run.
-    """
+    At least `count` runs if enough examples exist. Without `ids` every example is a run."""
     if ids is None:
         return list(range(len(lengths)))
     starts, tokens = [], cap
@@ -182,25 +170,17 @@ def blank_sequences(fields: list[str], device, sequences: int = 1) -> Batch:
     """One-token sequences without weight, for a replica that must run as many micro-batches as the others."""
     values = {name: torch.zeros(sequences, dtype=FIELDS[name].dtype, device=device) for name in fields}
     blank = Batch(**{**values, "lengths": torch.ones(sequences, dtype=torch.int64, device=device)})
-    blank.host_metadata = HostMetadata(
-        lengths=torch.ones(sequences, dtype=torch.int64),
-        response_mask=torch.zeros(sequences, dtype=torch.bool),
-        teacher_ids=torch.zeros(sequences, dtype=torch.int64) if "teacher_ids" in fields else None,
-    )
+    teachers = torch.zeros(sequences, dtype=torch.int64) if "teacher_ids" in fields else None
+    ones, mask = torch.ones(sequences, dtype=torch.int64), torch.zeros(sequences, dtype=torch.bool)
+    blank.host_metadata = HostMetadata(lengths=ones, response_mask=mask, teacher_ids=teachers)
     return blank
 
 
 def build_microbatches(
     batch: Batch, groups: list[Tensor], prompts: PromptPrefixes | None = None
 ) -> list[tuple[Batch, Tensor]]:
-    """[(micro-batch, positions of its sequences in `batch`)] for groups of positions on the host.
-
-    Copies what the host needs once, for all groups. `prompts`: of all sequences of `batch`; None: no prefix is
-    shared.
-
-    Raises:
-        RuntimeError: sequences with the same prompt id begin with different tokens.
-    """
+    """[(micro-batch, positions of its sequences in `batch`)] for groups of positions on the host, to which all is
+    copied once. `prompts`: of all sequences; None: none is shared. RuntimeError: those with the same id differ."""
     lengths, mask = batch.lengths.cpu(), batch.response_mask
     mask = None if mask is None else mask.cpu()
     teachers = None if batch.teacher_ids is None else batch.teacher_ids.cpu()
@@ -225,10 +205,7 @@ def build_microbatches(
 
 
 def _by_rows(host: HostMetadata, row_starts: Tensor) -> HostMetadata:
-    """The same with each row as a sequence of its own; the first row of a sequence has its prompt.
-
-    `row_starts`: [T] bool.
-    """
+    """The same with each row, of `row_starts` [T] bool, as a sequence; the first row of each has its prompt."""
     first = host.lengths.cumsum(0) - host.lengths
     begins = row_starts.index_fill(0, first, True).nonzero().flatten()
     sequence = torch.searchsorted(first, begins, right=True) - 1
@@ -276,10 +253,7 @@ def _shared_prefix(ids: np.ndarray, tokens: Tensor) -> SharedPrefix | None:
 
 
 def prompt_prefixes(batch: Batch) -> PromptPrefixes | None:
-    """The prompts of a batch, None if it does not have them.
-
-    A prompt's last token is not shared, because the token that it predicts differs between responses.
-    """
+    """The prompts of a batch, if it has them, without their last tokens: what follows differs between responses."""
     if batch.prompt_ids is None or batch.prompt_lengths is None:
         return None
     ids, lengths = batch.prompt_ids.cpu(), batch.prompt_lengths.cpu()
@@ -325,10 +299,8 @@ def role_microbatches(
 
 
 def write_back_rows(batch: Batch, name: str, results: list[tuple[Tensor, Tensor]]):
-    """As `write_back`, of a row [H] per token, as bytes: [(values [T_m, H], positions of their sequences)].
-
-    One micro-batch at a time: all rows are large, and would be in memory twice.
-    """
+    """As `write_back`, of a row [H] per token, as bytes: [(values [T_m, H], positions of their sequences)]. One
+    micro-batch at a time: all rows are large, and would be in memory twice."""
     width = results[0][0].shape[1] * results[0][0].element_size()
     field = torch.zeros(len(batch.tokens), width, dtype=torch.uint8, device=batch.tokens.device)
     for values, positions in results:

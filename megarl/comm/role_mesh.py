@@ -37,12 +37,9 @@ OF_LEADERS = {"evaluation"}  # channels of the replica leaders; the others are o
 
 @dataclass(frozen=True)
 class RoleGroups:
-    """One role's ranks and process groups, seen from this rank.
-
-    A replica is the set of ranks that hold one copy of the role's model and one data-parallel share of its batch: the
-    tensor-, context- and pipeline-parallel ranks together. Its first rank is its leader: it represents the replica in
-    exchanges with other roles and in metrics.
-    """
+    """One role's ranks and process groups, seen from this rank. A replica is the set of ranks that hold one copy of the
+    role's model and one data-parallel share of its batch: the tensor-, context- and pipeline-parallel ranks together.
+    Its first rank is its leader: it represents the replica in exchanges with other roles and in metrics."""
 
     role: str
     ranks: range  # world ranks of the role
@@ -54,7 +51,6 @@ class RoleGroups:
 
     @property
     def is_member(self) -> bool:
-        """Whether this rank belongs to the role."""
         return self.rank in self.ranks
 
     @property
@@ -86,10 +82,8 @@ class RoleGroups:
         return all_reduce_max(values, self.pg_collection.dp)
 
     def gather_rows(self, rows: torch.Tensor, values: torch.Tensor, count: int) -> torch.Tensor:
-        """[count, …] int64 on the host: the `values` of all replicas, each at its own `rows`; 0 at others.
-
-        Called on all ranks of each replica, with the same values.
-        """
+        """[count, …] int64 on the host: the `values` of all replicas, each at its own `rows`; 0 at others. Called on
+        all ranks of each replica, with the same values."""
         table = torch.zeros(count, *values.shape[1:], dtype=torch.int64, device=device.device())
         table[rows.to(table.device)] = values.to(table)
         return self.dp_all_reduce(table).cpu()
@@ -134,15 +128,7 @@ class RoleMesh:
         """The groups of a role; without ranks if the run does not have the role."""
         if role in self.roles or role not in ROLES:
             return self.roles[role]
-        return RoleGroups(
-            role=role,
-            ranks=range(0),
-            replicas=(),
-            pg_collection=None,
-            replica_group=None,
-            rank=self.rank,
-            model_role=role,
-        )
+        return RoleGroups(role, range(0), (), None, None, self.rank, model_role=role)
 
     def roles_of(self, rank: int) -> list[str]:
         """Roles that own a model on a rank; a role that runs on the model of another counts as the other."""
@@ -153,7 +139,6 @@ class RoleMesh:
         return self.channel("evaluation") if in_evaluation else self._leaders[frozenset((one, other))]
 
     def channel(self, name: str):
-        """Group of one of the `CHANNELS`."""
         return self._channels[name]
 
     def gather(self, item) -> list | None:
@@ -165,11 +150,8 @@ class RoleMesh:
 
 def join_process_group(timeout: timedelta, collective_timeout: timedelta | None = None):
     """Initializes torch.distributed from the launcher's environment; without a launcher, with a world of one rank.
-
-    Args:
-        timeout: of the ranks' first meeting.
-        collective_timeout: of collectives and, after the meeting, of waits in the store; default: `timeout`.
-    """
+    `timeout`: of the ranks' first meeting. `collective_timeout`: of collectives and, after the meeting, of waits in the
+    store; default: `timeout`."""
     if dist.is_initialized():
         return
     if device.has_cuda():
@@ -200,9 +182,7 @@ def join_process_group(timeout: timedelta, collective_timeout: timedelta | None 
 
 def create_mesh(roles: dict, timeout: timedelta) -> RoleMesh:
     """Initializes torch.distributed and creates the groups of all roles ({name: `RoleSettings`}). Collective.
-
-    `timeout`: of collectives.
-    """
+    `timeout`: of collectives."""
     join_process_group(timeout)
     cache, rank = process_groups.GroupCache(timeout), dist.get_rank()
     all_groups = {}
@@ -210,15 +190,8 @@ def create_mesh(roles: dict, timeout: timedelta) -> RoleMesh:
         sizes = megatron_flags.parallel_sizes(role.megatron)
         pg_collection = process_groups.create_groups(role.ranks, sizes, cache)
         replicas = tuple(map(tuple, process_groups.replica_ranks(role.ranks, sizes)))
-        all_groups[name] = RoleGroups(
-            role=name,
-            ranks=role.ranks,
-            replicas=replicas,
-            pg_collection=pg_collection,
-            replica_group=cache.mine(replicas),
-            rank=rank,
-            model_role=role.model_role,
-        )
+        mine = cache.mine(replicas)
+        all_groups[name] = RoleGroups(name, role.ranks, replicas, pg_collection, mine, rank, role.model_role)
     leaders = {}
     for one, other in itertools.combinations(all_groups, 2):
         pair = frozenset((one, other))
@@ -228,7 +201,7 @@ def create_mesh(roles: dict, timeout: timedelta) -> RoleMesh:
         if all(role in all_groups for role in ends):
             one, other = (all_groups[role] for role in ends)
             members = (one.leaders, other.leaders) if name in OF_LEADERS else (one.ranks, other.ranks)
-            ranks = sorted(set().union(*members))
+            ranks = sorted({*members[0], *members[1]})
             shares = not set(one.ranks).isdisjoint(other.ranks)
             channels[name] = cache.get(ranks) if shares else dist.new_group(ranks, timeout=timeout)
     return RoleMesh(all_groups, leaders, channels)

@@ -25,10 +25,7 @@ class Role(Protocol):
 
 @dataclass(eq=False, repr=False)
 class StepBatch:
-    """Batches by role: `step_batch["critic"]` is None on ranks that do not work for the critic.
-
-    A role that the run does not have takes part in no transfer.
-    """
+    """Batches by role, None on ranks that do not work for it. A role that the run lacks takes part in no transfer."""
 
     mesh: RoleMesh
     timers: Timers
@@ -55,8 +52,7 @@ class StepBatch:
         return len(self.dp_assignment[ROLLOUT])
 
     def dispatch(self, *roles: str):
-        """Sends the responses to roles that do not have them yet, to each replica its own sequences. A rank that only
-        sends does not wait (`wait_sends`)."""
+        """Sends the responses to roles that lack them, each replica's own sequences; who only sends does not wait."""
         for role in roles:
             if self._has(role) and role not in self._batches:
                 fields = fields_sent(self.settings, self.sources, role)
@@ -106,12 +102,5 @@ class StepBatch:
         pending = self.pending_sends(source, destination)
         with self.exchange_phase(source, destination):
             return exchange.send(
-                self.mesh,
-                self[source],
-                source,
-                destination,
-                fields,
-                self.dp_assignment,
-                pending,
-                self.in_evaluation,
+                self.mesh, self[source], source, destination, fields, self.dp_assignment, pending, self.in_evaluation
             )

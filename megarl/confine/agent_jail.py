@@ -1,11 +1,9 @@
 """The sandbox of an agent's program: `python -I -S agent_jail.py SPECIFICATION`, in the place of `keeper.py`.
 
-The program sees the system's files and those that the specification names, read-only, a folder of its own, and an empty
-/tmp. Its network is a loopback interface on which nothing listens but a relay to the episode's endpoint, which comes
-through a Unix socket. This script stays outside and watches; when process 1 inside ends, the kernel kills all others.
-
-The specification is what `agent_sandbox.py` makes. The script ends with the program's status, 128 + N for a
-signal N, 137 also at a limit, and with 126 if this machine allows no sandbox. The end of its standard input stops it.
+The program sees the system's files and those that the specification (`agent_sandbox.py`) names, read-only, a folder of
+its own, an empty /tmp, and a relay to the episode's endpoint as its network. This script stays outside and watches;
+when process 1 inside ends, the kernel kills all others. It ends with the program's status, 128 + N for a signal N, 137
+also at a limit, and with 126 if this machine allows no sandbox. The end of its standard input stops it.
 """
 
 import fcntl
@@ -37,7 +35,6 @@ _LINKS = {"fd": "/proc/self/fd", **_STREAMS, "shm": "/tmp"}  # in /dev
 
 
 def main() -> int:
-    """Runs the command of the specification; returns the exit status."""
     given = json.loads(sys.argv[1])
     try:
         child = jail.start(lambda uid, report: _first_process(given, uid, report))
@@ -48,7 +45,6 @@ def main() -> int:
 
 
 def _give(workspace: str, uid: int):
-    """Makes the program the owner of its folder, if this process may."""
     if os.geteuid() == 0 and uid != 0:
         for folder, _, files in os.walk(workspace):
             for path in (folder, *(os.path.join(folder, name) for name in files)):
@@ -78,7 +74,6 @@ def _watch(child: int, given: dict) -> int:
 
 
 def _bytes_in(folder: str) -> int:
-    """Bytes that the files of a folder take."""
     total = 0
     for path, _, files in os.walk(folder):
         for name in files:
@@ -114,7 +109,6 @@ def _first_process(given: dict, uid: int, report: int):
 
 
 def _listener(port: int) -> socket.socket:
-    """A listening socket of the loopback interface, which it switches on."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     fcntl.ioctl(listener, _SET_INTERFACE_FLAGS, _UP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -186,7 +180,6 @@ def _carry_both(inside: socket.socket, outside: socket.socket, places: threading
 
 
 def _carry(source: socket.socket, target: socket.socket):
-    """Carries bytes one way, to their end."""
     try:
         while chunk := source.recv(1 << 16):
             target.sendall(chunk)

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megarl.confine import agent_jail
 from megarl.confine.sandbox import probe_of_processes
@@ -58,12 +59,10 @@ class Door:
         return cls(server, folder / "socket", port)
 
     def close(self):
-        """Closes it; connections end with their ends."""
         self._server.close()
 
 
 async def _carry(source: asyncio.StreamReader, target: asyncio.StreamWriter):
-    """Carries bytes one way, to their end."""
     try:
         while chunk := await source.read(1 << 16):
             target.write(chunk)
@@ -77,12 +76,9 @@ async def _carry(source: asyncio.StreamReader, target: asyncio.StreamWriter):
 class ProgramSandbox:
     """What a program may use.
 
-    Attributes:
-        readable: files and folders that it sees, read-only, besides those of the system, this Python with its packages,
-            and the files that its command names.
-        memory_mb: MiB that all of its processes have together.
-        disk_mb: MiB of files in its folder, and in its /tmp.
-        processes: processes and threads.
+    `readable`: files and folders that it sees, read-only, besides those of the system, this Python with its packages,
+    and the files that its command names. `memory_mb`: MiB that all of its processes have together. `disk_mb`: MiB of
+    files in its folder, and in its /tmp. `processes`: processes and threads.
     """
 
     readable: Sequence[str | Path] = ()
@@ -90,17 +86,13 @@ class ProgramSandbox:
     disk_mb: int = 1024
     processes: int = 256
 
-    def arguments(
-        self, command: Sequence[str], workspace: Path, files: Sequence[Path], door: Path, port: int
-    ) -> list[str]:  # fmt: skip
+    def arguments(self, command: Sequence[str], workspace: Path, files: Sequence[Path], door: Path, port: int):
         """Arguments of Python for the script that confines a command, which also sees `files`; `door`: a socket."""
         named = [part for part in command if os.path.isabs(part) and os.path.isfile(part)]
         python = [sys.prefix, os.path.dirname(os.path.realpath(sys.executable))]
-        given = {
-            "command": list(command), "workspace": str(workspace), "socket": str(door), "port": port,
-            "readable": _outermost([*python, *named, *map(str, (*files, *self.readable))]),
-            "memory_mb": self.memory_mb, "disk_mb": self.disk_mb, "processes": self.processes,
-        }  # fmt: skip
+        given = {"command": list(command), "workspace": str(workspace), "socket": str(door), "port": port}
+        given |= dataclasses.asdict(self)
+        given["readable"] = _outermost([*python, *named, *map(str, (*files, *self.readable))])
         return [agent_jail.__file__, json.dumps(given)]
 
 
@@ -121,10 +113,9 @@ def check_sandbox():
         arguments = limits.arguments(command, Path(name, "workspace"), [], Path(name, "door", "socket"), 80)
         stdin, other = socket.socketpair()  # its end would stop the program
         with stdin, other:
-            done = subprocess.run(
-                [sys.executable, "-I", "-S", *arguments], check=False, stdin=stdin.fileno(), stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, text=True, timeout=_PROBE_SECONDS, env={"PATH": os.defpath},
-            )  # fmt: skip
+            streams: dict[str, Any] = dict(stdin=stdin.fileno(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            command, env = [sys.executable, "-I", "-S", *arguments], {"PATH": os.defpath}
+            done = subprocess.run(command, check=False, timeout=_PROBE_SECONDS, env=env, text=True, **streams)
     if done.returncode:
         reason = done.stdout.strip().rpartition("\n")[2] or f"a first program ended with {done.returncode}"
         raise UsageError(f"this machine allows no sandbox for agents: {reason}")

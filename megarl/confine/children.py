@@ -1,11 +1,9 @@
 """A process that answers requests in confined children: the other end of `warm_process`.
 
-Requests and replies are JSON on the parent's connection. This process itself handles nothing but trusted data; what a
-policy wrote goes to forked children that confine themselves (`compute_only`). Where the work parses or evaluates it,
-each request has a child of its own: what a response does to the child ends with it, and no later one sees it. Where the
-work only compares text, one child serves many requests: a fork takes longer.
-
-For each connection that arrives through the socket DOOR this process forks itself; the fork serves that connection.
+Requests and replies are JSON. This process handles nothing but trusted data; what a policy wrote goes to forked
+children that confine themselves (`compute_only`). Where the work parses or evaluates it, each request has a child of
+its own, and no later one sees what it does to the child; where it only compares text, one child serves many, since a
+fork takes longer. For each connection that arrives through the socket DOOR this process forks itself.
 """
 
 import contextlib
@@ -18,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Hashable
 from multiprocessing.connection import Connection, wait
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from megarl.child_process import parent
 from megarl.confine import compute_only
@@ -55,10 +53,8 @@ def main(load: Callable[[str], Answers]):
 
 
 def _serve_caller(answers: Answers, problem: str | None, connection: Connection, door: socket.socket | None):
-    """Answers requests until the connection ends, and forks for each connection that arrives at the door.
-
-    Args:
-        problem: why this machine cannot confine a process; the first message of the connection.
+    """Answers requests until the connection ends, and forks for each connection that arrives at the door. `problem`:
+    why this machine cannot confine a process; the first message of the connection.
     """
     children, forks = Children(answers, connection.fileno()), []
     with contextlib.suppress(EOFError, ConnectionError):
@@ -94,103 +90,86 @@ def _fork(answers: Answers, problem: str | None, descriptor: int, inherited: tup
         os._exit(0)
 
 
-class Children:
-    """Works on items in confined children of this process."""
+class _Child(NamedTuple):
+    """A confined child, which works on items that come through its socket."""
 
+    pid: int
+    connection: socket.socket
+    inherits: Hashable = None
+
+    def end(self) -> int:
+        """Kills it; returns its exit status."""
+        os.kill(self.pid, signal.SIGKILL)
+        status = os.waitpid(self.pid, 0)[1]
+        self.connection.close()
+        return os.waitstatus_to_exitcode(status)
+
+
+class Children:
     def __init__(self, answers: Answers, caller: int):
         """`caller`: file descriptor whose hang-up ends this process."""
         self._answers, self._caller = answers, caller
-        # The child that works on items whose text is only compared, and the key of what it has inherited.
-        self._shared: tuple[int, socket.socket, Hashable] | None = None
+        self._shared: _Child | None = None  # works on items whose text is only compared
 
     def in_own_child(self, item: dict, seconds: float) -> dict:
         """The checked result, or {"problem": why there is none}, with "late" if the time was up."""
-        result, report = os.pipe()
-        child = os.fork()
-        if child == 0:
-            self._work_on_one(item, seconds, report)
-        os.close(report)
+        child = self._start(seconds)
         try:
-            content = self._read(result, seconds)
+            content = self._ask(child, item, seconds)
         finally:
-            os.kill(child, signal.SIGKILL)
-            _, status = os.waitpid(child, 0)
-            os.close(result)
-        status = os.waitstatus_to_exitcode(status)
+            status = child.end()
         return result_of(content, seconds, f"the process that scored it ended with status {status}", self._answers)
 
     def in_shared_child(self, item: dict, seconds: float, inherits: Hashable) -> dict:
         """As `in_own_child`. The child is replaced after a failure, and when there is more to inherit (another key)."""
-        if self._shared is None or self._shared[2] != inherits:
+        if self._shared is None or self._shared.inherits != inherits:
             self.end_shared_child()
-            self._start_shared_child(inherits)
-        _, connection, _ = self._shared
-        try:
-            connection.sendall(json.dumps(item).encode() + b"\n")
-            content = self._read(connection.fileno(), seconds, b"\n")
-        except OSError:
-            content = b""
+            self._shared = self._start(None, inherits)
+        content = self._ask(self._shared, item, seconds)
         result = result_of(content, seconds, "the process that scored it ended", self._answers)
         if "problem" in result:
             self.end_shared_child()
         return result
 
-    def _start_shared_child(self, inherits: Hashable):
-        ours, theirs = socket.socketpair()
-        child = os.fork()
-        if child == 0:
-            self._work_on_all(theirs.fileno())
-        theirs.close()
-        self._shared = child, ours, inherits
-
     def end_shared_child(self):
-        """Kills it, if there is one."""
         if self._shared is not None:
-            child, connection, _ = self._shared
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            connection.close()
+            self._shared.end()
             self._shared = None
 
-    def _read(self, stream: int, seconds: float, end: bytes | None = None) -> bytes | None:
-        """What a child writes until `end`, or until it closes the stream; None at the limit."""
+    def _start(self, seconds: float | None, inherits: Hashable = None) -> _Child:
+        """`seconds`: of processor time; None: any."""
+        ours, theirs = socket.socketpair()
+        if (child := os.fork()) == 0:
+            try:
+                compute_only.confine(theirs.fileno(), seconds, _MEMORY)
+                for line in os.fdopen(theirs.fileno(), "rb", closefd=False):
+                    self._report(json.loads(line), theirs.fileno())
+            finally:
+                os._exit(0)
+        theirs.close()
+        return _Child(child, ours, inherits)
+
+    def _ask(self, child: _Child, item: dict, seconds: float) -> bytes | None:
+        """The line that a child writes about an item, or its part before the child ended; None at the limit."""
         content, deadline = bytearray(), time.monotonic() + seconds
         events = select.poll()
-        events.register(stream, select.POLLIN)
+        events.register(child.connection, select.POLLIN)
         events.register(self._caller, 0)  # only its hang-up
-        while len(content) < _MAX_RESULT:
-            ready = dict(events.poll(max(0.0, (deadline - time.monotonic()) * 1000)))
-            if self._caller in ready:
-                os._exit(0)
-            if not ready:
-                return None
-            chunk = os.read(stream, 1 << 16)
-            if not chunk:
-                break
-            content += chunk
-            if end is not None and content.endswith(end):
-                break
+        with contextlib.suppress(OSError):
+            child.connection.sendall(json.dumps(item).encode() + b"\n")
+            while len(content) < _MAX_RESULT and not content.endswith(b"\n"):
+                ready = dict(events.poll(max(0.0, (deadline - time.monotonic()) * 1000)))
+                if self._caller in ready:
+                    os._exit(0)
+                if not ready:
+                    return None
+                chunk = child.connection.recv(1 << 16)
+                if not chunk:
+                    break
+                content += chunk
         return bytes(content)
 
-    def _work_on_all(self, connection: int):
-        """The shared child; never returns."""
-        try:
-            compute_only.confine(connection, None, _MEMORY)
-            for line in os.fdopen(connection, "rb", closefd=False):
-                self._report(json.loads(line), connection)
-        finally:
-            os._exit(0)
-
-    def _work_on_one(self, item: dict, seconds: float, report: int):
-        """The child of one item; never returns."""
-        try:
-            compute_only.confine(report, seconds, _MEMORY)
-            self._report(item, report)
-        finally:
-            os._exit(0)
-
     def _report(self, item: dict, report: int):
-        """Works on an item and writes the result, a line."""
         try:
             result = self._answers.work(item)
         except Exception as error:

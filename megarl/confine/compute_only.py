@@ -30,10 +30,9 @@ _ALLOWED = {
 
 
 def confine(keep: int, seconds: float | None, memory: int):
-    """Confine this process: of its files only the descriptor `keep` stays; `memory` more bytes of address space.
-
-    It dies with its parent. `seconds` bound its CPU time (rounded up); None: no bound. OSError if this machine has no
-    such filter.
+    """Confine this process: of its files only the descriptor `keep` stays; `memory` more bytes of address space. It
+    dies with its parent. `seconds` bound its CPU time (rounded up); None: no bound. OSError if this machine has no such
+    filter.
     """
     machine = os.uname().machine
     if machine not in _ALLOWED:
@@ -49,7 +48,7 @@ def confine(keep: int, seconds: float | None, memory: int):
     limits = {"AS": used + memory, "FSIZE": 0, "CORE": 0, "NOFILE": 64}
     limits |= {} if seconds is None else {"CPU": math.ceil(seconds)}
     jail.set_limits(limits)
-    _filter_calls(*_ALLOWED[machine], jail._CALLS[machine][0])
+    _filter_calls(*_ALLOWED[machine], jail.CALLS[machine][0])
 
 
 def _filter_calls(allowed: tuple[int, ...], openat: int, architecture: int):

@@ -1,9 +1,7 @@
 """The sandbox script: confines one Python program, watches it, and reports how it ended.
 
-`sandbox.run` starts it with `python -I -S`; `main` documents its input. The script itself stays outside: it creates a
-PID namespace, forks process 1 of it, and waits. When process 1 ends or is killed, the kernel kills all its
-descendants, even daemonized ones, before the wait returns: afterwards no process is left.
-
+`sandbox.run` starts it with `python -I -S`. The script itself stays outside: it forks process 1 of a PID namespace, and
+waits. When process 1 ends, the kernel kills all its descendants, even daemonized ones, before the wait returns.
 `signal`, `subprocess`, `tempfile` and the like are not imported, because every run pays for every import.
 """
 
@@ -17,10 +15,9 @@ import struct
 import sys
 import time
 
-SYSTEM = (  # what every program needs to run
-    "/usr", "/bin", "/lib", "/lib64", os.path.realpath(sys.base_prefix), "/etc/ld.so.cache", "/dev/null", "/dev/zero",
-    "/dev/random", "/dev/urandom",
-)  # fmt: skip
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+# What every program needs to run.
+SYSTEM = ("/usr", "/bin", "/lib", "/lib64", os.path.realpath(sys.base_prefix), "/etc/ld.so.cache", *_DEVICES)
 
 # Exit statuses of the script; Python itself fails with 1 or 2.
 OK, ERROR, TIMEOUT, MEMORY, STOPPED, NO_SANDBOX = range(10, 16)
@@ -57,7 +54,7 @@ _ENVIRONMENT = {
 # Per machine: seccomp architecture; the denied system calls, which no task needs, but which allocate memory that no
 # process accounts for, create namespaces, or reach what namespaces do not isolate (keys, kernel log); those denied
 # for some first arguments: clone, clone3, socket, prctl; pivot_root.
-_CALLS = {
+CALLS = {
     "x86_64": (
         0xC000003E,
         # memfd_create, memfd_secret, shmget, msgget, semget, mq_open, unshare, setns, ptrace, process_vm_readv/writev,
@@ -76,10 +73,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> int:
-    """Run the program read from standard input, `source` followed by `stdin`; returns the exit status.
-
-    Arguments: seconds, bytes of memory, the caller's process id, bytes of `source`, bytes of `stdin`. After these, one
-    more byte on standard input, its end, or the caller's exit stops the program.
+    """Run the program read from standard input, `source` followed by `stdin`; returns the exit status. Arguments:
+    seconds, bytes of memory, the caller's process id, bytes of `source`, bytes of `stdin`. After these, one more byte
+    on standard input, its end, or the caller's exit stops the program.
     """
     seconds, (memory, caller, *sizes) = float(sys.argv[1]), map(int, sys.argv[2:])
     with open(0, "rb", closefd=False) as stream:
@@ -96,7 +92,6 @@ def main() -> int:
 
 def start(become) -> int:
     """Fork process 1 of a new PID namespace, which calls `become(uid, report)`; return its pid once the program runs.
-
     `become` never returns: it confines the process for a program of this uid, writes `+` to the pipe `report`, and
     closes that, as exec does. OSError with the reason if it raises, or there is no such namespace.
     """
@@ -177,8 +172,8 @@ def new_process_namespace() -> int:
     """Create the PID namespace whose process 1 the next fork becomes; return the program's uid, never root's."""
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
         raise OSError(0, "no /proc/*/children (CONFIG_PROC_CHILDREN)")
-    if os.uname().machine not in _CALLS:
-        raise OSError(0, f"no list of system calls for {os.uname().machine}, only for {', '.join(_CALLS)}")
+    if os.uname().machine not in CALLS:
+        raise OSError(0, f"no list of system calls for {os.uname().machine}, only for {', '.join(CALLS)}")
     uid = _unused_uid()
     if uid is not None and _libc.unshare(_NEWPID) == 0:
         return uid
@@ -212,18 +207,21 @@ def _become_program(source, stdin, uid, cpu_seconds, memory, report) -> None:
     os.dup2(stdin_file, 0)
     os.dup2(program, 3)
     os.set_inheritable(3, True)
-    _limit(cpu_seconds, memory)
+    limits = {"CPU": cpu_seconds, "AS": memory, "NPROC": PROCESSES, "NOFILE": OPEN_FILES, "FSIZE": FILES_BYTES}
+    set_limits(limits | {"STACK": 8 << 20} | dict.fromkeys(("CORE", "MEMLOCK", "MSGQUEUE", "RTPRIO"), 0))
     become(uid)
     die_with_parent()
     os.write(report, b"+")  # fails, as intended, if the script outside is gone
     filter_calls()
-    _handle_signals()
+    # Unblock the signals that the caller has blocked: without a handler, process 1 of a namespace does not get them
+    # from outside. Not Ctrl-C, which Python would answer with an exception.
+    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
+    _signal.pthread_sigmask(_signal.SIG_SETMASK, ())
     python = sys.executable
     os.execve(python, [python, "-S", "-B", "-X", "utf8", "-c", _PRELUDE], _ENVIRONMENT)
 
 
 def become(uid: int) -> None:
-    """Become this user, without groups."""
     if os.geteuid() != uid:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -239,15 +237,14 @@ def new_namespaces() -> None:
 def build_root(
     shown: tuple[str, ...], uid: int, size: int, files: int, writable: tuple[str, ...] = (), proc: bool = False
 ) -> None:
-    """Build a root folder with nothing but the paths `shown`, read-only, those `writable`, and an empty /tmp.
-
-    `size`: bytes that /tmp holds; `files`: how many it holds; `uid`: its owner; `proc`: also /proc.
+    """Build a root folder with nothing but the paths `shown`, read-only, those `writable`, and an empty /tmp. `size`:
+    bytes that /tmp holds; `files`: how many it holds; `uid`: its owner; `proc`: also /proc.
     """
     call("mount", None, b"/", None, _REC | _PRIVATE, None)
     call("mount", b"tmpfs", b"/tmp", b"tmpfs", _NOSUID | _NODEV, b"mode=755")
     os.chdir("/tmp")
     os.mkdir("outside")
-    call("syscall", _CALLS[os.uname().machine][3], b".", b"outside")
+    call("syscall", CALLS[os.uname().machine][3], b".", b"outside")
     os.chdir("/")
     os.mkdir("/tmp")
     options = f"mode=700,uid={uid},gid={uid},size={size},nr_inodes={files}"
@@ -264,7 +261,6 @@ def build_root(
 
 
 def _show(path: str, attributes: int = 1 | 2) -> None:
-    """Make an outside file or folder visible at the same path, read-only by default."""
     outside = "/outside" + path
     if os.path.lexists(path) or not os.path.lexists(outside):
         return None
@@ -292,21 +288,6 @@ def _unnamed_file(content: bytes) -> int:
     return descriptor
 
 
-def _limit(cpu_seconds: int, memory: int) -> None:
-    limits = {"CPU": cpu_seconds, "AS": memory, "NPROC": PROCESSES, "NOFILE": OPEN_FILES, "FSIZE": FILES_BYTES}
-    limits |= {"STACK": 8 << 20, "CORE": 0, "MEMLOCK": 0, "MSGQUEUE": 0, "RTPRIO": 0}
-    set_limits(limits)
-
-
-def _handle_signals() -> None:
-    """Unblock the signals that the caller has blocked, except for Ctrl-C, which Python would answer with an exception.
-
-    Without a handler, process 1 of a namespace does not get them from outside.
-    """
-    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
-    _signal.pthread_sigmask(_signal.SIG_SETMASK, ())
-
-
 def set_limits(limits: dict[str, int]) -> None:
     """Set resource limits of this process by name, where the system allows as much; they cannot be raised again."""
     for name, value in limits.items():
@@ -317,16 +298,14 @@ def set_limits(limits: dict[str, int]) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends."""
     call("prctl", _SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
 
 
 def filter_calls(families: tuple[int, ...] = (1,)) -> None:
-    """Install a seccomp filter that denies the calls of _CALLS to this process and its descendants, irrevocably.
-
+    """Install a seccomp filter that denies the calls of CALLS to this process and its descendants, irrevocably.
     `families`: of the sockets that it allows; by default AF_UNIX alone.
     """
-    architecture, denied, (clone, clone3, socket, prctl), _ = _CALLS[os.uname().machine]
+    architecture, denied, (clone, clone3, socket, prctl), _ = CALLS[os.uname().machine]
     unknown = (_ANSWER, 0, 0, 0x50026)
     # The call's first argument is at offset 16. Calls of x32 are denied, too; they begin at 1 << 30.
     program = [*native_calls(architecture), (_AT_LEAST, 0, 1, 1 << 30), DENY]
@@ -343,7 +322,6 @@ def filter_calls(families: tuple[int, ...] = (1,)) -> None:
 
 
 def native_calls(architecture: int) -> list[tuple[int, int, int, int]]:
-    """The first lines of a filter: deny calls of other architectures, then load the call's number."""
     return [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), DENY, (LOAD, 0, 0, 0)]
 
 

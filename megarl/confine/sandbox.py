@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from megarl import child_process
 from megarl.cluster import cpu_cores
@@ -47,10 +47,9 @@ class Outcome:
 
 
 def run(source: str, stdin: str = "", limits: Limits = Limits()) -> Outcome:
-    """Run `source` as a Python program with standard input `stdin`; no process of it is left afterwards.
-
-    It has the standard library, an empty temporary folder, and no network. Raises SandboxError if this machine allows
-    no sandbox: nothing ever runs outside it. Thread-safe.
+    """Run `source` as a Python program with standard input `stdin`; no process of it is left afterwards. It has the
+    standard library, an empty temporary folder, and no network. Raises SandboxError if this machine allows no sandbox:
+    nothing ever runs outside it. Thread-safe.
     """
     _probe()
     return _run(source, stdin, limits)
@@ -79,10 +78,8 @@ def _run(source: str, stdin: str, limits: Limits) -> Outcome:
     numbers = [limits.seconds, limits.memory_mb << 20, os.getpid(), *map(len, contents)]
     command = [os.path.realpath(sys.executable), "-I", "-S", jail.__file__, *map(str, numbers)]
     with child_process.blocked(), cpu_cores.unbound():
-        process = subprocess.Popen(
-            command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}, cwd="/",
-            start_new_session=True,
-        )  # fmt: skip
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        process = subprocess.Popen(command, bufsize=0, env={}, cwd="/", start_new_session=True, **pipes)
     try:
         _write_input(process, b"".join(contents))
         output, overflow, late = _read(process, limits)
@@ -165,7 +162,6 @@ def _read(process: subprocess.Popen, limits: Limits) -> tuple[dict, bool, bool]:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Stop the program and wait until no process of it is left."""
     process.stdin.close()
     try:
         process.wait(_GRACE_SECONDS)

@@ -24,12 +24,9 @@ class NoAnswer(Exception):
 
 
 def ask(module: str, name: str, request: dict) -> dict:
-    """The answer to a request of the process `python -m module FD DOOR name`, for one thread at a time.
-
-    The process is started with the first request; its main function is `children.main`.
-
-    Raises:
-        NoAnswer: the process, or this machine, cannot do the work.
+    """The answer to a request of the process `python -m module FD DOOR name`, for one thread at a time. The process is
+    started with the first request; its main function is `children.main`. NoAnswer: the process, or this machine, cannot
+    do the work.
     """
     key = (os.getpid(), name)
     with _lock:
@@ -78,7 +75,6 @@ class _Process:
             raise NoAnswer(f"its process ended{status}") from None
 
     def end(self):
-        """Ends the process; forks that work for others go on."""
         self.connection.close()
         if self.process is not None:
             self.process.end()
@@ -98,7 +94,6 @@ def _connect(name: str) -> Connection | None:
 
 
 def _start(module: str, name: str) -> tuple[Child, socket.socket]:
-    """Starts the warm process of a name; returns it with its door."""
     environment = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
     environment["LANG"] = "C.UTF-8"
     # Sets in the same order each time; no threads, which a fork would not have.

@@ -120,7 +120,6 @@ class ArrowTable:
 
     @contextlib.contextmanager
     def _errors(self, place=lambda: ""):
-        """Turns what pyarrow raises into one line."""
         try:
             yield
         except FileNotFoundError:
@@ -134,9 +133,8 @@ class ArrowTable:
 
 
 def check_footers(paths: Sequence[str], flag: str):
-    """UsageError for the first Parquet file whose footer takes too much to read, or would end the process.
-
-    What else is wrong with a file is found when it is read. A missing pyarrow is no error here.
+    """UsageError for the first Parquet file whose footer takes too much to read, or would end the process. What else is
+    wrong with a file is found when it is read. A missing pyarrow is no error here.
     """
     paths = [path for path in paths if path.endswith(".parquet")]
     if not paths:
@@ -211,5 +209,4 @@ def _starts_with(path: str, magic: bytes) -> bool:
 
 
 def is_arrow(path: str) -> bool:
-    """Whether a file's name says that it is a Parquet or Arrow file."""
     return Path(path).suffix in (".parquet", ".arrow")

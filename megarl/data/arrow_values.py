@@ -40,22 +40,16 @@ def features_of(schema: Any) -> dict[str, Any]:
 
 
 class Converters:
-    """Makes the converters of a file's columns."""
-
     def __init__(self, arrow: Any, where: str):
         self._arrow, self._where = arrow, where
 
     def of(self, field: Any, feature: Any, path: str) -> Converter:
         """The function that makes plain JSON types of a field's values: structs become `Struct`, maps objects.
 
-        Args:
-            feature: of the field, as `datasets` describes it; None if it does not.
-            path: names the field in errors.
-
         It raises ValueError for a text that should be JSON and is not.
 
-        Raises:
-            UsageError: a type that has no form in JSON, or an unknown extension type.
+        `feature`: of the field, as `datasets` describes it; None if it does not. `path`: names the field in errors.
+        UsageError: a type that has no form in JSON, or an unknown extension type.
         """
         kind, name = field.type, _extension_of(self._arrow, field)
         storage = kind.storage_type if isinstance(kind, self._arrow.BaseExtensionType) else kind
@@ -86,7 +80,11 @@ class Converters:
             item = self.of(kind.item_field, None, path)
             return _present(lambda value: {str(key): item(each) for key, each in value})
         if types.is_nested(kind) and not types.is_union(kind):  # lists of all kinds
-            item = self.of(kind.value_field, _feature_of_items(feature), f"{path}[]")
+            if isinstance(feature, list):
+                inner = feature[0] if feature else None
+            else:
+                inner = feature.get("feature") if isinstance(feature, dict) else None
+            item = self.of(kind.value_field, inner, f"{path}[]")
             return _present(lambda value: [item(each) for each in value])
         if types.is_float32(kind) or types.is_float16(kind):
             return _present(_short_float("float32" if types.is_float32(kind) else "float16"))
@@ -123,7 +121,6 @@ class Converters:
 
 
 def is_json(arrow: Any, field: Any, feature: Any) -> bool:
-    """Whether a field's texts are JSON, by its type or by its feature."""
     name, is_feature = _extension_of(arrow, field), isinstance(feature, dict) and feature.get("_type") == "Json"
     return name == _JSON or name is None and is_feature and _is_text(arrow.types, field.type)
 
@@ -138,7 +135,6 @@ def holds_bytes(arrow: Any, kind: Any) -> bool:
 
 
 def _extension_of(arrow: Any, field: Any) -> str | None:
-    """The name of a field's extension type, also of one that pyarrow does not know; None without."""
     if isinstance(field.type, arrow.BaseExtensionType):
         return field.type.extension_name
     name = (field.metadata or {}).get(_EXTENSION)
@@ -151,12 +147,6 @@ def _present(convert: Converter) -> Converter:
 
 def _is_text(types: Any, kind: Any) -> bool:
     return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-
-
-def _feature_of_items(feature: Any) -> Any:
-    if isinstance(feature, list):
-        return feature[0] if feature else None
-    return feature.get("feature") if isinstance(feature, dict) else None
 
 
 def _short_float(kind: str) -> Converter:

@@ -80,7 +80,6 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("*", "**", "%"))
 
     def call_binop(self, context, operator, left, right):
-        """The result of an operator; an error if it would be huge."""
         if operator == "**" and not (abs(right) <= _MAX_EXPONENT and abs(left) <= _MAX_BASE):
             raise OverflowError("a power of large numbers")
         if operator == "*":
@@ -101,11 +100,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self,
-        source: str,
-        tokenizer: Tokenizer,
-        flag: str = "--chat-template",
-        options: TemplateOptions = NO_OPTIONS,
+        self, source: str, tokenizer: Tokenizer, flag: str = "--chat-template", options: TemplateOptions = NO_OPTIONS
     ):
         self.tokenizer, self.flag, self.source, self.options = tokenizer, flag, source, options
         self._marks = Marks(tokenizer.special)
@@ -136,26 +131,22 @@ class ChatTemplate:
         values: Mapping[str, Any] | None = None,
     ) -> str:
         """Render the conversation as one text, with the special tokens' strings in all but the roles marked.
-
         `add_generation_prompt`: append the opening of the assistant's turn. `tools`: JSON Schema descriptions of the
         functions that the assistant may call. `values`: variables that go before those of the options.
         """
-        messages = [self._form_of_content(self._form_of_thoughts(message)) for message in messages]
-        if any("tool_calls" in message for message in messages):
-            messages = [self._form_of_calls(message) for message in messages]
+        of_content, of_thoughts, of_calls = self._forms
+        messages = [of_calls(of_content(of_thoughts(message))) for message in messages]
         return self._rendered(messages, add_generation_prompt, tools, values)
 
     @functools.cached_property
-    def _form_of_content(self) -> message_forms.Form:
-        return message_forms.form_of_content(self._probed)
+    def _forms(self) -> tuple[message_forms.Form, message_forms.Form, message_forms.Form]:
+        """Those of contents, of thoughts and of calls."""
+        of_content = message_forms.form_of_content(self._probed)
 
-    @functools.cached_property
-    def _form_of_thoughts(self) -> message_forms.Form:
-        return message_forms.form_of_thoughts(self._probed_contents)
+        def probed(messages: Sequence[Mapping[str, Any]]) -> str:
+            return self._probed([of_content(message) for message in messages])
 
-    @functools.cached_property
-    def _form_of_calls(self) -> message_forms.Form:
-        return message_forms.form_of_calls(self._probed_contents)
+        return of_content, message_forms.form_of_thoughts(probed), message_forms.form_of_calls(probed)
 
     def _probed(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text of messages in which no special token's string is; "" if the template fails on them."""
@@ -163,9 +154,6 @@ class ChatTemplate:
             return self._rendered(messages, False, None, None)
         except UsageError:
             return ""
-
-    def _probed_contents(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        return self._probed([self._form_of_content(message) for message in messages])
 
     def _rendered(
         self,
@@ -198,7 +186,6 @@ class ChatTemplate:
         return [self.marked(each) for each in value] if isinstance(value, list) else value
 
     def plain(self, rendered: str) -> str:
-        """Replace the marks of a rendered text by the original strings."""
         return self._marks.unmark(rendered)
 
     def encode(self, rendered: str) -> list[int]:
@@ -212,15 +199,13 @@ class ChatTemplate:
         return encode_around_special(rendered, self.tokenizer.special, self._pattern, encode_plain)
 
     def encode_batch(self, rendered: Sequence[str]) -> list[list[int]]:
-        """`encode` of each rendered text."""
         whole = iter(self.tokenizer.encode_template_batch([text for text in rendered if MARK not in text]))
         return [self.encode(text) if MARK in text else next(whole) for text in rendered]
 
     def encode_following(self, pairs: Iterable[tuple[str, str]]) -> list[list[int]]:
-        """For each (before, text): ids of `text` to append to the ids of `before`.
-
-        They are the tail of the ids of `before + text`. If a token would span the boundary they are the ids of `text`
-        alone, because a policy too can only append tokens to its prompt.
+        """For each (before, text): ids of `text` to append to the ids of `before`. They are the tail of the ids of
+        `before + text`. If a token would span the boundary they are the ids of `text` alone, because a policy too can
+        only append tokens to its prompt.
         """
         tails = [(self._from_last_special(before), text) for before, text in pairs]
         prefixes = self.encode_batch([tail for tail, _ in tails])
@@ -237,10 +222,7 @@ class ChatTemplate:
 
 
 def load_template(
-    value: str | None,
-    tokenizer: Tokenizer,
-    flag: str = "--chat-template",
-    options: TemplateOptions = NO_OPTIONS,
+    value: str | None, tokenizer: Tokenizer, flag: str = "--chat-template", options: TemplateOptions = NO_OPTIONS
 ) -> ChatTemplate | None:
     """The template that `--chat-template` selects: None, "tokenizer" (the tokenizer's own) or a Jinja file's path."""
     if value is None:
@@ -268,9 +250,8 @@ def probed(source: str, tokenizer: Tokenizer, flag: str, options: TemplateOption
 
 
 def _with_aliases(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with its thoughts under the name that gpt-oss's template reads, too, as transformers has them.
-
-    That template fails on a message with calls, a content and thoughts.
+    """The message with its thoughts under the name that gpt-oss's template reads, too, as transformers has them. That
+    template fails on a message with calls, a content and thoughts.
     """
     thoughts = message.get("reasoning_content")
     has_both = "tool_calls" in message and message.get("content")

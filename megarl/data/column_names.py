@@ -4,8 +4,8 @@ The names are those that verl, TRL, OpenRLHF, slime, ms-swift, LLaMA-Factory, ax
 list is metadata in reinforcement learning and evaluation; other programs do not read it.
 """
 
-from megarl.data.fields import FIELD_TYPES
 from megarl.data.messages import THOUGHTS
+from megarl.data.prompt import FIELD_TYPES
 
 VERL_ANSWER = "reward_model.ground_truth"
 # What prompts are read for; evaluation reads them as reinforcement learning. LABELLED: single responses, or pairs.
@@ -32,20 +32,16 @@ NAMES = {
         "response": ("response", "completion", "output", "answer", "solution"),
         "teacher": ("teacher",),
     },
-    REWARD: {
-        **_PROMPT,
-        "chosen": ("chosen",),
-        "rejected": ("rejected",),
-        "margin": ("margin",),
-    },
-}  # fmt: skip
-NAMES[LABELLED] = {
-    **NAMES[REWARD], "response": ("response", "completion", "output"), "desirable": ("desirable", "label")
-}  # fmt: skip
+    REWARD: {**_PROMPT, "chosen": ("chosen",), "rejected": ("rejected",), "margin": ("margin",)},
+}
+_LABELLED = {"response": ("response", "completion", "output"), "desirable": ("desirable", "label")}
+NAMES[LABELLED] = NAMES[REWARD] | _LABELLED
 NEEDED = {
-    RL: ("prompt",), SFT: ("prompt", "response"), REWARD: ("chosen", "rejected"),
+    RL: ("prompt",),
+    SFT: ("prompt", "response"),
+    REWARD: ("chosen", "rejected"),
     LABELLED: ("prompt", "response", "desirable"),
-}  # fmt: skip
+}
 # Fields that are the name of something: an object or a list in such a column is another thing.
 NAME_FIELDS = frozenset(("task", "teacher", "environment"))
 # Columns of fields that are metadata, too: rewards written for verl or TRL read the first two, and one may read who the

@@ -11,26 +11,11 @@ import os.path
 from collections import Counter
 from typing import Any
 
+from megarl.data import column_names
 from megarl.data.arrow_values import Struct, TimeText
-from megarl.data.column_names import (
-    ALSO_METADATA,
-    FOREIGN,
-    JOINED,
-    LABELLED,
-    NAME_FIELDS,
-    NAMES,
-    NEEDED,
-    OWN_SYSTEM,
-    REWARD,
-    RL,
-    SFT,
-    UNREAD,
-    UNREAD_PART,
-    UNREAD_THOUGHTS,
-    VERL_ANSWER,
-)
-from megarl.data.fields import check_fields, present_fields
+from megarl.data.column_names import LABELLED, NAMES, REWARD, RL, SFT
 from megarl.data.messages import THOUGHTS, content_of, message_error
+from megarl.data.prompt import check_fields, present_fields
 from megarl.data.sources import printable
 from megarl.data.tables import Table
 from megarl.errors import UsageError
@@ -54,7 +39,6 @@ class Columns:
 
     @property
     def named(self) -> dict[str, str]:
-        """The columns that the user names, by field."""
         values = {field: value for field, value in vars(self).items() if field != "purpose"}
         return {field: value for field, value in values.items() if value is not None}
 
@@ -68,7 +52,7 @@ class Columns:
             return True
         texts = all(not isinstance(entry.get(name), list) for name in ("response", "chosen", "rejected"))
         has_prompt = "prompt" in entry or "messages" in entry
-        return not self.named and has_prompt and texts and not FOREIGN & set(entry)
+        return not self.named and has_prompt and texts and not column_names.FOREIGN & set(entry)
 
 
 class ColumnMap:
@@ -83,16 +67,18 @@ class ColumnMap:
                 if not self._has(wanted):
                     raise UsageError(f"--{field}-column {wanted}: {where}: has no such column; {_found(table)}")
                 names = (wanted,)
-            fitting = [name for name in names if self._has(name) and not self._is_object(field, name)]
+            fitting = [name for name in names if self._has(name)]
+            if field in column_names.NAME_FIELDS:  # an object called task is not a task's name
+                fitting = [name for name in fitting if not table.names_in(name)]
             if fitting:
                 self.columns[field] = fitting[0]
         self._choose_conversation_or_parts(columns)
-        for field in () if "messages" in self.columns else NEEDED[self._shape]:
+        for field in () if "messages" in self.columns else column_names.NEEDED[self._shape]:
             if field not in self.columns:
                 raise UsageError(f"{where}: {_missing(field, columns.purpose)}; {_found(table)}")
         used = set(self.columns.values())
         is_metadata = columns.purpose == RL
-        self.extras = [name for name in table.columns if is_metadata and name not in used - ALSO_METADATA]
+        self.extras = [name for name in table.columns if is_metadata and name not in used - column_names.ALSO_METADATA]
         self._unread = self._find_unread()
         self.unread: Counter[str] = Counter()  # rows in which a column that changes the prompt is not read, by name
         self.rows = 0
@@ -106,18 +92,14 @@ class ColumnMap:
         outer, dot, inner = name.partition(".")
         return name in self._table.columns or bool(dot) and inner.split(".")[0] in self._table.names_in(outer)
 
-    def _is_object(self, field: str, name: str) -> bool:
-        """Whether a column that should name something holds objects: an object called task is not a task's name."""
-        return field in NAME_FIELDS and bool(self._table.names_in(name))
-
     def _find_unread(self) -> dict[str, str]:
-        """The columns that change a prompt and are not read, and what to do about each."""
-        found = UNREAD if self.purpose == RL or "messages" in self.columns else UNREAD | UNREAD_THOUGHTS
+        has_response = self.purpose != RL and "messages" not in self.columns
+        found = column_names.UNREAD | (column_names.UNREAD_THOUGHTS if has_response else {})
         used, known = set(self.columns.values()), {*self._table.columns, *self._table.left_out}
-        if len(used & set(JOINED)) == 1:
-            found = found | dict.fromkeys(JOINED, UNREAD_PART)
+        if len(used & set(column_names.JOINED)) == 1:
+            found = found | dict.fromkeys(column_names.JOINED, column_names.UNREAD_PART)
         found = {name: cure for name, cure in found.items() if name in known - used}
-        return found | {self.columns["system"]: OWN_SYSTEM} if "system" in self.columns else found
+        return found | {self.columns["system"]: column_names.OWN_SYSTEM} if "system" in self.columns else found
 
     def _choose_conversation_or_parts(self, columns: Columns):
         """A conversation is whole: beside `messages` only what no message says, unless the user names parts of it."""
@@ -129,7 +111,6 @@ class ColumnMap:
 
     @property
     def needed(self) -> list[str]:
-        """Names of the columns to read."""
         names = [name if name in self._table.columns else name.split(".")[0] for name in self.columns.values()]
         unread = [name for name in self._unread if name in self._table.columns]  # a nested column is read above
         return list(dict.fromkeys([*names, *self.extras, *unread]))
@@ -144,12 +125,12 @@ class ColumnMap:
 
     def warnings(self) -> list[str]:
         """A line about each column that changes the prompt and is not read, after the rows were."""
-        found = {name: self.unread[name] for name in self._unread}
-        found |= dict.fromkeys(set(self._unread) & set(self._table.left_out), self.rows)
+        found = [(name, self.rows if name in self._table.left_out else self.unread[name]) for name in self._unread]
         return [
             f"{name} changes the prompt and is not read, in {count:,} of {self.rows:,} rows; {self._unread[name]}"
-            for name, count in found.items() if count
-        ]  # fmt: skip
+            for name, count in found
+            if count
+        ]
 
     def fields(self, row: dict[str, Any], where: str) -> dict[str, Any]:
         """The fields of a row, checked; UsageError, which begins with `where`, for a wrong one."""
@@ -195,7 +176,7 @@ class ColumnMap:
             answer = None  # what pandas and Arrow write for a number that is missing
         if isinstance(answer, int | float) and not isinstance(answer, bool):
             answer = _number_text(answer, self.columns["answer"])
-        if isinstance(answer, list | dict) and self.columns["answer"] == VERL_ANSWER:
+        if isinstance(answer, list | dict) and self.columns["answer"] == column_names.VERL_ANSWER:
             answer = None  # of a reward function that reads it in metadata["reward_model"]
         others = {name: row[name] for name in self.extras if row.get(name) is not None}
         if isinstance(own, dict):
@@ -253,7 +234,6 @@ def _message(value: Any) -> Any:
 
 
 def _number_text(number: int | float, column: str) -> str:
-    """`72` of 72 and of 72.0."""
     if isinstance(number, float) and not math.isfinite(number):
         raise UsageError(f"{printable(column)} is {number}; it must be a finite number")
     return str(int(number)) if isinstance(number, float) and number.is_integer() else str(number)
@@ -264,16 +244,12 @@ def _reply(value: Any, column: str) -> Any:
     value = _messages(value)
     if not isinstance(value, list):
         return value
-    _check_messages(value, column)
-    if [message["role"] for message in value] != ["assistant"]:
-        raise UsageError(f"{printable(column)} must be text or one message of the assistant; a longer conversation "
-                         "belongs in messages")  # fmt: skip
-    return _answer(value[0], column)
-
-
-def _check_messages(value: Any, column: str):
     if problem := message_error(value):
         raise UsageError(f"{printable(column)}: {problem}")
+    if [message["role"] for message in value] != ["assistant"]:
+        what = "text or one message of the assistant; a longer conversation belongs in messages"
+        raise UsageError(f"{printable(column)} must be {what}")
+    return _answer(value[0], column)
 
 
 def _pair(found: dict[str, Any], has_prompt: bool) -> dict[str, Any]:
@@ -288,8 +264,9 @@ def _pair(found: dict[str, Any], has_prompt: bool) -> dict[str, Any]:
         return {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
     if not (isinstance(chosen, list) and isinstance(rejected, list)):
         return {}  # one is missing or of another type, which the check of the fields says
-    _check_messages(chosen, "chosen")
-    _check_messages(rejected, "rejected")
+    for name, value in (("chosen", chosen), ("rejected", rejected)):
+        if problem := message_error(value):
+            raise UsageError(f"{name}: {problem}")
     if {chosen[-1]["role"], rejected[-1]["role"]} != {"assistant"}:
         raise UsageError("the last message of chosen and of rejected must be the assistant's")
     before, prompt = chosen[:-1], found.get("prompt")
@@ -302,10 +279,9 @@ def _pair(found: dict[str, Any], has_prompt: bool) -> dict[str, Any]:
 
 
 def _answer(message: dict[str, Any], column: str) -> str:
-    """The text of a response in a message."""
     if message.get("tool_calls") or any(map(message.get, THOUGHTS)):
-        raise UsageError(f"{printable(column)}: a response cannot hold tool_calls or reasoning_content; a conversation "
-                         "with them belongs in messages")  # fmt: skip
+        what = "tool_calls or reasoning_content; a conversation with them belongs in messages"
+        raise UsageError(f"{printable(column)}: a response cannot hold {what}")
     return content_of(message)
 
 

@@ -26,7 +26,6 @@ class ContentLimit:
         self._where, self._found = where, 0
 
     def add(self, count: int):
-        """UsageError if the content is far more than text compresses to."""
         self._found += count
         if self._found > self.bytes:
             raise UsageError(
@@ -39,7 +38,6 @@ class ContentLimit:
 
 def decoded_bytes(arrow: Any, array: Any) -> int:
     """Bytes of an Arrow array's values with each dictionary's entry counted as often as it is named, and a byte a row.
-
     ValueError for types whose values may overlap in memory.
     """
     types, kind = arrow.types, array.type
@@ -113,33 +111,31 @@ def parquet_columns(metadata: Any, names: Sequence[str] | None = None) -> list[P
 
 def compressed_buffers(raw: Any) -> int:
     """Bytes that the compressed buffers of a stream's messages have by the lengths before them; `raw` stays in place.
-
     The format: https://arrow.apache.org/docs/format/Columnar.html#ipc. A damaged message ends the count: pyarrow, which
     reads the same, says what is wrong with it.
     """
     start, total = raw.tell(), 0
     try:
-        while message := _next_message(raw):
-            total += _buffers_of(raw, *message)
+        while metadata := _next_metadata(raw):
+            total += _buffers_of(raw, metadata)
     except (struct.error, IndexError, ValueError, OSError):
         pass
     raw.seek(start)
     return total
 
 
-def _next_message(raw: Any) -> tuple[bytes, int] | None:
-    """(metadata, place of the body) of the next message; None at the end."""
+def _next_metadata(raw: Any) -> bytes:
+    """The metadata of the next message, before its body; nothing at the end."""
     (length,) = struct.unpack("<i", raw.read(4))
     if length == _CONTINUATION:
         (length,) = struct.unpack("<i", raw.read(4))
     if length > raw.size():
         raise ValueError
-    return (raw.read(length), raw.tell()) if length > 0 else None
+    return raw.read(length) if length > 0 else b""
 
 
-def _buffers_of(raw: Any, metadata: bytes, body: int) -> int:
-    """Decompressed bytes of one message; moves `raw` to its end."""
-    message = _number(metadata, 0, "<I")
+def _buffers_of(raw: Any, metadata: bytes) -> int:
+    body, message = raw.tell(), _number(metadata, 0, "<I")
     kind, size = (_field(metadata, message, i) for i in (1, 3))
     header, total = _field(metadata, message, 2), 0
     batch = _target(metadata, header) if header else 0
@@ -161,7 +157,6 @@ def _number(data: bytes, place: int, format: str) -> int:
 
 
 def _target(data: bytes, place: int) -> int:
-    """What an offset in a flatbuffer leads to."""
     return place + _number(data, place, "<I")
 
 

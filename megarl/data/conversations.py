@@ -47,9 +47,8 @@ class Encoder:
         return type(self), (self.tokenizer, self.template, self.flag, self.prefix_ids)
 
     def check_turns(self):
-        """UsageError for a template with which no turn of the assistant can be encoded.
-
-        For programs that train on texts of turns, or score them: a policy's own turns are tokens already.
+        """UsageError for a template with which no turn of the assistant can be encoded. For programs that train on
+        texts of turns, or score them: a policy's own turns are tokens already.
         """
         # Some templates drop a message with empty content.
         self.responses([(Prompt(0, "a"), "b"), (Prompt(0, "a"), "")])
@@ -70,10 +69,9 @@ class Encoder:
         tools: Sequence[Mapping[str, Any]] | None = None,
         values: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The tokens that the policy continues after messages that may have tool calls, and with tools.
-
-        Without those it equals `prompt`. `values`: variables of the template. UsageError without a template, or if the
-        template fails on the messages.
+        """The tokens that the policy continues after messages that may have tool calls, and with tools. Without those
+        it equals `prompt`. `values`: variables of the template. UsageError without a template, or if the template fails
+        on the messages.
         """
         if self.template is None:
             raise UsageError(f"a prompt in messages needs {self.flag}")
@@ -90,7 +88,6 @@ class Encoder:
         return self.responses([(prompt, text)])[0]
 
     def responses(self, samples: Sequence[tuple[Prompt, str]]) -> list[list[int]]:
-        """`response` of each (prompt, text)."""
         if self.template is None:
             return [[*ids, self.tokenizer.eos_id] for ids in self.tokenizer.encode_batch([text for _, text in samples])]
         return self.template.encode_following([self._turn(prompt, text) for prompt, text in samples])
@@ -99,7 +96,6 @@ class Encoder:
         self, samples: Sequence[tuple[Prompt, str]], max_length: int
     ) -> list[tuple[list[int], int]]:
         """The reward model's input for each (prompt, text), at most `max_length` >= 1 tokens, and how many were cut.
-
         Tokens are cut from the start of the prompt (a leading BOS stays), then from the start of the response; never
         from the end, because the score is read at EOS. Never empty.
         """
@@ -159,7 +155,6 @@ class Encoder:
         return self.template.encode_following([(opened, written)])[0]
 
     def _encode_prompt(self, key: str | tuple[MessageKey, ...], tools: str | None) -> tuple[str, tuple[int, ...]]:
-        """A prompt's rendered text, with marks, and its tokens. `tools`: JSON."""
         if self.template is None:
             if tools is not None:
                 raise UsageError(f"tools need {self.flag}, which shows them to the policy")
@@ -210,20 +205,15 @@ def build_encoder(
     bos: str = "auto",
 ) -> Encoder:
     """The encoder of a role: `chat_template` is the value of `--chat-template` (see `load_template`), or "none".
-
     `folder`: flag and path of the model's Hugging Face folder, whose tokenizer gives the default template. `bos`: value
     of `--bos`.
     """
-    prefix = _prefix_ids(tokenizer, bos, flag_prefix)
+    if bos == "always" and tokenizer.bos_id is None:
+        raise UsageError(f"--{flag_prefix}bos always: the tokenizer has no BOS")
+    prefix: Sequence[int] = {"auto": tokenizer.prefix_ids, "always": (tokenizer.bos_id,), "never": ()}[bos]
     if chat_template is None and folder is not None and tokenizer.template:
         where = f"{folder}: chat template"
         return Encoder(tokenizer, probed(tokenizer.template, tokenizer, where, options), where, prefix)
     chat_template = None if chat_template == "none" else chat_template
     flag = f"--{flag_prefix}chat-template"
     return Encoder(tokenizer, load_template(chat_template, tokenizer, flag, options), flag, prefix)
-
-
-def _prefix_ids(tokenizer: Tokenizer, bos: str, flag_prefix: str) -> Sequence[int]:
-    if bos == "always" and tokenizer.bos_id is None:
-        raise UsageError(f"--{flag_prefix}bos always: the tokenizer has no BOS")
-    return {"auto": tokenizer.prefix_ids, "always": (tokenizer.bos_id,), "never": ()}[bos]

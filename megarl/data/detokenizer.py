@@ -4,7 +4,6 @@ import codecs
 import functools
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Protocol
 
 from megarl.data.special_tokens import REPLACEMENT
 from megarl.data.tokenizers import Tokenizer
@@ -13,26 +12,9 @@ _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _LEADING = 8  # tokens without text at the start to keep as context
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The characters of byte-level BPE and their bytes (GPT-2's bytes_to_unicode)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-_ALPHABET = _byte_alphabet()
-
-
-class Detokenizer(Protocol):
-    """Text of tokens that come one by one; the concatenated pieces are `decode` of all tokens."""
-
-    def feed(self, token: int) -> str:
-        """The text that is certain after this token and was not before; never a part of a character."""
-        ...
-
-    def finish(self) -> str:
-        """The rest, when no token follows."""
-        ...
+# The characters of byte-level BPE and their bytes (GPT-2's bytes_to_unicode).
+_ALPHABET = {chr(byte): byte for byte in (*range(33, 127), *range(161, 173), *range(174, 256))}
+_ALPHABET |= {chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_ALPHABET.values()}))}
 
 
 class Vocabulary:
@@ -44,19 +26,20 @@ class Vocabulary:
         self.token = functools.lru_cache(2**17)(self._token)
         self.piece_bytes = functools.lru_cache(2**17)(self._piece_bytes)
 
-    def detokenizer(self, kept: Collection[str] = ()) -> Detokenizer:
-        """A new detokenizer for one stream of tokens. `kept`: special tokens whose strings are text, too."""
+    def detokenizer(self, kept: Collection[str] = ()) -> "Detokenizer":
+        """A new detokenizer for one stream of tokens, whose pieces together are `decode` of all. `feed` gives the text
+        that is certain after a token and was not before, never a part of a character; `finish` the rest. `kept`:
+        special tokens whose strings are text, too.
+        """
         made = ByteLevelText(self) if self.tokenizer.byte_level else SegmentText(self)
         ids = self.special_ids(kept)
         return MarkedText(made, {number: self.special[number] for number in ids}) if ids else made
 
     def text(self, tokens: Iterable[int], kept: Collection[str] = ()) -> str:
-        """Text of whole tokens, as of `detokenizer`."""
         detokenizer = self.detokenizer(kept)
         return "".join([*map(detokenizer.feed, map(int, tokens)), detokenizer.finish()])
 
     def special_ids(self, strings: Collection[str]) -> frozenset[int]:
-        """Ids of those strings that are special tokens."""
         return frozenset(self.tokenizer.special[each] for each in strings if each in self.tokenizer.special)
 
     def _piece_bytes(self, number: int) -> bytes | None:
@@ -93,8 +76,6 @@ class Vocabulary:
 
 
 class ByteLevelText:
-    """Detokenizer of byte-level BPE: each token is some bytes."""
-
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary = vocabulary
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -114,7 +95,7 @@ class ByteLevelText:
 class MarkedText:
     """Detokenizer that gives the strings of some special tokens, each where it is; the text around it is whole."""
 
-    def __init__(self, inner: Detokenizer, marks: Mapping[int, str]):
+    def __init__(self, inner: "ByteLevelText | SegmentText", marks: Mapping[int, str]):
         self._inner, self._marks = inner, marks
 
     def feed(self, token: int) -> str:
@@ -168,3 +149,35 @@ class SegmentText:
             self._anchor_text = alone or self._decode(self._anchor)
         self._segment = []
         return text
+
+
+Detokenizer = ByteLevelText | SegmentText | MarkedText
+
+
+class StopMatcher:
+    """Follows texts token by token. Where a text is, is the longest end of it with which a stop string begins."""
+
+    START = b""  # of a text
+
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]):
+        """`stops`: not empty, each with some text."""
+        self.stops = tuple(stop.encode() for stop in stops)
+        self._vocabulary = Vocabulary(tokenizer)
+        self._longest = max(map(len, self.stops)) - 1
+        self.follow = functools.lru_cache(2**17)(self._follow)
+
+    def _follow(self, place: bytes, token: int) -> tuple[bytes, bool]:
+        text = place + self._bytes(token)
+        # Tokens that a thinking budget forces may have completed one before: then the next one does not complete it.
+        is_complete = any(stop in text[max(0, len(place) - len(stop) + 1) :] for stop in self.stops)
+        rest = text[max(0, len(text) - self._longest) :]
+        while rest and not any(stop.startswith(rest) for stop in self.stops):
+            rest = rest[1:]
+        return rest, is_complete
+
+    def _bytes(self, token: int) -> bytes:
+        if token in self._vocabulary.special:
+            return b""
+        if self._vocabulary.tokenizer.piece(token) is None:
+            return REPLACEMENT.encode()
+        return self._vocabulary.token(token)[1]

@@ -1,10 +1,7 @@
 """Files of prompts, read into checked lines in megarl's own fields.
 
-A line of a JSON file, or a row of a table, has `prompt` (non-empty string, or a list of messages as `messages.py` has
-them) and, optionally, `answer` (string, the reference answer), `task` (string), `metadata` (object, input of
-verifiers), `response` (string, target of supervised training), `chosen` and `rejected` (strings, the better and the
-worse response) with a `margin` (number >= 0). For supervised training `messages` (a whole conversation) may replace
-`prompt`. Files with other names of columns are read by `columns.ColumnMap`.
+The fields are those of `prompt.Prompt`; for supervised training `messages` (a whole conversation) may replace `prompt`.
+Files with other names of columns are read by `columns.ColumnMap`.
 """
 
 import json
@@ -15,10 +12,10 @@ import numpy as np
 
 from megarl.data.arrow_files import ArrowTable, check_footers, is_arrow
 from megarl.data.columns import ColumnMap, Columns
-from megarl.data.fields import check_line
+from megarl.data.prompt import check_line
 from megarl.data.ragged import Ragged
 from megarl.data.sources import printable
-from megarl.data.tables import JsonRows, json_line, lines_of_list, ragged_lines, read_text, split_lines
+from megarl.data.tables import JsonRows, Table, json_line, lines_of_list, ragged_lines, read_text, split_lines
 from megarl.errors import UsageError
 
 _SHOWN = 20  # warnings about files
@@ -52,7 +49,6 @@ class _FileLines(NamedTuple):
 
 
 def _notes(files: Sequence[str], found: Sequence[_FileLines], value: str, flag: str) -> list[str]:
-    """A line for each way in which columns of files were recognised."""
     notes = []
     for description in dict.fromkeys(each.description for each in found if each.description):
         own = [i for i, other in enumerate(found) if other.description == description]
@@ -63,7 +59,6 @@ def _notes(files: Sequence[str], found: Sequence[_FileLines], value: str, flag: 
 
 
 def _warnings(files: Sequence[str], found: Sequence[_FileLines], flag: str) -> list[str]:
-    """The lines about columns that are not read, with the names of the first files."""
     lines = [
         f"{flag} {file}: warning: {text}" for file, each in zip(files, found, strict=True) for text in each.warnings
     ]
@@ -88,7 +83,6 @@ def _read_safely(path: str, flag: str, columns: Columns) -> _FileLines:
 
 
 def _read_file(path: str, flag: str, columns: Columns) -> _FileLines:
-    """The checked lines of a file in megarl's own fields."""
     where = f"{flag} {path}"
     if is_arrow(path):
         table = ArrowTable(path, flag)
@@ -104,7 +98,7 @@ def _read_file(path: str, flag: str, columns: Columns) -> _FileLines:
     return _mapped(table, ColumnMap(table, columns, f"{where}:1"), where)
 
 
-def _mapped(table: ArrowTable | JsonRows, columns: ColumnMap, where: str) -> _FileLines:
+def _mapped(table: Table, columns: ColumnMap, where: str) -> _FileLines:
     rows = enumerate(table.rows(columns.needed), start=1)
     lines = ragged_lines(json_line(columns.fields(row, f"{where}:{number}")) for number, row in rows)
     return _FileLines(lines, columns.describe(), columns.warnings(), columns.columns)

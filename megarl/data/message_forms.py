@@ -9,8 +9,8 @@ from megarl.data.messages import tool_call
 Message = Mapping[str, Any]
 Form = Callable[[Message], Message]
 _ASKED: Message = {"role": "user", "content": "asked_here"}
-_CALLED: Message = {"role": "assistant", "content": "",
-                    "tool_calls": [tool_call("call00000", "called_here", {"x": 1})]}  # fmt: skip
+_CALL = tool_call("call00000", "called_here", {"x": 1})
+_CALLED: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 _THOUGHT: Message = {"role": "assistant", "content": "<think>\nthought_here\n</think>\n\nsaid_here"}
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -20,12 +20,10 @@ def as_it_is(message: Message) -> Message:
 
 
 def _with_parts(message: Message) -> Message:
-    """With the content as a list of one part."""
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _with_text_arguments(message: Message) -> Message:
-    """With the arguments of its calls as JSON texts."""
     if "tool_calls" not in message:
         return message
     calls = [
@@ -36,12 +34,7 @@ def _with_text_arguments(message: Message) -> Message:
 
 
 def _without_content(message: Message) -> Message:
-    """Of a message with calls, without an empty content."""
     return {**message, "content": None} if "tool_calls" in message and not message["content"] else message
-
-
-def _without_both(message: Message) -> Message:
-    return _without_content(_with_text_arguments(message))
 
 
 def _with_thoughts_apart(message: Message) -> Message:
@@ -65,8 +58,8 @@ def form_of_content(rendered: Rendered) -> Form:
 def form_of_calls(rendered: Rendered) -> Form:
     """The first form in which a template shows calls: some need their arguments as texts (DeepSeek V3.1), or no content
     beside them (DeepSeek R1)."""
-    name = _CALLED["tool_calls"][0]["function"]["name"]
-    forms = as_it_is, _with_text_arguments, _without_content, _without_both
+    name = _CALL["function"]["name"]
+    forms = as_it_is, _with_text_arguments, _without_content, lambda each: _without_content(_with_text_arguments(each))
     return next((form for form in forms if name in rendered([_ASKED, form(_CALLED)])), as_it_is)
 
 

@@ -1,9 +1,8 @@
 """Messages of a conversation: objects with `role` and `content`, the input of chat templates.
 
-A message of the assistant may hold `tool_calls` and `reasoning_content`, which may also be called `thinking` or
-`reasoning`; one of a tool, `tool_call_id` and `name`. A null counts as absent, as does an empty list of calls, and with
-`tool_calls` `content` may be absent. A content may be a list of parts of text, which become lines. The role `developer`
-is the system's.
+A message of the assistant may hold `tool_calls` and thoughts (`THOUGHTS`); one of a tool, `tool_call_id` and `name`. A
+null counts as absent, as does an empty list of calls, and with `tool_calls` `content` may be absent. A content may be a
+list of parts of text, which become lines. The role `developer` is the system's.
 """
 
 import json
@@ -39,9 +38,11 @@ def _error(message: Any, which: str) -> str | None:
         if _ROLE_OF.get(name, role) != role:
             return f"{which} of the role {role} has {name}, which belongs to the role {_ROLE_OF[name]}"
         if name == "content" and isinstance(value, list):
-            if media := [part["type"] for part in value if isinstance(part, dict) and part.get("type") in MEDIA]:
+            parts = [part for part in value if isinstance(part, dict)]
+            if media := [part["type"] for part in parts if part.get("type") in MEDIA]:
                 return f"the content of {which} has a part of the type {media[0]}; megarl reads text alone"
-            if not all(_is_text_part(part) for part in value):
+            texts = [part for part in parts if part.get("type") == "text" and isinstance(part.get("text"), str)]
+            if len(texts) < len(value):
                 return f'the content of {which} must be a string, or a list of {{"type": "text", "text": "…"}}'
         elif name != "tool_calls" and not isinstance(value, str):
             return f"the {name} of {which} must be a string, not {type(value).__name__}"
@@ -53,10 +54,6 @@ def _error(message: Any, which: str) -> str | None:
 def _present(message: Mapping[str, Any]) -> Message:
     """The fields that are there: a null and an empty list of calls, which tables have for want of one, are not."""
     return {name: value for name, value in message.items() if value is not None and (name, value) != ("tool_calls", [])}
-
-
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _calls_error(calls: Any, which: str) -> str | None:
@@ -96,7 +93,6 @@ def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A call of the assistant's."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -117,27 +113,22 @@ def template_message(message: Mapping[str, Any]) -> Message:
     if found["role"] == "developer":
         found["role"] = "system"
     if "tool_calls" in found:
-        found["tool_calls"] = [_template_call(call) for call in found["tool_calls"]]
+        given = [{name: value for name, value in call.items() if value is not None} for call in found["tool_calls"]]
+        found["tool_calls"] = [
+            {**call, "type": "function", "function": {**call["function"], "arguments": arguments_of(call)}}
+            for call in given
+        ]
     return found
 
 
 def with_tool_names(messages: Sequence[Message]) -> list[Message]:
     """Messages in which each result of a tool has the name of its call: clients leave it out, templates show it."""
-    names = {
-        call["id"]: call["function"]["name"]
-        for message in messages for call in message.get("tool_calls") or () if call.get("id")
-    }  # fmt: skip
-    return [
-        {**message, "name": names[message["tool_call_id"]]}
-        if message["role"] == "tool" and not message.get("name") and message.get("tool_call_id") in names else message
-        for message in messages
-    ]  # fmt: skip
-
-
-def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    found = {name: value for name, value in call.items() if value is not None}
-    found["function"] = {**call["function"], "arguments": arguments_of(call)}
-    return found | {"type": "function"}
+    calls = [call for message in messages for call in message.get("tool_calls") or () if call.get("id")]
+    names, found = {call["id"]: call["function"]["name"] for call in calls}, []
+    for message in messages:
+        name = message.get("name") or (names.get(message.get("tool_call_id")) if message["role"] == "tool" else None)
+        found.append(message if name is None else {**message, "name": name})
+    return found
 
 
 def tools_error(tools: Any) -> str | None:
@@ -169,7 +160,6 @@ def conversation_of(prompt: str | Sequence[MessageKey]) -> list[Message]:
 
 def text_of(messages: Sequence[Mapping[str, Any]]) -> str:
     """Messages as readable text: a single user message as it is, else one `role: content` paragraph per message.
-
     Thoughts and calls of the assistant have paragraphs of their own: `assistant thinks: …`, `assistant calls f({…})`.
     """
     if [message["role"] for message in messages] == ["user"]:

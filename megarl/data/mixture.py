@@ -9,7 +9,7 @@
       reward: code
       max-response-length: 2048
 
-Weights count draws, not lines: here three of four prompts are of `math`, whatever the sizes of the files.
+Weights count draws: here three of four prompts are of `math`, whatever the sizes of the files.
 """
 
 import dataclasses
@@ -56,17 +56,13 @@ NO_ENTRY = MixtureEntry(name="", prompts="", weight=Fraction(1))  # all is as th
 
 
 def is_mixture(value: str) -> bool:
-    """Whether a value of --prompts names a mixture."""
     return value.endswith(SUFFIXES)
 
 
 def read_mixture(path: str, flag: str, purpose: str) -> tuple[MixtureEntry, ...]:
-    """The entries of a mixture, in the order of the file.
-
-    `purpose`: of `columns`; without responses there are no limits of them, environments and rewards.
-
-    Raises:
-        UsageError: the file cannot be read, or an entry has a wrong name, key or value.
+    """The entries of a mixture, in the order of the file. `purpose`: of `columns`; without responses there are no
+    limits of them, environments and rewards. UsageError: the file cannot be read, or an entry has a wrong name, key or
+    value.
     """
     where = f"{flag} {path}"
     content, _ = read_mapping(path, where, "names to prompts, weight and other keys")
@@ -80,7 +76,6 @@ def read_mixture(path: str, flag: str, purpose: str) -> tuple[MixtureEntry, ...]
 
 
 def whole_weights(entries: tuple[MixtureEntry, ...]) -> list[int]:
-    """The weights as whole numbers in the same proportions."""
     common = math.lcm(*(entry.weight.denominator for entry in entries))
     weights = [int(entry.weight * common) for entry in entries]
     divisor = math.gcd(*weights)
@@ -88,7 +83,6 @@ def whole_weights(entries: tuple[MixtureEntry, ...]) -> list[int]:
 
 
 def shares(entries: tuple[MixtureEntry, ...], firsts: Sequence[int], where: str) -> list[str]:
-    """A line about each entry of a mixture."""
     weights = whole_weights(entries) if entries else []
     sizes, is_drawn = [end - first for first, end in itertools.pairwise(firsts)], where.startswith(f"{TRAINING} ")
     return [

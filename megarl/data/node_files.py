@@ -41,10 +41,10 @@ def arrays(key: Callable[[], tuple], compute: Callable[[], dict[str, np.ndarray]
 
     Without other ranks on the node, and if the files cannot be written, this process computes them in its own memory.
 
-    Args:
-        key: returns what the arrays depend on, as values with a `repr`.
+    `key`: returns what the arrays depend on, as values with a `repr`.
     """
-    if not _is_shared():
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
+    if not os.environ.get(FOLDER) and int(ranks) <= 1:
         return compute()
     try:
         folder = _job_folder() / hashlib.blake2b(repr(key()).encode(), digest_size=16).hexdigest()
@@ -87,13 +87,7 @@ def folder_for_ranks() -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_shared() -> bool:
-    ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
-    return bool(os.environ.get(FOLDER)) or int(ranks) > 1
-
-
 def _job_folder() -> Path:
-    """The folder of this job on this node."""
     if os.environ.get(FOLDER):
         return Path(os.environ[FOLDER])
     # Without a name or port of the job, the ranks were forked from one process.

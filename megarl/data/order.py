@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.pools import DifficultyPools, part
+from megarl.data.pools import DifficultyPools
 from megarl.errors import RunStopped, UsageError
 
 _SEED_LIMIT = 2**64
@@ -53,7 +53,6 @@ class PromptOrder:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether there is a prompt to draw."""
         return self._chances is None or bool(self._chances.any())
 
     def _next_of_pools(self) -> int:
@@ -113,13 +112,14 @@ class MixtureOrder:
     def __init__(self, sizes: Sequence[int], weights: Sequence[int], seed: int, pools: DifficultyPools | None = None):
         """`sizes`: prompts of each source, which follow each other in the set; `weights`: whole numbers above 0."""
         self.size, self.weights = sum(sizes), list(weights)
-        self._orders = [PromptOrder(n, seed, number, part(pools, sizes, number)) for number, n in enumerate(sizes)]
         self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        # Parts of the pools' chances, which change with them.
+        parts = [None if pools is None else pools.chances[i : i + n] for i, n in zip(self._starts, sizes, strict=True)]
+        self._orders = [PromptOrder(n, seed, i, part) for i, (n, part) in enumerate(zip(sizes, parts, strict=True))]
         self.counts = [0] * len(sizes)  # draws of each source so far
         self._turns = [0] * len(sizes)  # the same, with those for which it was passed over
 
     def take(self, count: int) -> list[int]:
-        """The next `count` prompt indices; advances the position. RunStopped if every prompt is left out."""
         sources = [number for number, order in enumerate(self._orders) if order.has_prompts]
         if not sources:
             raise RunStopped(NOTHING_LEFT)
@@ -137,7 +137,6 @@ class MixtureOrder:
         return self._starts[source] + self._orders[source].take(1)[0]
 
     def _turns_of(self, sources: Sequence[int]) -> tuple[int, int]:
-        """(turns, weights) of these sources together."""
         return sum(self._turns[number] for number in sources), sum(self.weights[number] for number in sources)
 
     def state_dict(self) -> dict[str, Any]:
@@ -146,7 +145,6 @@ class MixtureOrder:
         return {"position": sum(counts), "size": self.size, "counts": counts, "turns": turns, "positions": positions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As of `PromptOrder`."""
         _check_counts(state, len(self._orders))
         self.counts = [*state["counts"]]
         self._turns = [*state["turns"]]
@@ -155,7 +153,6 @@ class MixtureOrder:
 
 
 def _check_counts(state: dict[str, Any], sources: int):
-    """UsageError if a state is not one of an order of that many sources."""
     counts, positions = (state.get(name, [state["position"]]) for name in ("counts", "positions"))
     are_right = all(
         isinstance(numbers, list) and len(numbers) == sources and all(type(n) is int and n >= 0 for n in numbers)

@@ -5,8 +5,6 @@ a prompt of a pool with weight w is drawn with chance w / the largest weight; th
 and prompt. So what is drawn depends on the seed and on the groups so far, and on nothing else.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from megarl.errors import UsageError
@@ -51,7 +49,6 @@ class DifficultyPools:
         return (self._retire_after > 0) & (self.hard_in_a_row[lines] >= self._retire_after)
 
     def metrics(self) -> dict[str, float]:
-        """Share of the prompts in each pool, of those that are retired and of those without a group."""
         lines = np.arange(len(self.latest))
         retired, pools = self._are_retired(lines), self._pools(lines)
         hard, normal, easy = (int(((pools == number) & ~retired).sum()) for number in range(3))
@@ -64,7 +61,6 @@ class DifficultyPools:
         }
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """What a checkpoint holds, after `end_step`."""
         return {"latest": self.latest, "hard_in_a_row": self.hard_in_a_row}
 
     def load_state_dict(self, state: dict[str, np.ndarray], where: str):
@@ -77,8 +73,3 @@ class DifficultyPools:
             raise UsageError(f"{where}: has the pools of other prompts, or is damaged")
         self.latest, self.hard_in_a_row = latest.copy(), rows.copy()
         self._set_chances(np.arange(len(latest)))
-
-
-def part(pools: DifficultyPools | None, sizes: Sequence[int], number: int) -> np.ndarray | None:
-    """The chances of one of several sources that follow each other, which change with those of the pools."""
-    return None if pools is None else pools.chances[sum(sizes[:number]) : sum(sizes[: number + 1])]

@@ -16,13 +16,12 @@ import numpy as np
 
 from megarl.data import node_files
 from megarl.data.columns import Columns
-from megarl.data.fields import present_fields
 from megarl.data.line_files import read_files
 from megarl.data.messages import text_of
 from megarl.data.mixture import NO_ENTRY, MixtureEntry, is_mixture, read_mixture, shares, whole_weights
 from megarl.data.order import MixtureOrder, PromptOrder
 from megarl.data.pools import DifficultyPools
-from megarl.data.prompt import Prompt
+from megarl.data.prompt import Prompt, present_fields
 from megarl.data.ragged import Ragged
 from megarl.data.sources import find_files
 from megarl.data.special_tokens import pattern_of
@@ -36,8 +35,6 @@ _LOOKED_AT = 100  # prompts, for a note about their texts
 
 
 class TooLong(UsageError):
-    """A line has more tokens than the limits allow."""
-
     CURE = "; --filter-long-prompts drops such lines"
 
 
@@ -80,15 +77,12 @@ class PromptSet:
         fields = present_fields(json.loads(self._lines.view(self._line(index)).tobytes()))
         if (environment := self.entry_of(index).environment) is not None:
             fields.setdefault("environment", environment)
-        return Prompt(index=index, **fields, column_names=self._column_names(index))
+        columns = self._source.columns
+        names = columns[bisect.bisect_right(self._source.starts, self._line(index)) - 1] if columns else {}
+        return Prompt(index=index, **fields, column_names=names)
 
     def __iter__(self) -> Iterator[Prompt]:
         return (self[index] for index in range(len(self)))
-
-    def _column_names(self, index: int) -> dict[str, str]:
-        """The names of columns by field, of the file of a prompt."""
-        columns = self._source.columns
-        return columns[bisect.bisect_right(self._source.starts, self._line(index)) - 1] if columns else {}
 
     def entry_of(self, index: int) -> MixtureEntry:
         """The entry of the mixture that a prompt is of; without a mixture, one that says nothing."""
@@ -109,14 +103,12 @@ class PromptSet:
         return [self.group_size(line) or size for line in lines]
 
     def of_entries(self, numbers: Container[int]) -> PromptSet:
-        """The prompts of these entries of the mixture, by their numbers."""
         ends = np.cumsum(self.sizes())
         own = [np.arange(end - size, end) for end, size in zip(ends, self.sizes(), strict=True)]
         lines = np.concatenate([lines for number, lines in enumerate(own) if number in numbers])
         return PromptSet(self._lines, self._source, lines if self._kept is None else self._kept[lines])
 
     def sizes(self) -> list[int]:
-        """Prompts of each entry of the mixture."""
         bounds = np.array([*self._source.firsts, len(self._lines)])
         return np.diff(bounds if self._kept is None else np.searchsorted(self._kept, bounds)).tolist()
 
@@ -127,9 +119,8 @@ class PromptSet:
         return MixtureOrder(self.sizes(), whole_weights(self.entries), seed, pools)
 
     def note_special_tokens(self, encoder: Encoder) -> PromptSet:
-        """The set with a note if one of its first texts holds a special token's string, which is read as text.
-
-        Such texts were often rendered with a chat template before, or begin with BOS, which the prompt then has twice.
+        """The set with a note if one of its first texts holds a special token's string, which is read as text. Such
+        texts were often rendered with a chat template before, or begin with BOS, which the prompt then has twice.
         """
         pattern = pattern_of(encoder.tokenizer.special)
         for index in range(min(len(self), _LOOKED_AT)):
@@ -157,7 +148,6 @@ class PromptSet:
 
     def encode(self, encoder: Encoder, max_prompt_length: int | None = None) -> Ragged:
         """Tokens of every prompt as the policy reads it; UsageError if one has none or more than `max_prompt_length`.
-
         One rank of a node encodes them for all. None: any length, to check that `encoder` accepts every prompt.
         """
 
@@ -167,9 +157,8 @@ class PromptSet:
         return Ragged.of_arrays(self.on_node(encoded, "tokens", encoder, max_prompt_length))
 
     def encode_for_teacher(self, encoder: Encoder, max_length: int) -> Ragged | None:
-        """Tokens of the `teacher_prompt` of every prompt, none for a prompt without; None if no prompt has one.
-
-        One rank of a node encodes them for all. UsageError if one has more than `max_length` tokens.
+        """Tokens of the `teacher_prompt` of every prompt, none for a prompt without; None if no prompt has one. One
+        rank of a node encodes them for all. UsageError if one has more than `max_length` tokens.
         """
 
         def rows() -> Iterator[list[int]]:
@@ -194,9 +183,8 @@ class PromptSet:
         return self.noted(f"{field} is not read without {flag}") if has_one else self
 
     def encode_fitting(self, encoder: Encoder, max_prompt_length: int) -> tuple[PromptSet, Ragged]:
-        """The prompts of at most `max_prompt_length` tokens, and their tokens. UsageError if there is none.
-
-        One rank of a node encodes them for all. A note says how many were dropped.
+        """The prompts of at most `max_prompt_length` tokens, and their tokens. UsageError if there is none. One rank of
+        a node encodes them for all. A note says how many were dropped.
         """
 
         def fitting() -> dict[str, np.ndarray]:
@@ -216,12 +204,9 @@ class PromptSet:
         return self.without_long(arrays["kept"], "prompts", limits, str(max_prompt_length)), Ragged.of_arrays(arrays)
 
     def without_long(self, kept: np.ndarray, unit: str, limits: str, allowed: str) -> PromptSet:
-        """The set of the prompts `kept`, with a note on how many were dropped; UsageError if there is none.
-
-        Args:
-            kept: [M] ascending numbers of prompts, each as often as the set has it.
-            unit: what a line of this set is.
-            limits: the flags that limit the tokens of a line, with their values; `allowed` is these values alone.
+        """The set of the prompts `kept`, with a note on how many were dropped; UsageError if there is none. `kept`: [M]
+        ascending numbers of prompts, each as often as the set has it. `unit`: what a line of this set is. `limits`: the
+        flags that limit the tokens of a line, with their values; `allowed` is these values alone.
         """
         if not len(kept):
             raise UsageError(f"{limits}: each of the {len(self):,} {unit} of {self.flag} {self.path} has more tokens")
@@ -254,7 +239,6 @@ class PromptSet:
         return node_files.arrays(key, compute)
 
     def _key(self) -> tuple:
-        """What the prompts depend on."""
         kept = None if self._kept is None else hashlib.blake2b(self._kept.tobytes(), digest_size=16).hexdigest()
         return self._source, [node_files.identity(file) for file in self._source.files], kept
 
@@ -263,7 +247,6 @@ class PromptSet:
         what a mixture says about them."""
 
         def digest() -> dict[str, np.ndarray]:
-            """The hash, as bytes."""
             found = hashlib.sha256()
             if self._source.verbatim and self._kept is None:
                 with open(self._source.files[0], "rb") as file:
@@ -291,7 +274,6 @@ class PromptSet:
             raise UsageError(f"{where}: {error}" + " (the limit of its file in the mixture)" * is_own) from None
 
     def _limit(self, index: int, max_prompt_length: int) -> int:
-        """Tokens that a prompt may have."""
         return self.entry_of(index).max_prompt_length or max_prompt_length
 
 
@@ -310,17 +292,13 @@ def load_prompts(value: str, flag: str = "--prompts", columns: Columns = Columns
 
     One rank of a node does it for all. Blank lines may follow the last prompt of a JSON file.
 
-    Args:
-        flag: names its option in error messages.
-        columns: what the prompts are read for, and the columns that the user names.
-
-    Raises:
-        UsageError: with file and line for the first bad line or row; for a file that is missing, damaged, not UTF-8,
-            without prompts, or without a column that is needed.
+    `flag`: names its option in error messages. `columns`: what the prompts are read for, and the columns that the user
+    names. UsageError: with file and line for the first bad line or row; for a file that is missing, damaged, not UTF-8,
+    without prompts, or without a column that is needed.
     """
     entries = read_mixture(value, flag, columns.purpose) if is_mixture(value) else ()
     found = [find_files(entry.prompts, f"{flag} {value}: {entry.name}:") for entry in entries]
-    files = tuple(itertools.chain(*found)) if entries else find_files(value, flag)
+    files = tuple(itertools.chain.from_iterable(found)) if entries else find_files(value, flag)
 
     def key() -> tuple:
         return "prompts", flag, value, columns, [(file, node_files.identity(file)) for file in files]
@@ -332,17 +310,13 @@ def load_prompts(value: str, flag: str = "--prompts", columns: Columns = Columns
     for entry, first, end in zip(entries, firsts, firsts[1:], strict=False):
         if first == end:
             raise UsageError(f"{flag} {value}: {entry.name}: the files hold no prompt")
-    source = PromptFiles(
-        flag=flag, value=value, files=files, starts=tuple(about["starts"]), verbatim=about["verbatim"],
-        columns=tuple(about["columns"]),
-        notes=(*about["notes"], *shares(entries, firsts, f"{flag} {value}")), entries=entries,
-        firsts=tuple(firsts[:-1]),
-    )  # fmt: skip
+    notes = (*about["notes"], *shares(entries, firsts, f"{flag} {value}"))
+    found_at = PromptFiles(flag, value, files, tuple(about["starts"]), about["verbatim"], notes, entries)
+    source = dataclasses.replace(found_at, firsts=tuple(firsts[:-1]), columns=tuple(about["columns"]))
     return PromptSet(Ragged.of_arrays(arrays), source)
 
 
 def _texts_of(prompt: Prompt) -> list[str]:
-    """All texts of a line that the policy reads or learns."""
     return [
         prompt.text,
         text_of(prompt.messages or []),

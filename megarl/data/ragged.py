@@ -24,7 +24,6 @@ class Ragged:
 
     @classmethod
     def of_arrays(cls, arrays: dict[str, np.ndarray]) -> "Ragged":
-        """The rows of `arrays()`."""
         return cls(arrays["values"], arrays["offsets"])
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -34,7 +33,6 @@ class Ragged:
         return len(self.offsets) - 1
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """int64: number of items of each of these rows."""
         return self.offsets[rows + 1] - self.offsets[rows]
 
     def view(self, row: int) -> memoryview:
@@ -42,7 +40,6 @@ class Ragged:
         return self._view[self.offsets[row] : self.offsets[row + 1]]
 
     def select(self, rows: np.ndarray) -> "Ragged":
-        """These rows, in this order."""
         return Ragged.of_rows(self[row] for row in rows.tolist())
 
     def __getitem__(self, row: int) -> list:
@@ -56,7 +53,6 @@ class RaggedBuilder:
     """Collects rows without a Python object per number."""
 
     def __init__(self, dtype=np.int32):
-        """`dtype`: int32, or bool."""
         self._dtype, self._values = dtype, array.array("i" if dtype == np.int32 else "B")
         self._offsets = array.array("q", [0])
 

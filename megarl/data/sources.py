@@ -1,8 +1,7 @@
 """The files that a value of `--prompts` names: files, patterns, Hugging Face dataset folders and their splits.
 
-A value holds one name or several with commas. A name is a file; a pattern with `*`, `?` or `[…]`; a folder; or
-`FOLDER:SPLIT`. Folders are those of `save_to_disk`, and those of dataset repositories, with files such as
-`data/train-00000-of-00002.parquet` or `train.jsonl`.
+A value holds one name or several with commas: a file, a pattern, a folder, or `FOLDER:SPLIT`. Folders are those of
+`save_to_disk`, and those of dataset repositories, with files such as `data/train-00000-of-00002.parquet`.
 """
 
 import glob
@@ -18,10 +17,9 @@ from megarl.plain_files import is_absent, read_json
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet", ".arrow")
 _DESCRIPTIONS = ("dataset_dict.json", "state.json", "dataset_info.json", "dataset_infos.json")  # hold no rows
 # Words in names of files and folders, and the split that they mean.
-_SPLIT_OF_WORD = {
-    "train": "train", "training": "train", "validation": "validation", "valid": "validation", "val": "validation",
-    "dev": "validation", "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
-}  # fmt: skip
+_SPLIT_OF_WORD = dict.fromkeys(("train", "training"), "train")
+_SPLIT_OF_WORD |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+_SPLIT_OF_WORD |= dict.fromkeys(("test", "testing", "eval", "evaluation"), "test")
 _SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}")
 _SHOWN = 20  # names in an error
 _DEPTH = 3  # folders below a dataset's folder that may hold files
@@ -29,9 +27,7 @@ _DEPTH = 3  # folders below a dataset's folder that may hold files
 
 def find_files(value: str, flag: str) -> tuple[str, ...]:
     """The files of a value, in the order of its names; those of a pattern or folder in the order of their names.
-
-    Raises:
-        UsageError: nothing has the name, no file matches, a folder has no or several splits, or a file appears twice.
+    UsageError: nothing has the name, no file matches, a folder has no or several splits, or a file appears twice.
     """
     try:
         files = _found(value, flag)
@@ -99,7 +95,6 @@ def _files_of_folder(folder: Path, split: str | None, flag: str) -> list[str]:
 
 
 def _chosen(splits: list[str], split: str | None, where: str) -> str:
-    """The split to read: the one that is named, or the only one."""
     known = ", ".join(map(printable, splits))
     if split is None:
         if len(splits) != 1:
@@ -114,7 +109,6 @@ def _chosen(splits: list[str], split: str | None, where: str) -> str:
 
 
 def _saved_files(folder: Path, split: str | None, where: str) -> list[str]:
-    """The Arrow files that `state.json` lists."""
     state = folder / "state.json"
     if not state.is_file():
         raise UsageError(f"{where}: {state.relative_to(folder.parent)} is missing; the folder is no whole dataset")
@@ -136,7 +130,6 @@ def _saved_files(folder: Path, split: str | None, where: str) -> list[str]:
 
 
 def _description(path: Path, key: str, where: str, list_expected: bool = True) -> Any:
-    """An entry of a JSON file that describes a dataset."""
     try:
         found = read_json(path).get(key)
     except (OSError, ValueError, RecursionError, AttributeError):
@@ -158,8 +151,8 @@ def _splits_of_repository(folder: Path, where: str) -> dict[str, list[Path]]:
     """Split -> its files. Names of files and folders say the split; if none does, all files are one split `train`."""
     files = [file for file in sorted(folder.rglob("*")) if _is_data(file, folder)]
     if not files:
-        raise UsageError(f"{where}: the folder holds no data; expected files named {', '.join(SUFFIXES)}, or a folder "
-                         "of save_to_disk")  # fmt: skip
+        expected = f"files named {', '.join(SUFFIXES)}, or a folder of save_to_disk"
+        raise UsageError(f"{where}: the folder holds no data; expected {expected}")
     configurations = sorted({_configuration(file, folder) for file in files})
     if len(configurations) > 1:
         names = ", ".join(printable(name or ".") for name in configurations[:_SHOWN])
@@ -188,7 +181,6 @@ def _is_data(file: Path, folder: Path) -> bool:
 
 
 def _suffix(file: Path) -> str:
-    """The known suffix of a file's name; "" if it has none."""
     return max((suffix for suffix in SUFFIXES if file.name.endswith(suffix)), key=len, default="")
 
 

@@ -31,9 +31,8 @@ def encode_around_special(
 
 
 def decode_known(ids: Iterable[int], is_known: Callable[[int], bool], decode: Callable[[list[int]], str]) -> str:
-    """Text of `ids`, with U+FFFD for each without a token.
-
-    It stays visible, so that a verifier never sees a clean answer where the policy gave none.
+    """Text of `ids`, with U+FFFD for each without a token. It stays visible, so that a verifier never sees a clean
+    answer where the policy gave none.
     """
     runs = itertools.groupby(ids, key=is_known)
     return "".join(decode(list(run)) if known else REPLACEMENT * len(list(run)) for known, run in runs)
@@ -55,5 +54,4 @@ class Marks:
         return self._pattern.sub(lambda match: f"{MARK}{self._numbers[match[0]]}{_END}", text)
 
     def unmark(self, text: str) -> str:
-        """The original of a marked text."""
         return self._marks.sub(lambda match: self._strings[int(match[1])], text) if MARK in text else text

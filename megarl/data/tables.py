@@ -7,31 +7,19 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from megarl.data.arrow_files import ArrowTable, opened_zstd
 from megarl.data.content_limit import ContentLimit
-from megarl.data.fields import json_problem, parse_line
+from megarl.data.prompt import json_problem, parse_line
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
 from megarl.plain_files import check_regular
 
 ZSTD = ".zst"
 _PART = 2**24
-
-
-class Table(Protocol):
-    """The rows of a file. `columns`: the names of its columns."""
-
-    columns: tuple[str, ...]
-    left_out: tuple[str, ...]  # columns that cannot be read, because they hold bytes
-
-    def names_in(self, column: str) -> frozenset[str]:
-        """The names inside a column of objects; none of another one, or without the column."""
-
-    def rows(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Every row with these columns; a column that the row does not have may be absent or None."""
 
 
 def read_text(path: str, flag: str) -> bytes:
@@ -57,15 +45,12 @@ def _decompressed(path: str, where: str) -> bytes:
         with gzip.open(path) as file:
             return _limited(file, limit)
     if path.endswith(ZSTD):
-        from megarl.data.arrow_files import opened_zstd
-
         with opened_zstd(path, where) as file:
             return _limited(file, limit)
     return Path(path).read_bytes()
 
 
 def _limited(file: Any, limit: ContentLimit) -> bytes:
-    """The content of a compressed file; UsageError if it is far more than text compresses to."""
     content = bytearray()
     while part := file.read(_PART):
         limit.add(len(part))
@@ -103,13 +88,15 @@ class JsonRows:
         self.columns, self._inner = tuple(columns), columns
 
     def names_in(self, column: str) -> frozenset[str]:
-        """The names inside a column of objects."""
         return frozenset(self._inner.get(column, ()))
 
     def rows(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Every object, with all its names."""
         for i in range(len(self._lines)):
             yield parse_line(self._lines.view(i).tobytes().decode().removesuffix("\n"), f"{self._where}:{i + 1}")
+
+
+# `columns`: the names of a file's columns; `left_out`: those that cannot be read, because they hold bytes.
+Table = ArrowTable | JsonRows
 
 
 def lines_of_list(text: bytes, where: str) -> Ragged:
@@ -135,7 +122,6 @@ def json_line(value: Any) -> bytes:
 
 
 def ragged_lines(lines: Iterable[bytes]) -> Ragged:
-    """Lines, which are taken one by one."""
     values, offsets = bytearray(), array.array("q", [0])
     for line in lines:
         values += line

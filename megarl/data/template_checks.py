@@ -13,33 +13,25 @@ from megarl.errors import UsageError
 
 CallId = Callable[[int, int], str]
 _THOUGHT, _ANSWER = "thought", "reply"
-_TOOLS = [{"type": "function", "function": {
-    "name": "probe", "description": "A tool.",
-    "parameters": {"type": "object", "properties": {"x": {"type": "integer", "description": "A number."}},
-                   "required": ["x"]},
-}}]  # fmt: skip
+_NUMBER = {"type": "integer", "description": "A number."}
+_PARAMETERS = {"type": "object", "properties": {"x": _NUMBER}, "required": ["x"]}
+_PROBE = {"name": "probe", "description": "A tool.", "parameters": _PARAMETERS}
+_TOOLS = [{"type": "function", "function": _PROBE}]
 _ADVICE = (
     "give a template (a Jinja file) that keeps earlier turns as they are and appends what follows, or an environment "
     "whose messages it accepts"
 )
 
 
-def _call_id(turn: int, index: int) -> str:
-    return f"call_{turn}_{index}"
-
-
-def check_template(encoder: Encoder, roles: Sequence[str], call_id: CallId = _call_id):
+def check_template(encoder: Encoder, roles: Sequence[str], call_id: CallId = "call_{}_{}".format):
     """Refuses a chat template with which a conversation cannot continue after messages of these roles (user, tool).
 
     A turn must stay as it was when messages follow. How a turn with calls is worded is the template's choice: some
     write the calls alone, some only one call in a turn.
 
-    Args:
-        call_id: the id of a call of an environment, of its turn and its number in the turn.
-
-    Raises:
-        UsageError: the template rewrites earlier turns, drops thoughts, fails on such messages, does not end a turn
-            with a special token, or what follows a turn depends on the turn.
+    `call_id`: the id of a call of an environment, of its turn and its number in the turn. UsageError: the template
+    rewrites earlier turns, drops thoughts, fails on such messages, does not end a turn with a special token, or what
+    follows a turn depends on the turn.
     """
     if encoder.template is None:
         return
@@ -49,7 +41,6 @@ def check_template(encoder: Encoder, roles: Sequence[str], call_id: CallId = _ca
 
 
 def _check(encoder: Encoder, role: str, thoughts: str | None, call_id: CallId):
-    """Probes a conversation of two turns, each answered by messages of the role."""
     tools = _TOOLS if role == "tool" else None
     before: list[Message] = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     if _fails(encoder, before, tools):  # some templates have no system message

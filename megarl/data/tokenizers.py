@@ -24,7 +24,8 @@ class Tokenizer(Protocol):
     files, or None. `fingerprint`: hash of these files. `byte_level`: whether the pieces spell bytes (byte-level BPE).
     `special_ends_bytes`: whether `decode` reads byte pieces before and after a special token apart. `prefix_ids`: what
     the tokenizer's own rules put before a text: BOS, or nothing. `named`: strings of special tokens by the name that
-    chat templates use (bos_token, eos_token …).
+    chat templates use (bos_token, eos_token …). `piece`: the vocabulary's string of an id, None without a token,
+    which `decode` gives as U+FFFD. Batches are encoded on several threads.
     """
 
     eos_id: int
@@ -90,27 +91,21 @@ class SentencePieceTokenizer:
         self._pattern = pattern_of(self.special)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without BOS or EOS; a special token's string is encoded like any other text."""
         return self._pieces.encode(whole_unicode(text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, on several threads."""
         return self._pieces.encode([whole_unicode(text) for text in texts]) if texts else []
 
     def encode_template(self, text: str) -> list[int]:
-        """Ids of `text`, in which the string of a special token becomes its id."""
         return encode_around_special(text, self.special, self._pattern, self.encode)
 
     def encode_template_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode_template` of each text."""
         return [self.encode_template(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` without BOS, EOS and padding; an id outside the vocabulary becomes U+FFFD."""
         return decode_known(map(int, ids), range(self.vocab_size).__contains__, self._pieces.decode)
 
     def piece(self, number: int) -> str | None:
-        """The vocabulary's string of an id, or None for an id outside the vocabulary."""
         return self._pieces.id_to_piece(number) if 0 <= number < self.vocab_size else None
 
 
@@ -128,10 +123,9 @@ def _read_pieces(model_path: str, where: str) -> sentencepiece.SentencePieceProc
 def build_tokenizer(
     tokenizer_type: str, tokenizer_model: str | None, flag_prefix: str = "", flag: str | None = None
 ) -> Tokenizer:
-    """The tokenizer of `--tokenizer-type` read from `--tokenizer-model`; UsageError if either is wrong.
-
-    `flag_prefix`: a role's prefix of the flags' names in error messages, e.g. "reward-"; `flag`: that gave the path,
-    if not --tokenizer-model.
+    """The tokenizer of `--tokenizer-type` read from `--tokenizer-model`; UsageError if either is wrong. `flag_prefix`:
+    a role's prefix of the flags' names in error messages, e.g. "reward-"; `flag`: that gave the path, if not
+    --tokenizer-model.
     """
     if tokenizer_type not in TOKENIZERS:
         raise UsageError(

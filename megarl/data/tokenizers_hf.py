@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Tokenizer
 
 from megarl.data.special_tokens import decode_known, encode_around_special, pattern_of
-from megarl.data.tokenizer_files import difference
 from megarl.errors import UsageError
 from megarl.plain_files import MAX_BYTES, check_regular, parse_json, read_text, reading
 from megarl.plain_values import whole_unicode
@@ -25,10 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Of a folder, without chat templates.
-FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
-    "vocab.json", "merges.txt",
-)  # fmt: skip
+_OF_FAST = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+FILES = (*_OF_FAST, "tokenizer.model", "vocab.json", "merges.txt")
 
 _READ = (*FILES, "chat_template.jinja", "config.json", "generation_config.json")
 _BATCH = 1024
@@ -64,7 +61,8 @@ class HuggingFaceTokenizer:
             raise UsageError(f"{where}: the vocabulary is empty")
         self._known_ids = frozenset(vocabulary.values())
         self.vocab_size = max(self._known_ids) + 1
-        self.byte_level = _is_byte_level(stored.get("decoder"))
+        decoder = stored.get("decoder") or {}
+        self.byte_level = any(part.get("type") == "ByteLevel" for part in decoder.get("decoders", [decoder]))
         ids, tokens = self._ends(_folder_of(Path(model_path)), vocabulary, where)
         self.end_ids, self.end_tokens = ids, tokens
         self.eos_id, self.eos_token = ids[0], tokens[0]
@@ -115,41 +113,33 @@ class HuggingFaceTokenizer:
         self._plain = self._load_plain("")
 
     def _load_plain(self, where: str) -> Tokenizer:
-        """The tokenizer for text, in which the string of a special token is text, too."""
         loaded = self._load(where)
         loaded.encode_special_tokens = True
         return loaded
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without BOS or EOS; a special token's string is encoded like any other text."""
         return self._without_special(_ids(self._plain, text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, on several threads."""
         return [self._without_special(ids) for ids in _batched(self._plain, texts)]
 
     def encode_template(self, text: str) -> list[int]:
-        """Ids of `text`, in which the string of a special token becomes its id."""
         return self._checked(text, _ids(self._matching, text))
 
     def encode_template_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode_template` of each text, on several threads."""
-        return [self._checked(*each) for each in zip(texts, _batched(self._matching, texts), strict=True)]
+        return list(map(self._checked, texts, _batched(self._matching, texts)))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` without special tokens; an id without a token becomes U+FFFD."""
         kept = (int(i) for i in ids if int(i) not in self._special_ids)
         decode = functools.partial(self._plain.decode, skip_special_tokens=False)
         return decode_known(kept, self._known_ids.__contains__, decode)
 
     def piece(self, number: int) -> str | None:
-        """The vocabulary's string of an id, or None for an id without a token."""
         return self._plain.id_to_token(number) if number in self._known_ids else None
 
     def _checked(self, text: str, ids: list[int]) -> list[int]:
-        """`ids`, if their special tokens are those of `text`; else the text is encoded around its special tokens.
-
-        They differ if the model also has a special token as an ordinary one, or a normalizer turns other text into it.
+        """`ids`, if their special tokens are those of `text`; else the text is encoded around its special tokens. They
+        differ if the model also has a special token as an ordinary one, or a normalizer turns other text into it.
         """
         if [i for i in ids if i in self._special_ids] == [self.special[name] for name in self._pattern.findall(text)]:
             return ids
@@ -162,7 +152,6 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _spelling(self) -> dict[int, list[int]]:
-        """Maps a special id to the ids of its string, encoded character by character."""
         spelling = {
             number: [token.id for character in name for token in self._plain.model.tokenize(character)]
             for name, number in self.special.items()
@@ -204,9 +193,8 @@ def _batched(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:
 
 
 def _mark_special(stored: dict[str, Any], names: set[str], named: dict[str, str]) -> list[str]:
-    """Return the special tokens' strings; mark them in `stored`, and drop the unknown token from its added tokens.
-
-    They are marked `normalized=False`, so that they match in the text itself, not in a normalizer's output.
+    """Return the special tokens' strings; mark them in `stored`, and drop the unknown token from its added tokens. They
+    are marked `normalized=False`, so that they match in the text itself, not in a normalizer's output.
     """
     ordinary = {_unknown(stored.get("model"))} - {named.get(name) for name in ("bos_token", "eos_token")}
     added = [token for token in stored.get("added_tokens") or [] if token["content"] not in ordinary]
@@ -228,7 +216,6 @@ def _one_template(found: str | dict[str, str] | None) -> str | None:
 
 
 def _notice(path: Path, where: str, loaded: Tokenizer) -> str | None:
-    """A line for the user if the folder's tokenizer.json alone would encode otherwise."""
     file = _folder_of(path) / "tokenizer.json"
     found = difference(file, loaded) if _is_folder(path) and file.is_file() else None
     if found is None:
@@ -242,7 +229,6 @@ def _notice(path: Path, where: str, loaded: Tokenizer) -> str | None:
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether the tokenizer is that of a folder, which is given by its name or by that of its tokenizer.json."""
     return path.is_dir() or path.name == "tokenizer.json"
 
 
@@ -286,7 +272,6 @@ def _check_regular(path: Path, where: str):
 
 
 def _check_files(folder: Path, where: str):
-    """UsageError that names the file of a tokenizer that is missing, no JSON, or not UTF-8."""
     vocabularies = [folder / "tokenizer.json", *folder.glob("*.model"), *folder.glob("vocab*")]
     if not any(file.exists() for file in vocabularies):
         raise UsageError(f"{where}: no such file: tokenizer.json")
@@ -300,11 +285,6 @@ def _prefix(tokenizer: Tokenizer) -> tuple[int, ...]:
     found = tokenizer.encode("a")
     pairs = zip(found.ids, found.special_tokens_mask, strict=True)
     return tuple(number for number, is_added in itertools.takewhile(lambda pair: pair[1], pairs))
-
-
-def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
-    parts = decoder.get("decoders", [decoder]) if decoder else []
-    return any(part.get("type") == "ByteLevel" for part in parts)
 
 
 def _read(path: Path, where: str) -> str:
@@ -325,7 +305,6 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
 
 
 def _unknown(model: Any) -> str | None:
-    """The unknown token of a model, or None."""
     if not isinstance(model, dict):
         return None
     if model.get("unk_id") is not None:
@@ -335,3 +314,50 @@ def _unknown(model: Any) -> str | None:
 
 def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_SHOWN]
+
+
+# -- whether tokenizer.json alone encodes as transformers does, which may replace its parts by those of a class ------
+
+# Texts that published pre-tokenizers, normalizers and models of pieces treat differently.
+PROBES = (
+    "1234567890 3.14159, 2,024 x2^10", "It's we'LL they’re DON'T", "caf\u00e9 cafe\u0301 \ufb01 Stra\u00dfe \u00c5",
+    "\u4f60\u597d\uff0c\u4e16\u754c\uff01\u3053\u3093\u306b\u3061\u306f\ud55c\uad6d\uc5b4",
+    "\u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35 \u0928\u092e\u0938\u094d\u0924\u0947", "  a   b\t\tc \n\n\n  d\r\n e ",
+    "Hello, world!!! (a-b)/[c_d]... #1 $5 100% --- ===", "def f(x):\n    return x**2  # \u00b2\n\tif a!=b:\n",
+    "\U0001f600\U0001f469\u200d\U0001f4bb \u00ab\u201cq\u201d\u00bb", " a", "a", "CamelCase HTTPServer2 foo_bar",
+)  # fmt: skip
+_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "model", "added_tokens")
+
+
+def difference(path: Path, loaded: Tokenizer) -> str | None:
+    """In what a tokenizer.json differs from the tokenizer that transformers has made of its folder; None: in nothing.
+    Of a file that `tokenizers` cannot read alone it is None, too.
+    """
+    try:
+        alone = Tokenizer.from_file(str(path))
+    except Exception:  # transformers has read it, or does without it
+        return None
+    alone.no_truncation()
+    alone.no_padding()
+    found = _of_texts(alone, loaded)
+    if found is None:
+        return None
+    one, other = (json.loads(each.to_str()) for each in (alone, loaded))
+    parts = [name for name in _PARTS if one.get(name) != other.get(name)]
+    return f"{found} ({', '.join(parts) or 'in no part of its own'})"
+
+
+def _of_texts(alone: Tokenizer, loaded: Tokenizer) -> str | None:
+    for text in PROBES:
+        own, other = (each.encode(text, add_special_tokens=False).ids for each in (alone, loaded))
+        if own != other:
+            return f"{text!r} has {len(own)} tokens by the file and {len(other)} other ones by transformers"
+        if alone.decode(own) != loaded.decode(own):
+            return f"the tokens of {text!r} are read back as another text"
+    own, other = (each.encode("a").ids for each in (alone, loaded))
+    if own != other:
+        return f"special tokens around a text: the file gives {own}, transformers {other}"
+    for number, token in sorted(alone.get_added_tokens_decoder().items()):
+        if loaded.token_to_id(token.content) != number:
+            return f"the token {token.content!r} is {number} in the file, {loaded.token_to_id(token.content)} there"
+    return None

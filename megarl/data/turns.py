@@ -1,9 +1,8 @@
 """Turns of a conversation as tokens: the first prompt, and what lies between a written turn and the next one.
 
-What the policy wrote is never encoded again. The next prompt is the last one, the written tokens, and a bridge: the
-template's text from the end of the assistant's turn to the opening of its next one. The turn ends with a special token,
-which no token spans, so the bridge can be encoded by itself. `template_checks.py` refuses templates with which the
-bridge would depend on more than the new messages.
+What the policy wrote is never encoded again: the next prompt is the last one, the written tokens, and a bridge, the
+template's text from the end of the turn to the opening of the next. The turn ends with a special token, which no token
+spans. `template_checks.py` refuses templates with which the bridge would depend on more than the new messages.
 """
 
 import contextlib
@@ -23,8 +22,6 @@ _SAMPLE_PER_TOKEN = 64
 
 
 class TurnTokens:
-    """Encodes the messages around turns, and decodes turns."""
-
     def __init__(self, encoder: Encoder, max_observation_length: int):
         """`max_observation_length`: tokens of a message that follows a turn; a longer one is cut in the middle."""
         self._encoder, self._max_length = encoder, max_observation_length
@@ -50,9 +47,7 @@ class TurnTokens:
 
     def first_prompt(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """Tokens of the prompt with the opening of the assistant's turn; without a template, of the contents by line.
-
-        Raises:
-            UsageError: there are tools and no template, or the template fails.
+        UsageError: there are tools and no template, or the template fails.
         """
         if self._template is not None:
             return self._encoder.chat_prompt(messages, tools)
@@ -61,10 +56,8 @@ class TurnTokens:
         return self._encoder.text("\n".join(map(content_of, messages)))
 
     def closing_token(self) -> int:
-        """The token that ends an assistant's turn in a conversation that continues.
-
-        Raises:
-            UsageError: no end token does, or it depends on what follows.
+        """The token that ends an assistant's turn in a conversation that continues. UsageError: no end token does, or
+        it depends on what follows.
         """
         tokenizer = self._tokenizer
         if self._template is None:
@@ -79,37 +72,34 @@ class TurnTokens:
     def following(
         self, messages: Messages, count: int, last: int, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int] | None:
-        """Tokens between an assistant's turn and the next one: the last `count` messages, and the next opening.
+        """Tokens between an assistant's turn and the next one: the last `count` messages, and the next opening. None if
+        the template shows the turn otherwise once they follow it, or ends it without an end token, or with one that
+        says who speaks next and is not the policy's.
 
-        Args:
-            messages: the conversation, in which an assistant's turn is before the last `count` messages.
-            last: the last token that the policy wrote of the turn.
-
-        Returns:
-            None if the template shows the turn otherwise once they follow it, or ends it without an end token, or with
-            one that says who speaks next and is not the policy's.
-
-        Raises:
-            UsageError: the template fails on the messages.
-            ValueError: the messages become no token.
+        `messages`: the conversation, in which an assistant's turn is before the last `count` messages. `last`: the last
+        token that the policy wrote of the turn. UsageError: the template fails on the messages. ValueError: the
+        messages become no token.
         """
         plain = [template_message(message) for message in messages[:-count]]
         fresh = [self.shortened(message) for message in messages[-count:]]
-        if self._template is None:
-            tokens = self._tokenizer.encode("\n".join(message["content"] for message in fresh))
-        else:
+        whole, end = "", None
+        if self._template is not None:
             whole = self._template.render([*plain, *fresh], add_generation_prompt=True, tools=tools)
-            end = self._end_in(whole, plain, last, tools)
-            if end is None:
+            if (end := self._end_in(whole, plain, last, tools)) is None:
                 return None
-            tokens = self._template.encode_following([(whole[:end], whole[end:])])[0]
+        return self._encoded(fresh, whole, end, "the messages")
+
+    def _encoded(self, messages: Messages, rendered: str, end: int | None, what: str) -> list[int]:
+        """Tokens of messages: by line without a template, else of what is `rendered` from `end` on."""
+        if self._template is None:
+            tokens = self._tokenizer.encode("\n".join(message["content"] for message in messages))
+        else:
+            tokens = self._template.encode_following([(rendered[:end], rendered[end:])])[0]
         if not tokens:
-            raise ValueError("the messages become no token")
+            raise ValueError(f"{what} become no token")
         return tokens
 
-    def _end_in(
-        self, whole: str, messages: Messages, last: int, tools: Sequence[Mapping[str, Any]] | None
-    ) -> int | None:  # fmt: skip
+    def _end_in(self, whole: str, messages: Messages, last: int, tools: Messages | None) -> int | None:
         """Where the last message, a turn, ends in the rendered text `whole`; None if that shows it in another way."""
         assert self._template is not None
         alone, before = (self._template.render(part, tools=tools) for part in (messages, messages[:-1]))
@@ -127,10 +117,8 @@ class TurnTokens:
 
     def bridge(self, messages: Messages) -> list[int]:
         """Tokens after a turn that ended with one of the end tokens: the messages, and the opening of the next turn.
-
-        Raises:
-            ValueError: there is no message, one is malformed or the assistant's, or they become no token.
-            UsageError: the template fails on the messages.
+        ValueError: there is no message, one is malformed or the assistant's, or they become no token. UsageError: the
+        template fails on the messages.
         """
         if not messages:
             raise ValueError("the environment answered a turn without a message and did not end the episode")
@@ -139,30 +127,21 @@ class TurnTokens:
         if any(message["role"] == "assistant" for message in messages):
             raise ValueError("messages of the environment: one has the role assistant, for which the policy writes")
         shortened = [self.shortened(message) for message in messages]
-        if self._template is None:
-            tokens = self._tokenizer.encode("\n".join(message["content"] for message in shortened))
-        else:
-            rendered, end = self._rendered_after_turn(shortened)
-            tokens = self._template.encode_following([(rendered[:end], rendered[end:])])[0]
-        if not tokens:
-            raise ValueError("the environment's messages become no token")
-        return tokens
+        rendered, end = ("", None) if self._template is None else self._rendered_after_turn(shortened)
+        return self._encoded(shortened, rendered, end, "the environment's messages")
 
     def shortened(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The message with a content of valid Unicode and at most `max_observation_length` tokens.
-
-        A longer one loses its middle, for which `[... 123 characters cut ...]` stands.
+        """The message with a content of valid Unicode and at most `max_observation_length` tokens. A longer one loses
+        its middle, for which `[... 123 characters cut ...]` stands.
         """
         whole = {name: whole_unicode(value) for name, value in template_message(message).items()}
         return whole | {"content": self._cut(whole["content"])}
 
     def _end_before(self, messages: Messages) -> str:
-        """The token that ends a turn which these messages follow."""
         rendered, end = self._rendered_after_turn(messages)
         return self._last_of(rendered[:end])
 
     def _last_of(self, text: str) -> str:
-        """The end token with which a text ends."""
         return max((token for token in self._tokenizer.end_tokens if text.endswith(token)), key=len)
 
     def _rendered_after_turn(self, messages: Messages) -> tuple[str, int]:
@@ -224,8 +203,7 @@ def end_of_last_turn(encoder: Encoder, whole: str, alone: str, start: int) -> tu
 
     The end is None if no end token ends the turn.
 
-    Args:
-        alone: the conversation up to the turn, rendered; `start`: where the turn begins in it.
+    `alone`: the conversation up to the turn, rendered; `start`: where the turn begins in it.
     """
     end = end_of_turn(encoder.tokenizer, alone, start)
     if end is not None:
@@ -246,10 +224,9 @@ def end_after_empty_thoughts(encoder: Encoder, whole: str, opened: str, has_thou
 
 
 def _dummy_turns(messages: Messages) -> Iterator[dict[str, Any]]:
-    """Turns of the assistant that the messages may follow: with the calls that tools answer.
-
-    For templates that have no such turn, others: Llama 3 has one call in a turn, and gpt-oss ends a turn without a call
-    in another way than the policy.
+    """Turns of the assistant that the messages may follow: with the calls that tools answer. For templates that have no
+    such turn, others: Llama 3 has one call in a turn, and gpt-oss ends a turn without a call in another way than the
+    policy.
     """
     results = [(number, message) for number, message in enumerate(messages) if message["role"] == "tool"]
     if not results:

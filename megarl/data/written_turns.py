@@ -22,9 +22,8 @@ _CALL = {"role": "assistant", "content": "", "tool_calls": [tool_call("call00000
 
 
 def end_of_turn(tokenizer: Tokenizer, rendered: str, start: int) -> int | None:
-    """Where the first end token after `start` ends; None if there is none.
-
-    Only special tokens count: their strings are marked in contents, so the one that is found is the template's.
+    """Where the first end token after `start` ends; None if there is none. Only special tokens count: their strings are
+    marked in contents, so the one that is found is the template's.
     """
     special = [token for token in tokenizer.end_tokens if token in tokenizer.special]
     found = re.compile("|".join(map(re.escape, special)) or "(?!)").search(rendered, start)
@@ -45,10 +44,9 @@ def written_turn(
     turn: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]] | None,
 ) -> str:
-    """The text that the policy writes of `turn` after the rendered messages `before` with their opening, `opened`.
-
-    It ends with an end token. UsageError for a template that begins the turn otherwise than it opens it, or that ends
-    it without such a token.
+    """The text that the policy writes of `turn` after the rendered messages `before` with their opening, `opened`. It
+    ends with an end token. UsageError for a template that begins the turn otherwise than it opens it, or that ends it
+    without such a token.
     """
     shown = _after_opening(template, opened, template.render([*before, turn], tools=tools), turn)
     end_tokens = template.tokenizer.end_tokens
@@ -84,7 +82,6 @@ def _after_opening(template: ChatTemplate, opened: str, whole: str, turn: Mappin
 @functools.lru_cache(maxsize=16)
 def _closing(template: ChatTemplate, has_calls: bool) -> str:
     """The text up to the token that ends a turn, if that is the beginning of the next message: a result, or a user's.
-
     UsageError if no end token does.
     """
     turn, following = (_CALL, RESULT) if has_calls else (_ANSWER, USER)

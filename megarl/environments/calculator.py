@@ -74,9 +74,7 @@ def _right(task: Task, text: str, offset: int) -> float:
 def evaluate(expression: str) -> int | float:
     """The value of an expression of numbers, parentheses, signs and `+ - * / // % **`.
 
-    Raises:
-        ValueError: it is none, is too long, divides by zero, or a number in it is above 10**60. The message is for the
-            policy.
+    ValueError, for the policy: it is none, is too long, divides by zero, or a number in it is above 10**60.
     """
     if len(expression) > MAX_LENGTH:
         raise ValueError(f"the expression has more than {MAX_LENGTH} characters")
@@ -143,19 +141,14 @@ async def calculator_agent(task: Task, client: Any) -> float:
         seen = await tools.step(_turn_of(number, choice.message))
         if seen.done:
             return seen.reward
-        messages += [choice.message, *(_with_id(message) for message in seen.messages)]
+        # OpenAI's schema wants an id of each result, also of calls that could not be read.
+        messages.append(choice.message)
+        messages += [{"tool_call_id": "unread", **each} if each["role"] == "tool" else each for each in seen.messages]
     raise AssertionError  # the loop has no end of its own
 
 
 def _turn_of(number: int, message: Any) -> Turn:
-    """What the policy wrote, as tools read it."""
-    calls = tuple(
-        ToolCall(call.id, call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()
-    )
+    written = [(call.id, call.function) for call in message.tool_calls or ()]
+    calls = tuple(ToolCall(name, function.name, json.loads(function.arguments)) for name, function in written)
     errors = tuple(getattr(message, "tool_call_errors", None) or ())
     return Turn(number, message.content or "", content=message.content or "", calls=calls, errors=errors)
-
-
-def _with_id(message: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's schema wants an id of each result, also of calls that could not be read."""
-    return {"tool_call_id": "unread", **message} if message["role"] == "tool" else message

@@ -1,8 +1,7 @@
 """What is asked of environments and of the policy, and what is answered, between the processes of a replica.
 
-A leader's pool sends a worker process a `Call`, and the worker sends an `Answer`. The agent of a call asks the policy
-meanwhile: an `Asked` goes to the leader, a `Replied` comes back. In the place of workers, drivers outside of the run
-may have the episodes (`sessions/`): the leader sends an `Offer` to their HTTP process.
+A leader's pool sends a worker process a `Call`, and gets an `Answer`. The agent of a call asks the policy meanwhile:
+an `Asked` goes to the leader, a `Replied` comes back. Drivers outside of the run get an `Offer` instead (`sessions/`).
 """
 
 import hashlib
@@ -26,7 +25,6 @@ class Ask(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The request as text, equal for equal requests."""
         return json.dumps(self, ensure_ascii=False, sort_keys=True)
 
 
@@ -73,8 +71,6 @@ class Call(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """An episode that waits for a driver."""
-
     number: int
     ticket: int  # another one if it is offered again
     task: Task
@@ -89,8 +85,6 @@ class Close(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What the agent, or the driver, of an episode asks the policy."""
-
     number: int  # of the episode
     ticket: int  # of the call or the offer: another one if the agent is run again
     request: int  # number of the request among the agent's
@@ -98,8 +92,6 @@ class Asked(NamedTuple):
 
 
 class Replied(NamedTuple):
-    """The policy's answer to an `Asked`."""
-
     number: int
     ticket: int
     request: int
@@ -124,8 +116,7 @@ class Answer(NamedTuple):
 def canonical(message: Mapping[str, Any]) -> str:
     """A message as text, equal for messages that a client may not tell apart.
 
-    Of the assistant's, thoughts and ids of calls do not count, nor white space around the content: clients drop or
-    change them. Arguments are compared as JSON values.
+    Clients drop or change the assistant's thoughts, ids of calls, and white space around the content.
     """
     role, content = message["role"], message.get("content") or ""
     if role != "assistant":

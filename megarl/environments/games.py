@@ -14,10 +14,9 @@ class GuessNumber(BaseEnvironment):
     """The policy guesses a number, which the task's seed draws, and is told whether it is higher or lower.
 
     The metadata may give `low` and `high`, the range (1 to 15), and `guesses`, the turns (4). The first integer of a
-    turn is its guess. The reward is 1 for the right guess, which ends the episode, as the last guess does. A turn
-    without a number of the range also ends it: if it were answered, a policy could gain entropy by guesses that cost
-    little. With `blind` every answer is the same, so no policy finds one of n numbers in g guesses more often than g
-    times in n.
+    turn is its guess. The reward is 1 for the right guess, which ends the episode, as the last guess does; so does a
+    turn without a number of the range: a policy could gain entropy by guesses that cost little. With `blind` every
+    answer is the same, so no policy finds one of n numbers in g guesses more often than g times in n.
     """
 
     def __init__(self, blind: bool = False):
@@ -26,7 +25,8 @@ class GuessNumber(BaseEnvironment):
 
     def reset(self, task: Task) -> Observation:
         """Draws the number. ValueError if the metadata are not a range and a number of guesses."""
-        low, high, guesses = (_number(task.metadata, *field) for field in (("low", 1), ("high", 15), ("guesses", 4)))
+        low, high = _number(task.metadata, "low", 1), _number(task.metadata, "high", 15)
+        guesses = _number(task.metadata, "guesses", 4)
         if low > high or guesses < 1:
             raise ValueError(f"metadata: low {low}, high {high}, guesses {guesses}: no range or no guess")
         self._range, self._left = range(low, high + 1), guesses
@@ -34,7 +34,6 @@ class GuessNumber(BaseEnvironment):
         return Observation()
 
     def step(self, turn: Turn) -> Observation:
-        """Answers a guess."""
         number = _INTEGER.search(turn.content)
         guess = int(number[0]) if number and len(number[0]) <= _MAX_DIGITS else None
         self._left -= 1
@@ -47,7 +46,6 @@ class GuessNumber(BaseEnvironment):
 
 
 def guess_number_blind() -> GuessNumber:
-    """`guess-number-blind`: its answers say nothing."""
     return GuessNumber(blind=True)
 
 

@@ -1,8 +1,8 @@
 """Finished steps of environments on disk, so that a run that was killed does not call tools again.
 
-A run that resumes from its last checkpoint generates the same turns again and takes the answers to them from here.
-Each replica appends to a file of its own; after a checkpoint, which has what came of the steps, the files are removed.
-A step of a run may continue an episode of an earlier one, so an answer belongs to the step in which it was given.
+A resumed run generates the same turns again and takes the answers from here. Each replica appends to a file of its
+own, until a checkpoint has what came of the steps. A step may continue an episode of an earlier one, so an answer
+belongs to the step in which it was given.
 """
 
 import dataclasses
@@ -22,8 +22,6 @@ _RECORD = {"place": str, "observation": dict, "tools": [dict], "step": is_count}
 
 
 class JournalEntry(NamedTuple):
-    """An answer of an environment."""
-
     observation: Observation
     tools: list[dict]  # of a reset
 
@@ -32,12 +30,7 @@ class Journal:
     """The answers of all replicas before a kill, and those of this replica since."""
 
     def __init__(self, folder: Path, replica: int, replicas: int):
-        """Reads the files of all replicas, since the layout may have changed. A line that a kill cut is left out.
-
-        Args:
-            folder: of the files; made if it is missing.
-            replica, replicas: number of this replica, and how many there are.
-        """
+        """Reads the files of all replicas, since the layout may have changed. A line that a kill cut is left out."""
         self.path = folder / f"replica_{replica:05d}.jsonl"
         self.step = 0  # of the run, to which new answers belong
         self._known: dict[str, tuple[JournalEntry, int]] = {}  # with the step
@@ -54,14 +47,12 @@ class Journal:
         return self._known.get(_place(key, turns), (None, 0))[0]
 
     def add(self, key: str, turns: Sequence[Turn], entry: JournalEntry):
-        """Adds an answer; `flush` writes it."""
         place = _place(key, turns)
         self._known[place] = entry, self.step
         record = {"place": place, "observation": dataclasses.asdict(entry.observation), "tools": entry.tools}
         self._new.append({**record, "step": self.step})
 
     def flush(self):
-        """Writes what was added; it survives a crash of the machine."""
         if not self._new:
             return
         lines = "".join(json.dumps(record) + "\n" for record in self._new)
@@ -79,11 +70,7 @@ class Journal:
             _remove_lines(path, through)
 
     def _read(self, path: Path, repairs: bool):
-        """Takes the answers of a file in.
-
-        `repairs`: lines that cannot be read, such as one that a kill cut, are removed, so that others follow on whole
-        lines.
-        """
+        """`repairs`: lines that cannot be read, such as one that a kill cut, are removed, so others follow whole."""
         with reading(str(path)):
             content, whole = read_bytes(path, MAX_RECORDS), []
         for line in content.splitlines():
@@ -121,7 +108,6 @@ def _remove_lines(path: Path, through: int):
 
 
 def _place(key: str, turns: Sequence[Turn]) -> str:
-    """Episode, turn, and digest of all that the policy has written in it."""
     digest = hashlib.blake2b(digest_size=16)
     for turn in turns:
         text = turn.text.encode()

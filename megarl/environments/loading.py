@@ -1,7 +1,6 @@
 """Environments by the name of `--environment`: built-in ones, or a user's factory; and their checks before the run.
 
-`python -m megarl.environments.loading FD` checks whether they can be made, and what their reset adds to a prompt. It is
-a process of its own, so that no rank ever imports a user's module.
+The checks run in a process of their own, so that no rank ever imports a user's module.
 """
 
 import asyncio
@@ -25,41 +24,42 @@ _GRACE = 30.0  # seconds for a process to start, and to import a module
 
 
 class FirstObservation(NamedTuple):
-    """What an environment adds to a prompt when it is reset."""
-
     tools: list[dict[str, Any]]
     messages: list[Message]
 
 
 def check_factories(names: Sequence[str]) -> dict[str, str]:
     """The kind of each environment, of `KINDS`. UsageError for one that cannot be made."""
-    child = Child("megarl.environments.loading")
     try:
-        child.send(list(names))
-        found = child.connection.recv()
-    except (EOFError, OSError):
-        raise UsageError(f"--environment: the check ended with status {child.status()}") from None
-    finally:
-        child.end()
+        found = _asked(list(names))
+    except ChildProcessError as error:
+        raise UsageError(f"--environment: the check {error}") from None
     if isinstance(found, str):
         raise UsageError(found)
     return found
 
 
 def first_observations(name: str, tasks: Sequence[Task], seconds: float) -> list[FirstObservation] | str:
-    """What the environment `name`, which is no agent, adds to the prompts of tasks; a text: why it has failed on one.
-
-    `seconds`: limit of each call of the environment.
+    """What the environment `name`, which is no agent, adds to the prompts of tasks; a text: why it has failed on one. A
+    call of it may take `seconds`.
     """
+    try:
+        found = _asked((name, list(tasks), seconds), _GRACE + 3 * seconds * len(tasks))
+    except ChildProcessError as error:
+        return f"its process {error}"
+    if found is None:
+        return f"no answer within {seconds:g} s"
+    return found if isinstance(found, str) else [FirstObservation._make(each) for each in found]
+
+
+def _asked(question: Any, seconds: float | None = None) -> Any:
+    """What the child answers; None: nothing in so many seconds. ChildProcessError if it has ended."""
     child = Child("megarl.environments.loading")
     try:
-        child.send((name, list(tasks), seconds))
-        if not child.connection.poll(_GRACE + 3 * seconds * len(tasks)):
-            return f"no answer within {seconds:g} s"
-        found = child.connection.recv()
-        return found if isinstance(found, str) else [FirstObservation._make(each) for each in found]
+        child.send(question)
+        return child.connection.recv() if child.connection.poll(seconds) else None
     except (EOFError, OSError):
-        return f"its process ended with status {child.status()}"
+        raise ChildProcessError(f"ended with status {child.status()}") from None
     finally:
         child.end()
 

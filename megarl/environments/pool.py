@@ -1,29 +1,29 @@
 """The environments of a replica, in worker processes; the rank's process has no threads and no event loop for them.
 
-An environment that crashes, or takes too long, is created again and brought to its last state by its earlier turns and
-observations; so are those that a dead process had. What still fails is reported as a failure of the episode. Only
-failures of its own count: of the episodes of a process that died, those that waited for an answer are played again in
-a process each, which shows whose environment ends it.
+An environment that crashes, or takes too long, is created again and brought to its last state by its earlier turns
+and observations; so are those that a dead process had. Only failures of its own count: episodes that waited for an
+answer of a process that died are played again in a process each, which shows whose environment ends it.
 """
 
 import itertools
+import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import connection
 from typing import NamedTuple
 
+from megarl.child_process import Child
 from megarl.environments.calls import Answer, Asked, Call, Close, Replied, Reply
 from megarl.environments.journal import Journal, JournalEntry
-from megarl.environments.processes import EnvironmentProcess, Processes
 from megarl.environments.protocol import Observation, Task, Turn
 from megarl.environments.turn_parsing import parse_turn
 from megarl.tool_formats.chosen_format import load_format
 
+MAX_ALONE = 4  # processes at a time that have one episode each
+
 
 class PoolOptions(NamedTuple):
-    """How environments run."""
-
     workers: int  # processes
     timeout: float  # seconds that reset and each step may take
     retries: int  # of an episode whose environment failed
@@ -45,13 +45,72 @@ class Event(NamedTuple):
     observation: Observation | None
     failure: str | None  # why there is no observation, in a line
     tools: list[dict]  # of a reset
-    turn: Turn | None
     seconds: float  # that the environment took; 0 from the journal
     replayed: int  # how often the episode was played again for this answer
-    late: int  # how often of these the environment took too long
-    from_journal: bool
-    replayable: bool  # whether another environment can be brought to the same state
-    is_agent: bool = False  # it is the end of an agent
+    is_agent: bool  # it is the end of an agent
+    turn: Turn | None = None
+    late: int = 0  # how often of these the environment took too long
+    from_journal: bool = False
+    replayable: bool = True  # whether another environment can be brought to the same state
+
+
+class EnvironmentProcess(Child):
+    def __init__(self, timeout: float, is_alone: bool = False):
+        # Sets in the same order in each process: an environment that is played again may depend on it.
+        environment = {**os.environ, "PYTHONHASHSEED": "0"}
+        super().__init__("megarl.environments.worker", repr(timeout), environment=environment)
+        self.episodes: set[int] = set()
+        self.is_alone = is_alone
+
+
+class Processes:
+    """The processes of a pool: those that share the episodes, those with one each, and those that get no more."""
+
+    def __init__(self, workers: int, timeout: float):
+        self.shared: list[EnvironmentProcess | None] = [None] * workers
+        self.others: list[EnvironmentProcess] = []
+        self._timeout = timeout
+
+    def __iter__(self) -> Iterator[EnvironmentProcess]:
+        return iter([*filter(None, self.shared), *self.others])
+
+    def least_busy(self) -> EnvironmentProcess:
+        """The process for one more episode. Starts one that is missing."""
+        for slot, process in enumerate(self.shared):
+            if process is None:
+                process = self.shared[slot] = EnvironmentProcess(self._timeout)
+                return process
+        return min(filter(None, self.shared), key=lambda process: len(process.episodes))
+
+    def alone(self) -> EnvironmentProcess | None:
+        """A new process for a single episode; None if there are as many as may be."""
+        if sum(process.is_alone for process in self.others) >= MAX_ALONE:
+            return None
+        self.others.append(EnvironmentProcess(self._timeout, is_alone=True))
+        return self.others[-1]
+
+    def retire(self, process: EnvironmentProcess):
+        """The process gets no more episodes, and ends with the last one that it has."""
+        if process in self.shared:
+            self.shared[self.shared.index(process)] = None
+            self.others.append(process)
+
+    def leave(self, process: EnvironmentProcess, number: int):
+        process.episodes.discard(number)
+        if not process.episodes and process in self.others:
+            self.end(process)
+
+    def end(self, process: EnvironmentProcess):
+        process.end()
+        if process in self.others:
+            self.others.remove(process)
+        else:
+            self.shared[self.shared.index(process)] = None
+
+    def close(self):
+        for process in self:
+            process.end()
+        self.shared, self.others = [None] * len(self.shared), []
 
 
 class _Episode:
@@ -73,13 +132,10 @@ class _Episode:
 
     @property
     def is_lost(self) -> bool:
-        """Whether its environment is gone and cannot be brought back."""
         return self.process is None and not self.replayable
 
 
 class EnvironmentPool:
-    """Environments of open episodes; `poll` reports what they answer."""
-
     def __init__(self, options: PoolOptions, journal: Journal | None = None):
         """`journal`: keeps answers, and gives those that it has; None: every answer comes from an environment."""
         self.options, self.journal = options, journal
@@ -91,12 +147,7 @@ class EnvironmentPool:
         self._waiting: deque[_Episode] = deque()  # suspects, for a process of their own
 
     def start(self, number: int, task: Task, environment: str | None = None, key: str | None = None):
-        """Begins an episode: resets its environment.
-
-        Args:
-            environment: its name; None: the default one.
-            key: names the episode in the journal; None: it is not journalled.
-        """
+        """Begins an episode: resets its environment. `key`: names it in the journal; None: it is not journalled."""
         self._episodes[number] = episode = _Episode(number, environment or self.options.default, task, key)
         self._ask(episode)
 
@@ -112,13 +163,7 @@ class EnvironmentPool:
     ) -> list[Turn]:
         """Goes on with a replayable episode whose turns have all been answered; its next turn gets an environment.
 
-        Args:
-            environment, key: as of `start`.
-            texts, observations: of its turns.
-            tools: that its reset has given.
-
-        Returns:
-            The turns.
+        `tools`: that its reset has given. Returns the turns.
         """
         self._episodes[number] = episode = _Episode(number, environment or self.options.default, task, key)
         episode.tools = list(tools)
@@ -152,11 +197,7 @@ class EnvironmentPool:
         self._send_waiting()
 
     def poll(self, seconds: float = 0.0) -> list[Event | Asked]:
-        """What was answered, or asked by agents, since the last call; waits at most `seconds` for the first of it.
-
-        Raises:
-            RuntimeError: a process of environments cannot be started.
-        """
+        """What was answered, or asked by agents, since the last call; waits at most `seconds` for the first of it."""
         end = time.monotonic() + seconds
         while True:
             earliest = min((episode.deadline for episode in self._pending.values()), default=end)
@@ -170,16 +211,13 @@ class EnvironmentPool:
         return events
 
     def close(self):
-        """Ends the processes, with all that they have started."""
         self._processes.close()
         self._episodes, self._pending, self._waiting = {}, {}, deque()
 
     def _add_turn(self, episode: _Episode, text: TurnText):
-        turn = parse_turn(text.plain, len(episode.turns), self.form, episode.tools, text.marked)
-        episode.turns.append(turn)
+        episode.turns.append(parse_turn(text.plain, len(episode.turns), self.form, episode.tools, text.marked))
 
     def _ask(self, episode: _Episode):
-        """Has an episode's last turn, or its reset, answered."""
         episode.restarts = episode.late = 0
         found = self.journal.find(episode.key, episode.turns) if self.journal and episode.key else None
         if found is not None:
@@ -203,14 +241,8 @@ class EnvironmentPool:
         self._pending[episode.ticket] = episode
         episode.asked = set()
         self._set_deadline(episode)
-        call = Call(
-            number=episode.number,
-            ticket=episode.ticket,
-            name=episode.name,
-            task=episode.task,
-            turns=tuple(episode.turns),
-            observations=tuple(episode.observations),
-        )
+        turns, observations = tuple(episode.turns), tuple(episode.observations)
+        call = Call(episode.number, episode.ticket, episode.name, episode.task, turns, observations)
         episode.process.send(call)
 
     def _set_deadline(self, episode: _Episode):
@@ -219,12 +251,10 @@ class EnvironmentPool:
         episode.deadline = time.monotonic() + seconds
 
     def _send_waiting(self):
-        """Gives suspects that wait the processes that are free."""
         for _ in range(len(self._waiting)):
             self._send(self._waiting.popleft())
 
     def _receive(self, seconds: float):
-        """Takes in what the workers send, and their deaths."""
         processes = list(self._processes)
         if not processes:
             time.sleep(min(seconds, 0.1))
@@ -322,19 +352,9 @@ class EnvironmentPool:
         turn = episode.turns[-1] if episode.turns else None
         if turn is None:
             episode.tools = list(answer.tools)
-        if turn is not None and answer.observation is not None:
+        elif answer.observation is not None:
             episode.observations.append(answer.observation)
-        event = Event(
-            number=episode.number,
-            observation=answer.observation,
-            failure=answer.failure,
-            tools=list(answer.tools),
-            turn=turn,
-            seconds=answer.seconds,
-            replayed=episode.restarts,
-            late=episode.late,
-            from_journal=from_journal,
-            replayable=episode.replayable,
-            is_agent=answer.is_agent,
-        )
+        found, failure, count = answer.observation, answer.failure, episode.restarts
+        event = Event(episode.number, found, failure, list(answer.tools), answer.seconds, count, answer.is_agent, turn)
+        event = event._replace(late=episode.late, from_journal=from_journal, replayable=episode.replayable)
         self._events.append(event)

@@ -38,7 +38,6 @@ class Task:
 
     @property
     def prompt(self) -> str:
-        """Text of the last message."""
         return self.messages[-1]["content"]
 
 
@@ -109,7 +108,6 @@ class BaseEnvironment:
     replayable = True
 
     def reset(self, task: Task) -> Observation | Awaitable[Observation]:
-        """Adds nothing to the prompt."""
         return Observation()
 
     def step(self, turn: Turn) -> Observation | Awaitable[Observation]:
@@ -117,11 +115,7 @@ class BaseEnvironment:
         raise NotImplementedError(f"{type(self).__name__} defines no step")
 
     async def restore(self, task: Task, turns: list[Turn], observations: list[Observation]) -> None:
-        """Plays the turns again.
-
-        Raises:
-            RuntimeError: an observation differs, so the environment is not replayable.
-        """
+        """Plays the turns again. RuntimeError: an observation differs, so the environment is not replayable."""
         await resolved(self.reset(task))
         for turn, before in zip(turns, observations, strict=True):
             if await resolved(self.step(turn)) != before:
@@ -139,12 +133,10 @@ async def called(function: Callable, *args, **kwargs) -> Any:
 
 
 async def resolved(result):
-    """The result of a method that may or may not be a coroutine."""
     return await result if isinstance(result, Awaitable) else result
 
 
 def user_message(text: str) -> Message:
-    """A message of the user, as which environments speak."""
     return {"role": "user", "content": text}
 
 
@@ -152,11 +144,7 @@ def user_message(text: str) -> Message:
 
 
 def checked(observation: Any, name: str = "") -> Observation:
-    """The observation of the environment `name`, with plain numbers and valid Unicode.
-
-    Raises:
-        ValueError: what is wrong with it, in a line.
-    """
+    """The observation of the environment `name`, with plain numbers and valid Unicode. ValueError: why it is none."""
     try:
         return _checked(observation)
     except ValueError as error:
@@ -173,14 +161,9 @@ def _checked(observation: Any) -> Observation:
     size = sum(len(json.dumps(message)) for message in messages)
     if size > MAX_MESSAGES_LENGTH:
         raise ValueError(f"the messages have {size:,} characters; allowed are {MAX_MESSAGES_LENGTH:,}")
-    return dataclasses.replace(
-        observation,
-        messages=messages,
-        reward=reward,
-        done=bool(observation.done),
-        correct=None if correct is None else bool(correct),
-        parts=parts,
-    )
+    correct = None if correct is None else bool(correct)
+    plain: dict[str, Any] = dict(messages=messages, reward=reward, done=bool(observation.done), correct=correct)
+    return dataclasses.replace(observation, **plain, parts=parts)
 
 
 def _message(message: Any) -> dict[str, str]:

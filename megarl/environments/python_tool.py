@@ -15,11 +15,8 @@ _ENDED = {"timeout": "the time limit", "memory": "the memory limit", "output": "
 def python_tool() -> ToolEnvironment:
     """An environment with the tool `python(code)`; the verifiers of `--reward` score the answer.
 
-    A program sees nothing of earlier ones. Its time is wall-clock time: what a program does shortly before its limit
-    depends on the machine's load.
-
-    Raises:
-        UsageError: this machine allows no sandbox.
+    A program sees nothing of earlier ones. What it does shortly before its limit, of wall-clock time, depends on the
+    machine's load. UsageError on a machine that allows no sandbox.
     """
     reason = sandbox.available()
     if reason:
@@ -29,8 +26,6 @@ def python_tool() -> ToolEnvironment:
 
 
 def program_runner(limits: Limits) -> Callable[[str], str]:
-    """The function `python` of the tool, with these limits for each program."""
-
     def python(code: str) -> str:
         """Runs a Python program and returns what it prints. Only the standard library; no network, no files kept.
 

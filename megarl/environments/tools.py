@@ -18,15 +18,7 @@ from megarl.user_results import is_generator, number_of
 
 MAX_RESULT_LENGTH = 100_000  # characters of a result; the rest is cut
 
-_SIMPLE = {
-    str: "string",
-    int: "integer",
-    float: "number",
-    bool: "boolean",
-    list: "array",
-    dict: "object",
-    type(None): "null",
-}
+_SIMPLE = {kinds[-1]: name for name, kinds in KINDS.items()}
 _SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields|Example|Examples|Note|Notes):\s*$")
 
 
@@ -43,17 +35,11 @@ class ToolEnvironment(BaseEnvironment):
         timeout: float = 30.0,
         reward: Callable[[Task, str], Any] | None = None,
     ):
-        """
-        Args:
-            functions: plain or async, with type hints, and docstrings that describe their arguments. They keep nothing
-                between calls: an episode that is played again does not call them again.
-            max_calls: that are made of a turn; others get a text that says so.
-            timeout: seconds of a call.
-            reward: of (task, content of the last turn), plain or async; None: 0, and the verifiers of `--reward`
-                decide.
+        """`functions`: plain or async, with type hints and docstrings. They keep nothing between calls: an episode that
+        is played again does not call them again. TypeError for one without hints, or that yields.
 
-        Raises:
-            TypeError: a function without the hints that its schema needs, or that yields.
+        `max_calls`: that are made of a turn; `timeout`: seconds of a call; `reward`: of (task, content of the last
+        turn); None: 0, and the verifiers of `--reward` decide.
         """
         for function in functions:
             if is_generator(function):
@@ -64,16 +50,13 @@ class ToolEnvironment(BaseEnvironment):
         self._task: Task | None = None
 
     def reset(self, task: Task) -> Observation:
-        """The tools are rendered into the prompt; nothing else is added."""
         self._task = task
         return Observation()
 
     async def restore(self, task: Task, turns: list[Turn], observations: list[Observation]):
-        """Calls nothing again: tools keep nothing between calls."""
         self._task = task
 
     async def step(self, turn: Turn) -> Observation:
-        """Makes the calls of a turn, together."""
         if not turn.calls and not turn.errors:
             reward = 0.0 if self._reward is None else await called(self._reward, self._task, turn.content)
             return Observation(reward=reward, done=True)
@@ -98,7 +81,8 @@ class ToolEnvironment(BaseEnvironment):
             return f"Error: {problem}"
         try:
             result = await asyncio.wait_for(called(function, **call.arguments), self._timeout)
-            return _text_of(result)[:MAX_RESULT_LENGTH]
+            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
+            return text[:MAX_RESULT_LENGTH]
         except TimeoutError:
             return f"Error: no result within {self._timeout:g} seconds"
         except (Exception, SystemExit) as error:
@@ -118,11 +102,6 @@ class ToolEnvironment(BaseEnvironment):
         return None
 
 
-def _text_of(result: Any) -> str:
-    """A result as the policy reads it. TypeError for one that is no JSON."""
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
-
-
 def _plain(value: Any) -> Any:
     """A number of numpy or torch in a result, as JSON has it."""
     if number_of(value) is None:
@@ -136,8 +115,7 @@ def _plain(value: Any) -> Any:
 def schema_of(function: Callable) -> dict[str, Any]:
     """The schema of a tool, as chat templates render it: `{"type": "function", "function": {…}}`.
 
-    Raises:
-        TypeError: a parameter has no type hint, or one that JSON cannot hold, or takes any number of values.
+    TypeError: a parameter has no type hint, or one that JSON cannot hold, or takes any number of values.
     """
     hints = typing.get_type_hints(function)
     text, arguments = _docstring(function)
@@ -171,10 +149,8 @@ def type_schema(hint: Any, where: str) -> dict[str, Any]:
         if len(kinds) == 1 and kinds <= {str, int, float, bool}:
             return {"type": _SIMPLE[kinds.pop()], "enum": list(args)}
     elif origin in (Union, types.UnionType):
-        others = [arg for arg in args if arg is not type(None)]
-        found = (
-            type_schema(others[0], where) if len(others) == 1 else {"anyOf": [type_schema(a, where) for a in others]}
-        )
+        others = [type_schema(arg, where) for arg in args if arg is not type(None)]
+        found = others[0] if len(others) == 1 else {"anyOf": others}
         return found | ({"nullable": True} if len(others) < len(args) else {})
     elif origin is list:
         return {"type": "array", "items": type_schema(args[0], where)}
@@ -205,7 +181,7 @@ def mismatch(value: Any, schema: dict[str, Any]) -> str | None:
 
 
 def _docstring(function: Callable) -> tuple[str, dict[str, str]]:
-    """(text before the first section, descriptions of the arguments) of a docstring."""
+    """(text before the first section, descriptions of the arguments)."""
     lines = inspect.cleandoc(function.__doc__ or "").splitlines()
     first = next((i for i, line in enumerate(lines) if _SECTION.match(line)), len(lines))
     found: dict[str, str] = {}

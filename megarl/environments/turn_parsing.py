@@ -23,13 +23,8 @@ def parse_turn(
 
     Its thoughts end with a mark such as `</think>`, and may begin with one, unless the template wrote that; a turn that
     begins so and does not end its thoughts is nothing else, so calls in thoughts are not made. Calls that
-    `megarl.tool_formats.calls` does not allow are errors. They are named `call_{turn}_{index}` in most formats.
-
-    Args:
-        text: without special tokens.
-        form: of its calls.
-        tools: of the environment, whose schemas say what an argument is where the format does not.
-        marked: the text with the special tokens that are marks of the format; None: the same text.
+    `megarl.tool_formats.calls` does not allow are errors. `tools`: whose schemas say what an argument is where the
+    format does not; `marked`: the text with the special tokens that are marks of the format; None: the same text.
     """
     text = whole_unicode(text)
     read = text if marked is None else whole_unicode(marked)
@@ -49,7 +44,6 @@ def parse_turn(
 
 
 def _read_by_user(parser: TextParser, reasoning: str, text: str) -> TurnParts:
-    """The parts of a turn whose text, without thoughts, a user's function reads."""
     try:
         content, calls, errors = parser(text)
         found = [attempt(checked, WrittenCall(name, arguments)) for name, arguments in calls]

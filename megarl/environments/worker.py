@@ -1,7 +1,6 @@
 """A process with environments: `python -m megarl.environments.worker FD SECONDS`. Imports no torch.
 
-It reads calls from a socket and answers each when it is done; many episodes run at once on its event loop. Methods that
-are plain functions run in threads. It ends when the socket closes, and with its parent.
+It answers each call when it is done; many episodes run at once on its event loop, plain methods in threads.
 """
 
 import asyncio
@@ -28,8 +27,6 @@ THREADS = 512  # of plain methods; started when they are needed
 
 
 class Worker:
-    """Serves the calls of a pool."""
-
     def __init__(self, connection: Connection, seconds: float):
         """`seconds`: limit of each call of an environment."""
         self._connection, self._seconds = connection, seconds
@@ -42,10 +39,8 @@ class Worker:
         self._ended = asyncio.Event()
 
     async def serve(self):
-        """Runs until the pool closes the connection.
-
-        Threads read and write, so that the process reads at any time: if it waited for the pool to read, and the pool
-        for it, both would wait for ever.
+        """Runs until the pool closes the connection. Threads read and write: if the process waited for the pool to
+        read, and the pool for it, both would wait for ever.
         """
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._write, daemon=True).start()
@@ -108,27 +103,24 @@ class Worker:
                 return environment, await self._run_agent(environment, call)
             if not call.turns:
                 return environment, await self._limited(environment.reset, call.task)
-            before = list(call.turns[:-1]), list(call.observations)
-            await self._limited(environment.restore, call.task, *before)
+            await self._limited(environment.restore, call.task, list(call.turns[:-1]), list(call.observations))
         assert not isinstance(environment, Agent)  # it has one call, which runs it to its end
         return environment, await self._limited(environment.step, call.turns[-1])
 
     async def _run_agent(self, agent: Agent, call: Call) -> Observation:
-        """Runs an agent to its end, with an endpoint of its own."""
-        from megarl.environments.agents.endpoint import Endpoint  # needs packages that other environments do not
+        from megarl.environments.agents.endpoint import endpoint  # needs packages that other environments do not
 
         def send(request: int, ask: Ask):
             self._answers.put(Asked(call.number, call.ticket, request, ask))
 
         session = self._sessions[call.ticket] = Session(send)
-        endpoint = await Endpoint.open(session)
-        try:
-            return await session.watch(agent.run(call.task, session, endpoint.address), self._seconds)
-        finally:
-            agent.seconds = session.worked_seconds
-            del self._sessions[call.ticket]
-            session.close()
-            endpoint.close()
+        async with endpoint(session) as address:
+            try:
+                return await session.watch(agent.run(call.task, session, address), self._seconds)
+            finally:
+                agent.seconds = session.worked_seconds
+                del self._sessions[call.ticket]
+                session.close()
 
     async def _limited(self, function, *args):
         """The result of a method, a coroutine or not. Late at the limit."""
@@ -164,7 +156,6 @@ class Worker:
 
 
 def main():
-    """Serves until the pool is gone, then ends at once, whatever threads are left."""
     connection = parent()
 
     async def serve():

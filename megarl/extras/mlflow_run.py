@@ -1,5 +1,6 @@
 """MLflow. The server is the package's own setting, MLFLOW_TRACKING_URI; without one, a store of files in the folder."""
 
+import itertools
 import logging
 import re
 import time
@@ -21,12 +22,11 @@ for logger in ("mlflow", "urllib3.connectionpool"):  # a failure is raised, and 
 class MlflowTracker:
     """The run of an MLflow experiment that has this run's id as a tag. The package's threads send the rows.
 
-    MLflow cannot remove points of a metric. A run that continues after an earlier step than it had reached becomes a
+    MLflow cannot remove points of a metric, so a run that continues after an earlier step than it had reached becomes a
     new MLflow run with the points up to that step; the old one is deleted in MLflow's sense: hidden, and kept.
     """
 
     def __init__(self, run: TrackedRun):
-        """Raises MlflowException if the server does not answer."""
         options, after = run.options, run.resume_step
         assert options.folder is not None  # filled in
         uri = None if mlflow.is_tracking_uri_set() and not options.offline else (options.folder / "mlflow").as_uri()
@@ -35,19 +35,18 @@ class MlflowTracker:
         found = self._client.get_experiment_by_name(options.project)
         self._experiment = found.experiment_id if found else self._client.create_experiment(options.project)
         old = None if after is None else self._find(run.id)
-        if old is None or run.rewinds:
-            created = self._client.create_run(self._experiment, run_name=options.run)
-            self._id = created.info.run_id
+        known: dict[str, str] = {}
+        if old is not None and not run.rewinds:
+            self._id, known = old.info.run_id, old.data.params
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            self._id = self._client.create_run(self._experiment, run_name=options.run).info.run_id
             if old is not None and after is not None:
                 self._copy(old, after)
             self._client.set_tag(self._id, ID_TAG, run.id)
             if old is not None:
                 self._client.delete_run(old.info.run_id)
-            self._write_params(flatten(options.config), {})
-        else:
-            self._id = old.info.run_id
-            self._client.update_run(self._id, status="RUNNING")
-            self._write_params(flatten(options.config), old.data.params)
+        self._write_params(flatten(options.config), known)
 
     def _find(self, run_id: str):
         runs = self._client.search_runs([self._experiment], f"tags.`{ID_TAG}` = '{run_id}'", max_results=1)
@@ -60,20 +59,17 @@ class MlflowTracker:
         self._wait()  # the old run is hidden afterwards
 
     def _send(self, points: list):
-        for start in range(0, len(points), METRICS):
-            batch = points[start : start + METRICS]
-            self._sent.append(self._client.log_batch(self._id, metrics=batch, synchronous=False))
+        for batch in itertools.batched(points, METRICS):
+            self._sent.append(self._client.log_batch(self._id, metrics=list(batch), synchronous=False))
 
     def _write_params(self, config: dict[str, str], known: dict[str, str]):
         """Parameters can be written once; those that have changed since become tags."""
         new = [Param(name, value) for name, value in config.items() if name not in known]
-        changed = [
-            RunTag(f"changed.{name}", value) for name, value in config.items() if known.get(name, value) != value
-        ]
-        for start in range(0, len(new), PARAMS):
-            self._client.log_batch(self._id, params=new[start : start + PARAMS])
-        for start in range(0, len(changed), PARAMS):
-            self._client.log_batch(self._id, tags=changed[start : start + PARAMS])
+        changed = {name: value for name, value in config.items() if known.get(name, value) != value}
+        for params in itertools.batched(new, PARAMS):
+            self._client.log_batch(self._id, params=list(params))
+        for tags in itertools.batched((RunTag(f"changed.{name}", value) for name, value in changed.items()), PARAMS):
+            self._client.log_batch(self._id, tags=list(tags))
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         now = int(time.time() * 1000)

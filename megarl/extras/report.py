@@ -1,7 +1,6 @@
 """The report of a run: report.png (curves), and report.html, one file that shows curves, samples and settings.
 
-Needs only metrics.jsonl; settings.yaml, samples/ and tokens/ are shown if they exist. It can be made while the job is
-training: `python tools/report.py RUN`.
+Needs only metrics.jsonl; settings.yaml, samples/ and tokens/ are shown if they exist: `python tools/report.py RUN`.
 """
 
 import base64
@@ -28,13 +27,13 @@ LICENSE = "vendor/LICENSE"  # of uPlot: every copy has it
 
 
 def write_report(run_directory: Path) -> tuple[Path, Path]:
-    """Write report.png and report.html into `run_directory` and return their paths; both are written atomically.
+    """Writes report.png and report.html into `run_directory`, atomically; their paths.
 
-    Raises UsageError when metrics.jsonl is missing or empty, or a file of the run is malformed.
+    UsageError when metrics.jsonl is missing or empty, or a file of the run is malformed.
     """
     directory = Path(run_directory)
     rows = _rows(directory)
-    data = _data(directory, rows)
+    data = report_data(directory, rows=rows)
     png = draw_report(rows, f"{_name(directory)}: steps {rows[0]['step']} to {rows[-1]['step']}")
     picture, page = directory / "report.png", directory / "report.html"
     write_atomically(picture, png)
@@ -42,23 +41,15 @@ def write_report(run_directory: Path) -> tuple[Path, Path]:
     return picture, page
 
 
-def report_data(directory: Path, against: Path | None = None, steps: tuple[int, int] | None = None) -> dict:
-    """What the page shows, as JSON types.
+def report_data(
+    directory: Path, against: Path | None = None, steps: tuple[int, int] | None = None, rows: list[dict] | None = None
+) -> dict:
+    """What the page shows, as JSON types, of these steps (first and last), compared with the run of another directory.
 
-    Args:
-        directory: of the run.
-        against: directory of the run to compare with.
-        steps: first and last step that the report covers; None: all.
-
-    Raises:
-        UsageError: as `write_report`, or no step in the range.
+    `rows`: metrics of the run, if they have been read. UsageError as `write_report`, or if no step is in the range.
     """
     others = [] if against is None else _rows(against, steps)
-    return _data(directory, _rows(directory, steps), against, others)
-
-
-def _data(directory: Path, rows: list[dict], against: Path | None = None, others: Sequence[dict] = ()) -> dict:
-    """`report_data` from the metrics of the run and of the other one, `others`."""
+    rows = _rows(directory, steps) if rows is None else rows
     settings = read_settings(directory)
     other = None if against is None else read_settings(against)
     names = _names(directory, against)
@@ -82,10 +73,8 @@ def _rows(directory: Path, steps: tuple[int, int] | None = None) -> list[dict]:
         return rows
     inside = [row for row in rows if steps[0] <= row["step"] <= steps[1]]
     if not inside:
-        raise UsageError(
-            f"--steps {steps[0]}-{steps[1]}: {directory / FILE_NAME} has none of them; it has steps {rows[0]['step']} "
-            f"to {rows[-1]['step']}"
-        )
+        problem = f"--steps {steps[0]}-{steps[1]}: {directory / FILE_NAME} has none of them"
+        raise UsageError(f"{problem}; it has steps {rows[0]['step']} to {rows[-1]['step']}")
     return inside
 
 
@@ -106,14 +95,12 @@ def _names(directory: Path, against: Path | None) -> tuple[str, str]:
 
 
 def _curves_of(name: str, rows: Sequence[dict]) -> dict:
-    found = {"name": name, "first": rows[0]["step"], "last": rows[-1]["step"]}
-    return found | curves(rows)
+    return {"name": name, "first": rows[0]["step"], "last": rows[-1]["step"], **curves(rows)}
 
 
 def page_of(data: dict) -> str:
-    """The HTML page with its data, self-contained.
+    """The HTML page with its data, self-contained. Its policy lets the browser run this page's script and style alone.
 
-    Its policy (Content-Security-Policy) lets the browser run this page's script and style alone, and load nothing.
     The data are JSON without a character that HTML could read as markup; the script writes them as text.
     """
     style = "\n".join(map(_page_file, STYLES))

@@ -11,15 +11,16 @@ from megarl.observe.metrics_file import series
 from megarl.observe.terminal import format_duration
 
 # Better direction by metric name or its suffix; for all other metrics "best" is empty.
-HIGHER_IS_BETTER = (
-    "/mean", "accuracy", "reward/margin", "explained_variance", "tokens_per_s", "router/replayed_fraction"
-)  # fmt: skip
-LOWER_IS_BETTER = (
-    "critic/loss", "sft/loss", "reward/loss", "eval/loss", "/failures", "cut_fraction", "rollout/logprob_gap_max",
-    "rollout/logprob_gap_max_fresh",
-    "rollout/logprob_gap_mean", "router/disagreement",
-    "router/load_imbalance", "router/gap_live", "router/gap_replayed", "_s", "_bytes", "idle_fraction", "steps_skipped",
-)  # fmt: skip
+HIGHER_IS_BETTER = tuple(
+    "/mean accuracy reward/margin explained_variance tokens_per_s router/replayed_fraction".split()
+)
+LOWER_IS_BETTER = tuple(
+    """
+    critic/loss sft/loss reward/loss eval/loss /failures cut_fraction rollout/logprob_gap_max
+    rollout/logprob_gap_max_fresh rollout/logprob_gap_mean router/disagreement router/load_imbalance router/gap_live
+    router/gap_replayed _s _bytes idle_fraction steps_skipped
+    """.split()
+)
 
 MAX_POINTS = 800  # of a curve that is drawn point by point
 BUCKETS = 400  # of a longer one, each with mean, smallest and largest value
@@ -84,34 +85,29 @@ def _summary(name: str, points: list[tuple[int, float | None]]) -> dict:
         return dict.fromkeys(("first", "last", "min", "max", "best")) | {"lost": lost}
     steps, values = zip(*finite, strict=True)
     best = best_index(name, values)
-    return {
-        "first": values[0],
-        "last": values[-1],
-        "min": min(values),
-        "max": max(values),
-        "best": None if best is None else [steps[best], values[best]],
-        "lost": lost,
-    }
+    found = {"first": values[0], "last": values[-1], "min": min(values), "max": max(values), "lost": lost}
+    return found | {"best": None if best is None else [steps[best], values[best]]}
 
 
 # (label, metric): first and last value.
-RESULTS = (
-    ("held-out accuracy", "eval/accuracy"), ("reward", "reward/mean"), ("KL to reference", "kl/reference"),
-    ("KL to teacher", "distill/reverse_kl"),
-    ("response length", "rollout/response_length_mean"), ("fine-tuning loss", "sft/loss"),
-    ("reward model's loss", "reward/loss"), ("held-out loss", "eval/loss"),
-)  # fmt: skip
+RESULTS = {
+    "held-out accuracy": "eval/accuracy",
+    "reward": "reward/mean",
+    "KL to reference": "kl/reference",
+    "KL to teacher": "distill/reverse_kl",
+    "response length": "rollout/response_length_mean",
+    "fine-tuning loss": "sft/loss",
+    "reward model's loss": "reward/loss",
+    "held-out loss": "eval/loss",
+}
 SOFTWARE = (("megarl", "megarl"), ("megatron-core", "megatron_core"), ("torch", "torch"), ("python", "python"))
 AVERAGED_STEPS = 20
 
 
 def facts(rows: list[dict], settings: dict) -> list[list[str]]:
-    """[[label, value, note]] of a run; its settings may be empty.
-
-    rows: lines of metrics.jsonl, at least one.
-    """
+    """[[label, value, note]] of a run with at least one row; its settings may be empty."""
     found = [_steps(rows, settings)]
-    for label, name in RESULTS:
+    for label, name in RESULTS.items():
         _, values = series(rows, name)
         if values:
             found.append([label, f"{values[-1]:.4g}", f"from {values[0]:.4g}" if len(values) > 1 else ""])

@@ -11,21 +11,15 @@ from typing import Any, NamedTuple
 from megarl.observe.metrics_file import series
 
 GREY = "0.45"
-REWARD, ACCURACY, KL, LENGTH, ACTOR, CRITIC, GAP = (
-    "tab:blue", "tab:green", "tab:purple", "tab:brown", "tab:blue", "tab:orange", "tab:red"
-)  # fmt: skip
+REWARD, ACCURACY, KL, LENGTH = "tab:blue", "tab:green", "tab:purple", "tab:brown"
+ACTOR, CRITIC, GAP = "tab:blue", "tab:orange", "tab:red"
 LOAD, DISAGREEMENT, REPLAYED, LIVE = "tab:olive", "tab:red", "tab:green", "tab:red"
 TERM = re.compile("reward/(.+)/mean")  # score of a term of --reward, without its weight
 TERMS = ("tab:green", "tab:orange", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
 
 
 def draw_report(rows: list[dict], title: str) -> bytes:
-    """A PNG (1650 x 990 pixels) of reward, held-out accuracy, KL, response length, losses and log-prob gap.
-
-    A MoE policy adds a row (1650 x 1485) on expert load and router replay.
-
-    rows  lines of metrics.jsonl from `read_metrics`. A panel without its metric says "not recorded".
-    """
+    """A PNG (1650 x 990 pixels; 1650 x 1485 of a MoE policy) of these rows of metrics.jsonl."""
     # Importing matplotlib takes 0.5 s, so only a report pays for it. Figure, unlike pyplot, needs no display and no
     # process-wide state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -60,9 +54,11 @@ def draw_report(rows: list[dict], title: str) -> bytes:
     return buffer.getvalue()
 
 
-class Panel(NamedTuple):
-    """A panel of the figure; without any of its metrics it says so."""
+def _write_across(axes, text: str, **place: str) -> None:
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", fontsize=13, color=GREY, **place)
 
+
+class Panel(NamedTuple):
     title: str
     names: Sequence[str]
     draw: Callable[[Any, list[dict]], None]
@@ -70,12 +66,8 @@ class Panel(NamedTuple):
 
 def _reward(axes, rows: list[dict]) -> None:
     both = [row for row in rows if row.get("reward/mean") is not None and row.get("reward/std") is not None]
-    axes.fill_between(
-        [row["step"] for row in both],
-        [row["reward/mean"] - row["reward/std"] for row in both],
-        [row["reward/mean"] + row["reward/std"] for row in both],
-        color=REWARD, alpha=0.15, linewidth=0,
-    )  # fmt: skip
+    low, high = ([row["reward/mean"] + sign * row["reward/std"] for row in both] for sign in (-1, 1))
+    axes.fill_between([row["step"] for row in both], low, high, color=REWARD, alpha=0.15, linewidth=0)
     lines = [line(axes, rows, "reward/mean", REWARD, "reward")]
     terms = sorted({(name, match[1]) for row in rows for name in row if (match := TERM.fullmatch(name))})
     for (name, term), color in zip(terms, TERMS, strict=False) if len(terms) > 1 else ():
@@ -96,11 +88,8 @@ def _accuracy(axes, rows: list[dict]) -> None:
 
 
 def _value_label(axes, step: int, value: float, side: str, above: bool) -> None:
-    """Write a point's value above or below it, away from the curve."""
-    axes.annotate(
-        f"{value:.3f}", (step, value), xytext=(0, 9 if above else -9), textcoords="offset points",
-        ha=side, va="bottom" if above else "top", fontsize=12, fontweight="bold", color=ACCURACY,
-    )  # fmt: skip
+    place = dict(xytext=(0, 9 if above else -9), textcoords="offset points", ha=side, va="bottom" if above else "top")
+    axes.annotate(f"{value:.3f}", (step, value), fontsize=12, fontweight="bold", color=ACCURACY, **place)
 
 
 def _kl(axes, rows: list[dict]) -> None:
@@ -112,14 +101,12 @@ def _kl(axes, rows: list[dict]) -> None:
 
 
 def _kl_to_teacher(axes, rows: list[dict]) -> None:
-    _present(
-        axes, rows, ("distill/reverse_kl", KL, "policy to teacher"), ("distill/forward_kl", CRITIC, "teacher to policy")
-    )
+    reverse, forward = ("distill/reverse_kl", KL), ("distill/forward_kl", CRITIC)
+    _present(axes, rows, [(*reverse, "policy to teacher"), (*forward, "teacher to policy")])
     start_at_zero(axes)
 
 
 def _on_the_right(axes, rows: list[dict], name: str, label: str, of_axis: str):
-    """Draw a metric on a grey scale of its own on the right."""
     right = axes.twinx()
     right.yaxis.set_major_formatter(_tick_formatter()())
     right.spines["top"].set_visible(False)
@@ -135,8 +122,7 @@ def _length(axes, rows: list[dict]) -> None:
     start_at_zero(axes)
 
 
-def _present(axes, rows: list[dict], *curves: tuple) -> None:
-    """Draw those of the curves, as arguments of `line`, that the run has."""
+def _present(axes, rows: list[dict], curves: Sequence[tuple]) -> None:
     legend(axes, [line(axes, rows, *curve) for curve in curves if series(rows, curve[0])[0]])
 
 
@@ -152,13 +138,12 @@ def _gap(axes, rows: list[dict]) -> None:
     else:
         axes.set_ylim(-0.5, 1)
         axes.set_yticks([0], ["0"])
-        axes.text(0.5, 0.5, "exactly 0 at every step", transform=axes.transAxes, ha="center", fontsize=13, color=GREY)
+        _write_across(axes, "exactly 0 at every step")
     if any(series(rows, "rollout/staleness")[1]):  # the gap of stale tokens is that of older policies
         _on_the_right(axes, rows, "rollout/staleness", "staleness", "staleness, updates")
 
 
 def _by_layer(axes, rows: list[dict], name: str, color: str) -> None:
-    """Draw the mean over the layers, and each layer in grey."""
     thin = [line(axes, rows, layer, GREY, "one layer") for layer in _layers_of(rows, name)]
     for curve in thin:
         curve.set(linewidth=0.8, alpha=0.5)
@@ -167,26 +152,21 @@ def _by_layer(axes, rows: list[dict], name: str, color: str) -> None:
 
 
 def _layers_of(rows: list[dict], name: str) -> list[str]:
-    """Names of a metric's per-layer values, in order of the layers."""
     pattern = re.compile(re.escape(name) + r"/layer_\d+")
     return sorted({key for row in rows for key in row if pattern.fullmatch(key)})
 
 
 def _router_gaps(axes, rows: list[dict]) -> None:
-    """Mean log-prob gap on probe batches, with and without the rollout's routes."""
-    _present(axes, rows, ("router/gap_replayed", REPLAYED, "replayed"), ("router/gap_live", LIVE, "live", "--"))
+    _present(axes, rows, [("router/gap_replayed", REPLAYED, "replayed"), ("router/gap_live", LIVE, "live", "--")])
     axes.set_yscale("symlog", linthresh=1e-7)  # zero, the best value, has no logarithm
     axes.set_ylim(bottom=0)
 
 
-LOSSES = (
-    ("actor/loss", ACTOR, "actor"), ("critic/loss", CRITIC, "critic"), ("sft/loss", ACTOR, "training"),
-    ("reward/loss", ACTOR, "training"), ("eval/loss", CRITIC, "held out"),
-)  # fmt: skip
+LOSSES = [("actor/loss", ACTOR, "actor"), ("critic/loss", CRITIC, "critic"), ("sft/loss", ACTOR, "training")]
+LOSSES += [("reward/loss", ACTOR, "training"), ("eval/loss", CRITIC, "held out")]
 
 
 def _panels(rows: list[dict]) -> list[Panel]:
-    """The panels of a run; a MoE policy has more."""
     kl = Panel("KL to reference", ["kl/reference"], _kl)
     if not series(rows, "kl/reference")[0] and series(rows, "distill/reverse_kl")[0]:
         kl = Panel("KL to teacher (nats per token)", ["distill/reverse_kl"], _kl_to_teacher)
@@ -195,7 +175,7 @@ def _panels(rows: list[dict]) -> list[Panel]:
         Panel("Held-out accuracy", ["eval/accuracy"], _accuracy),
         kl,
         Panel("Response length (mean, tokens)", ["rollout/response_length_mean"], _length),
-        Panel("Losses", [name for name, *_ in LOSSES], lambda axes, rows: _present(axes, rows, *LOSSES)),
+        Panel("Losses", [name for name, *_ in LOSSES], functools.partial(_present, curves=LOSSES)),
         Panel("Log-prob gap: max |rollout − recomputed|", ["rollout/logprob_gap_max"], _gap),
     ]
     if not any("router/load_imbalance" in row for row in rows):
@@ -214,8 +194,7 @@ def _panels(rows: list[dict]) -> list[Panel]:
 def tick_texts(values: Sequence[float]) -> list[str]:
     """Texts of the ticks of a linear axis, with the digits that their distance needs, so that no two are the same.
 
-    Numbers are written out, unlike matplotlib's, which are relative to an offset in a corner of the panel; below 0.001
-    and from ten million on they have an exponent.
+    matplotlib's are relative to an offset in a corner. Below 0.001 and from ten million on they have an exponent.
     """
     size = max(map(abs, values), default=0.0)
     gaps = [abs(b - a) for a, b in pairwise(values)]
@@ -228,7 +207,6 @@ def tick_texts(values: Sequence[float]) -> list[str]:
 
 
 def _tick_formatter():
-    """The class of `tick_texts` for an axis."""
     from matplotlib.ticker import Formatter
 
     class TickTexts(Formatter):
@@ -249,13 +227,12 @@ def set_title(axes, text: str) -> None:
 
 
 def not_recorded(axes) -> None:
-    """Mark a panel whose metric the run does not have."""
-    axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center", fontsize=13, color=GREY)
+    _write_across(axes, "not recorded", va="center")
     axes.set_yticks([])
 
 
 def line(axes, rows: list[dict], name: str, color: str, label: str | None = None, style: str = "-"):
-    """Draw one metric; a single point gets a marker, because its line would be invisible."""
+    """A single point gets a marker, because its line would be invisible."""
     steps, values = series(rows, name)
     marker = "o" if len(steps) == 1 else None
     return axes.plot(steps, values, style, color=color, label=label, linewidth=1.8, marker=marker)[0]
@@ -272,8 +249,7 @@ def start_at_zero(axes) -> None:
 
 
 def legend(axes, lines: list) -> None:
-    """Put the legend next to the title, where it covers no curve."""
-    axes.legend(
-        handles=lines, fontsize=11, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False,
-        borderaxespad=0.3, columnspacing=1.2, handlelength=1.6,
-    )  # fmt: skip
+    """Next to the title, where it covers no curve."""
+    spaces = dict(borderaxespad=0.3, columnspacing=1.2, handlelength=1.6)
+    place = dict(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+    axes.legend(handles=lines, fontsize=11, frameon=False, **place, **spaces)

@@ -1,7 +1,6 @@
 """The samples of a report: responses of a few steps, some of them token by token.
 
-Every text comes from a model or a data file: the page shows it as text and nothing else. A value of another type than
-`megarl.observe.samples` describes is left out.
+Every text comes from a model or a data file. A value of another type than `megarl.observe.samples` says is left out.
 """
 
 import json
@@ -23,11 +22,8 @@ DIGITS = 7  # significant ones of a token's numbers
 
 
 def samples(directory: Path, rows: list[dict]) -> dict:
-    """`{"steps": [{"step", "notes", "total", "rows"}], "recorded"}`: samples of the first step, the last one, the one
-    with the highest and the lowest mean reward, and some between; `recorded` steps have samples.
-
-    directory: of the run, with samples/ and perhaps tokens/. rows: lines of metrics.jsonl that the report covers.
-    Raises UsageError for a file that is not JSON lines of objects.
+    """`{"steps": [{"step", "notes", "total", "rows"}], "recorded"}`: samples of the first and last step, those with the
+    highest and lowest mean reward, and some between. UsageError for a file that is not JSON lines of objects.
     """
     files = {step_of(path): path for path in sorted(Path(directory, "samples").glob("step_*.jsonl"))}
     covered = {row["step"]: row.get("reward/mean") for row in rows}
@@ -84,7 +80,6 @@ def _texts(row: dict) -> tuple[str, str]:
 
 
 def _shown(rows: list[dict], budget: int) -> list[dict]:
-    """The rows that the page shows, as it reads them; at most `budget` tokens one by one."""
     with_tokens = [row for row in rows if _has_tokens(row)][:RESPONSES]
     others = [row for row in rows if not _has_tokens(row)]
     room = RESPONSES - len(with_tokens)
@@ -92,52 +87,39 @@ def _shown(rows: list[dict], budget: int) -> list[dict]:
         others.sort(key=lambda row: -(_number(row.get("reward")) or 0))
         others = others[: room - room // 2] + others[len(others) - room // 2 :]
     share = budget // max(1, len(with_tokens))
-    return [_whole(row) | _token_fields(row, share) for row in with_tokens] + [_whole(row) for row in others]
+    return [whole_row(row) | token_fields(row, share) for row in with_tokens] + [whole_row(row) for row in others]
 
 
-def _whole(row: dict) -> dict:
-    """The fields of a response as a whole, each with the type that the page expects."""
+def whole_row(row: dict) -> dict:
+    parts = row.get("reward_parts")
     found = {
         "prompt": _text(row.get("prompt"), PROMPT_CHARACTERS),
         "response": _text(row.get("response"), RESPONSE_CHARACTERS),
         "answer": _text(row.get("answer"), PROMPT_CHARACTERS),
         "extracted": _text(row.get("extracted"), PROMPT_CHARACTERS),
         **{name: _number(row.get(name)) for name in ("sequence", "reward", "length")},
-        **{
-            name: row.get(name) if isinstance(row.get(name), bool) else None for name in ("correct", "finished", "kept")
-        },
-        "reward_parts": _numbers(row.get("reward_parts")),
-        "turns": _turns(row.get("turns")),
-        "judgements": _judgements(row.get("judgements")),
+        **{name: row[name] for name in ("correct", "finished", "kept") if isinstance(row.get(name), bool)},
+        "reward_parts": {k: _number(part) for k, part in parts.items()} if isinstance(parts, dict) else None,
+        "turns": _texts_with_numbers(row.get("turns"), ("text", "observation"), "reward"),
+        "judgements": _texts_with_numbers(row.get("judgements"), ("text",), "number"),
     }
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _turns(value: object) -> list[dict] | None:
-    """The turns of an episode: what the policy wrote, what the environment answered, and its reward."""
+def _texts_with_numbers(value: object, texts: Sequence[str], number: str) -> list[dict] | None:
+    """The turns of an episode, or what the judge wrote, with rewards or grades; None if it is no such list."""
     if not isinstance(value, list) or not _is_list_of(value, dict):
         return None
     limit = RESPONSE_CHARACTERS // max(1, len(value))
-    return [
-        {name: _text(turn.get(name), limit) or "" for name in ("text", "observation")}
-        | {"reward": _number(turn.get("reward"))}
-        for turn in value
-    ]
-
-
-def _judgements(value: object) -> list[dict] | None:
-    """What the judge wrote about a response, with the number that was read; null if there is none."""
-    if not isinstance(value, list) or not _is_list_of(value, dict):
-        return None
-    limit = RESPONSE_CHARACTERS // max(1, len(value))
-    return [{"text": _text(each.get("text"), limit) or "", "number": _number(each.get("number"))} for each in value]
+    shown = [{name: _text(each.get(name), limit) or "" for name in texts} for each in value]
+    return [{**those, number: _number(each.get(number))} for those, each in zip(shown, value, strict=True)]
 
 
 def _has_tokens(row: dict) -> bool:
     return _is_list_of(row.get("tokens"), str)
 
 
-def _token_fields(row: dict, count: int) -> dict:
+def token_fields(row: dict, count: int) -> dict:
     size, fields = len(row["tokens"]), {}
     for name in ("token_ids", *QUANTITIES):
         if _is_list_of(row.get(name), (int, float, type(None))) and len(row[name]) == size:
@@ -160,16 +142,11 @@ def _number(value: Any) -> float | None:
     return value if is_plain_number(value) else None
 
 
-def _numbers(value: object) -> dict | None:
-    return {name: _number(part) for name, part in value.items()} if isinstance(value, dict) else None
-
-
 def _rounded(value: float | None) -> float | None:
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
 def _text(value: object, limit: int) -> str | None:
-    """A text, at most `limit` characters of it."""
     if value is None:
         return None
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -179,11 +156,10 @@ def _text(value: object, limit: int) -> str | None:
 def _read(path: Path) -> list[dict]:
     with reading(str(path)):
         lines = read_records(path)
-    return [_record(path, number, line) for number, line in enumerate(lines, 1) if line]
-
-
-def _record(path: Path, number: int, line: bytes) -> dict:
-    record = parse_record(line)
-    if record is None:
-        raise UsageError(f"{path} line {number} is not a JSON object: {line[:60]!r}")
-    return record
+    records = []
+    for number, line in enumerate(lines, 1):
+        record = parse_record(line) if line else {}
+        if record is None:
+            raise UsageError(f"{path} line {number} is not a JSON object: {line[:60]!r}")
+        records += [record] if line else []
+    return records

@@ -12,15 +12,18 @@ def table(settings: dict, other: dict | None) -> list[list]:
     """Rows [section, name, value, other value, whether they differ, whether the user set it in one of the runs].
 
     Those that the user set come first. A value is its text, or null if there is none. A Megatron flag that is the same
-    for all roles has one row, else one for each role: `lr · critic`.
-    other: settings of the run to compare with; None: none.
+    for all roles has one row, else one for each role: `lr · critic`. `other`: of the run to compare with.
     """
     flat = [_flatten(whole(settings)), _flatten(whole(other or {}))]
     split = set().union(*map(_differ_by_role, flat))
-    own, others = ({_joined(key, split): value for key, value in of_run.items()} for of_run in flat)
+
+    def row_of(key: tuple[str, ...]) -> tuple[str, ...]:  # without the role, if it makes no difference
+        return key[:2] if key[0] == "megatron" and key[1] not in split else key
+
+    own, others = ({row_of(key): value for key, value in of_run.items()} for of_run in flat)
     by_user = {key for of_run in (settings, other or {}) for key in _set_by_user(of_run, {*own, *others})}
-    rows = []
-    for key in sorted({*own, *others}, key=lambda key: (key not in by_user, _order(key))):
+    rows, order = [], {section: number for number, section in enumerate(SECTIONS)}
+    for key in sorted({*own, *others}, key=lambda key: (key not in by_user, order.get(key[0], len(order)), key)):
         values = [own.get(key), others.get(key)]
         differs = other is not None and values[0] != values[1]
         rows.append([key[0], " · ".join(key[1:]), *values, differs, key in by_user])
@@ -28,7 +31,6 @@ def table(settings: dict, other: dict | None) -> list[list]:
 
 
 def command_line(settings: dict) -> str | None:
-    """The command line of a run as text for a shell; None if its settings do not have it."""
     words = settings.get(COMMAND_LINE)
     return shlex.join(map(str, words)) if isinstance(words, list) and words else None
 
@@ -38,10 +40,8 @@ def _set_by_user(settings: dict, keys: set[tuple[str, ...]]) -> set[tuple[str, .
     said, roles = settings.get(USER_SETTINGS), settings.get("roles")
     if not isinstance(said, dict):
         return set()
-    found = {section: said.get(section) for section in ("megarl", "megatron")}
-    names = {
-        section: set(map(str, of_section)) for section, of_section in found.items() if isinstance(of_section, list)
-    }
+    lists = [name for name in ("megarl", "megatron") if isinstance(said.get(name), list)]
+    names = {section: set(map(str, said[section])) for section in lists}
     prefixes = [f"{role}_" for role in roles] if isinstance(roles, dict) else []
 
     def is_set(section: str, name: str, *role: str) -> bool:
@@ -86,15 +86,6 @@ def _differ_by_role(flat: dict[tuple[str, ...], str]) -> set[str]:
         if key[0] == "megatron":
             values.setdefault(key[1], []).append(value)
     return {name for name, found in values.items() if len(found) < len(roles) or len(set(found)) > 1}
-
-
-def _joined(key: tuple[str, ...], split: set[str]) -> tuple[str, ...]:
-    """The key of a row: without the role, if it makes no difference."""
-    return key[:2] if key[0] == "megatron" and key[1] not in split else key
-
-
-def _order(key: tuple[str, ...]) -> tuple:
-    return SECTIONS.index(key[0]) if key[0] in SECTIONS else len(SECTIONS), key
 
 
 def _text(value: object) -> str:

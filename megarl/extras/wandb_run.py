@@ -18,19 +18,15 @@ class WandbTracker:
     """
 
     def __init__(self, run: TrackedRun):
-        """Raises wandb.Error without login or network."""
         options = run.options
         if not options.offline and not wandb.login(prompt=False):  # `init` would ask at the terminal
             raise wandb.Error("no API key; run `wandb login`")
         # What the package would do beside metrics is off. `stop_fn`: the page's stop button would interrupt the rank.
-        settings = wandb.Settings(
-            console="off", silent=True, save_code=False, disable_git=True, disable_code=True, x_disable_stats=True,
-            init_timeout=OPEN_SECONDS, finish_timeout=CLOSE_SECONDS, finish_timeout_raises=True, stop_fn=lambda: None,
-        )  # fmt: skip
-        arguments: dict[str, Any] = {
-            "project": options.project, "name": options.run, "dir": options.folder, "config": options.config,
-            "settings": settings, "mode": "offline" if options.offline else None,
-        }  # fmt: skip
+        off: dict[str, Any] = dict(console="off", silent=True, save_code=False, disable_git=True, disable_code=True)
+        limits = dict(init_timeout=OPEN_SECONDS, finish_timeout=CLOSE_SECONDS, finish_timeout_raises=True)
+        settings = wandb.Settings(**off, **limits, x_disable_stats=True, stop_fn=lambda: None)
+        arguments: dict[str, Any] = dict(project=options.project, name=options.run, dir=options.folder)
+        arguments |= dict(config=options.config, settings=settings, mode="offline" if options.offline else None)
         if run.rewinds:
             with contextlib.suppress(wandb.Error):
                 self._run = wandb.init(**arguments, resume_from=f"{run.id}?_step={run.resume_step}")
@@ -38,7 +34,6 @@ class WandbTracker:
         self._run = wandb.init(**arguments, id=run.id, resume=None if run.resume_step is None else "allow")
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        """One row of the run's history."""
         self._run.log(scalars, step=step, commit=True)
 
     def close(self) -> None:

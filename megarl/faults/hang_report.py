@@ -130,12 +130,11 @@ class Watch:
         if rank not in self._states:
             return []
         state = self._states[rank]
-        inside = state["seconds"] + self._now - self._heard[rank]
-        return [state["role"], state["phase"], state["step"], round(inside, 3), round(self._seconds(rank), 3),
-                state["done"]]  # fmt: skip
+        inside = round(state["seconds"] + self._now - self._heard[rank], 3)
+        silent = round(self._seconds(rank), 3)
+        return [state["role"], state["phase"], state["step"], inside, silent, state["done"]]
 
     def _suspects(self, ranks: list[int]) -> str:
-        """Which of the ranks do not wait for others."""
         working = [rank for rank in ranks if rank not in self._states or not is_in_collective(self._states[rank])]
         if not working or len(working) > 8:
             return ""
@@ -207,7 +206,6 @@ def _flight_recorder() -> dict | None:
 
 
 def _lines(entries: list[dict], ranks: Mapping[Any, list[int]]) -> list[str]:
-    """The last collectives as text, the latest at the end."""
     rows = [["number", "collective", "state", "elements", "group", "its ranks"]]
     for entry in entries[-LAST:]:
         name = entry["process_group"][0]

@@ -33,43 +33,28 @@ MAX_INTERVAL = 30.0  # seconds between two heartbeats
 INTERVALS = 20  # heartbeats in the limit
 STATUS_INTERVAL = 2.0  # seconds at least between two versions of status.json
 STATUS_RANKS = 64  # whose states rank 0 reads a second for it
-IO_BYTES = 1 << 20  # read or written since the last heartbeat: progress, e.g. of a checkpoint
+IO_BYTES = 1 << 20  # read or written: progress, e.g. of a checkpoint
 PROCESS_IO = Path("/proc/self/io")
 KEY = "megarl/heartbeat"
 WRITTEN = "megarl/hang"  # keys of ranks that have written their files about a hang
 REPORTING_RANKS = (0, 1)  # ranks that may say that the run is hung
 
 
-class Pulse:
-    """This rank's progress: ticks, collectives, and file traffic."""
-
-    def __init__(self):
-        self._io, self._io_events = 0, 0
-
-    def collectives(self) -> int:
-        """Collectives that this rank has started, over all its groups."""
-        total = 0
-        for group in list(torch.distributed.distributed_c10d._world.pg_map):
-            try:
-                total += group._get_backend(group._device_types[0])._get_sequence_number_for_group()  # type: ignore[attr-defined]
-            except RuntimeError:  # a group that is being created or destroyed
-                continue
-        return total
-
-    def progress(self, collectives: int) -> int:
-        """A number that changes whenever this rank makes progress; `collectives`: the result of that method."""
-        transferred = _io_bytes()
-        if transferred - self._io >= IO_BYTES:
-            self._io, self._io_events = transferred, self._io_events + 1
-        return activity.ticks() + collectives + self._io_events
+def collectives_so_far() -> int:
+    """Collectives that this rank has started, over all its groups."""
+    total = 0
+    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+        with contextlib.suppress(RuntimeError):  # a group that is being created or destroyed
+            total += group._get_backend(group._device_types[0])._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return total
 
 
-def _io_bytes() -> int:
-    """Bytes that this process has read and written; 0 where the system does not tell."""
-    try:
-        return sum(int(line.split()[1]) for line in PROCESS_IO.read_text().splitlines())
-    except (OSError, ValueError, IndexError):
-        return 0
+def progress_so_far(collectives: int) -> int:
+    """A number that changes whenever this rank makes progress: by ticks, `collectives_so_far`, and file traffic."""
+    transferred = 0  # where the system does not tell it
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        transferred = sum(int(line.split()[1]) for line in PROCESS_IO.read_text().splitlines())
+    return activity.ticks() + collectives + transferred // IO_BYTES
 
 
 class Heartbeat:
@@ -92,7 +77,7 @@ class Heartbeat:
             self.interval = min(self.interval, max(STATUS_INTERVAL, size / STATUS_RANKS))
         self._store.set_timeout(limit)
         self._main = threading.get_ident()
-        self._pulse, self._beats = Pulse(), 0
+        self._beats = 0
         self._finished = threading.Event()
         self._watch = hang_report.Watch(self.limit, time.monotonic())
         self._status = None
@@ -111,7 +96,7 @@ class Heartbeat:
 
     def _state(self, verdict: str | None = None) -> dict:
         role, phase = self._timers.current() or (None, None)
-        collectives = self._pulse.collectives()
+        collectives = collectives_so_far()
         self._beats += 1
         return {
             "beat": self._beats,
@@ -119,7 +104,7 @@ class Heartbeat:
             "phase": phase,
             "step": self._timers.step,
             "seconds": self._timers.current_seconds(),
-            "progress": self._pulse.progress(collectives),
+            "progress": progress_so_far(collectives),
             "collectives": collectives,
             "where": hang_report.where(sys._current_frames().get(self._main)),
             "done": self._finished.is_set(),
@@ -217,7 +202,6 @@ class Heartbeat:
             self._status.close(self._watch.rows(range(self._size)), state, problem)
 
     def _follow(self):
-        """Writes this rank's files, and ends when the reporting rank has those of all ranks."""
         self._is_ending = True
         if self._folder is not None:
             self._write_files()

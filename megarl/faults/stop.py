@@ -52,32 +52,39 @@ def refuse_next_step(store, step: int) -> tuple[int, bool]:
             return step, True
 
 
-class StopSignals:
-    """Handles the signals of this process from `install` on."""
+class RunStop:
+    """The signals of this process, from `install` on, and whether the next step may begin."""
 
-    def __init__(self, store, grace: float, step: int):
+    def __init__(self, rank: int, grace: float, step: int, store=None):
         """
         Args:
-            store: a client of its own.
-            grace: seconds that the running step has to end.
-            step: the last step that this rank has begun; set `step` anew with each one.
+            grace: seconds that the running step has to end, `--exit-grace`.
+            step: the last step that this rank has begun.
+            store: None: that of the default process group.
         """
-        self._store, self._grace, self.step = store, grace, step
+        self._rank, self._grace, self.step = rank, grace, step
+        self.store = store or dist.distributed_c10d._get_default_store()
+        self._store = self.store.clone()  # requests of two threads to one client get mixed up
         self.received: int | None = None  # the first signal
         self._step_ended = threading.Event()
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
 
     def install(self):
-        """Takes the signals over, in the main thread."""
-        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        for number in STOP_SIGNALS:
-            signal.signal(number, _noted)
-        threading.Thread(target=self._run, name="signals", daemon=True).start()
+        """From now on signals stop the run instead of ending it; outside of the main thread they keep their effect."""
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            for number in STOP_SIGNALS:
+                signal.signal(number, _noted)
+            threading.Thread(target=self._run, name="signals", daemon=True).start()
 
-    def step_ended(self):
-        """The last step has ended in time: what is left is to save."""
+    def may_begin(self, step: int) -> bool:
+        """Whether all ranks begin this step. If not, the last one has ended in time: what is left is to save."""
+        if begins(self.store, self._rank, step):
+            self.step = step
+            return True
         self._step_ended.set()
+        return False
 
     def _run(self):
         number = self._next(None)
@@ -131,27 +138,3 @@ def _release_in_child():
 
 
 os.register_at_fork(after_in_child=_release_in_child)
-
-
-class RunStop:
-    """What a training program needs: may the next step begin, and was the run stopped."""
-
-    def __init__(self, rank: int, grace: float):
-        """`grace`: `--exit-grace`."""
-        self._store, self._rank, self._grace = dist.distributed_c10d._get_default_store(), rank, grace
-        self._signals: StopSignals | None = None
-
-    def listen(self, step: int):
-        """From now on signals stop the run instead of ending it; `step` is the last one before."""
-        self._signals = StopSignals(self._store.clone(), self._grace, step)
-        with contextlib.suppress(ValueError):  # not the main thread: signals keep their effect
-            self._signals.install()
-
-    def may_begin(self, step: int) -> bool:
-        """Whether all ranks begin this step; after `listen`."""
-        assert self._signals is not None
-        if begins(self._store, self._rank, step):
-            self._signals.step = step
-            return True
-        self._signals.step_ended()
-        return False

@@ -5,14 +5,14 @@ The options of policy losses are defined beside them (`algorithms.policy_losses`
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 from megarl.algorithms import ESTIMATORS
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.estimators import NO_ADVANTAGE
 from megarl.algorithms.kl import IN_LOSS, KL_KINDS
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.errors import Rule
-from megarl.flags.conditions import TRAINED, Condition, FlagContext, on
+from megarl.flags.conditions import TRAINED, Broken, Condition, FlagContext, on
 from megarl.flags.fields import flag, fraction, not_negative, one_of, positive
 
 
@@ -91,105 +91,73 @@ class Algorithm:
     """horizon of the adaptive β, responses (1909.08593)"""
 
 
-def rules(run: FlagContext) -> list[Rule]:
+def rules(run: FlagContext) -> Iterator[Broken]:
     """Rules of estimator, loss and KL."""
-    return [*_advantage(run), *_comparisons(run), *_kl(run)]
+    yield from _advantage(run)
+    yield from _comparisons(run)
+    yield from _kl(run)
 
 
-def _advantage(run: FlagContext) -> list[Rule]:
+def _advantage(run: FlagContext) -> Iterator[Broken]:
     s, needs = run.settings, run.estimator.needs
     counts, has_teacher = any(term.weight for term in run.terms), s.distill != "none"
     has_advantage = s.advantage != NO_ADVANTAGE
-    return [
-        Rule(
-            "--samples-per-prompt",
-            "groups" in needs and s.samples_per_prompt == 1,
-            f"--advantage {s.advantage} compares the responses to a prompt; allowed is 2 or more",
-        ),
-        Rule(
-            "--advantage",
-            "baselines" in needs and not s.greedy_baseline,
-            "needs --greedy-baseline, whose reward it subtracts",
-        ),
-        Rule(
-            "--advantage",
-            s.reads_squares and s.old_logprobs != "recompute",
-            f"reads Σπ² over the vocabulary, which --old-logprobs {s.old_logprobs} does not compute",
-        ),
-        Rule("--advantage", not has_advantage and not has_teacher, "needs --distill: nothing else would be learnt"),
-        Rule(
-            "--advantage",
-            has_advantage and not counts and run.program == "rl" and has_teacher,
-            "no reward counts, so that all advantages are 0; allowed is none",
-        ),
-        Rule(
-            "--advantage",
-            not has_advantage and counts,
-            f"leaves out what --reward {s.reward} says; give it weight 0, or take another estimator",
-        ),
-        Rule(
-            "--advantage",
-            not has_advantage and s.kl_in != "loss" and s.kl_coefficient,
-            "leaves out the KL in the reward; give --kl-in loss or --kl-coefficient 0",
-        ),
-        Rule(
-            "--credit",
-            s.credit == "turns" and "credit_turns" not in run.estimator.options,
-            "needs --advantage rloo: it compares each turn with the same turn of the other responses to the prompt",
-        ),
-    ]
+    if "groups" in needs and s.samples_per_prompt == 1:
+        why = f"--advantage {s.advantage} compares the responses to a prompt; allowed is 2 or more"
+        yield "--samples-per-prompt", why
+    if "baselines" in needs and not s.greedy_baseline:
+        yield "--advantage", "needs --greedy-baseline, whose reward it subtracts"
+    if s.reads_squares and s.old_logprobs != "recompute":
+        yield "--advantage", f"reads Σπ² over the vocabulary, which --old-logprobs {s.old_logprobs} does not compute"
+    if not has_advantage and not has_teacher:
+        yield "--advantage", "needs --distill: nothing else would be learnt"
+    if has_advantage and not counts and run.program == "rl" and has_teacher:
+        yield "--advantage", "no reward counts, so that all advantages are 0; allowed is none"
+    if not has_advantage and counts:
+        yield "--advantage", f"leaves out what --reward {s.reward} says; give it weight 0, or take another estimator"
+    if not has_advantage and s.kl_in != "loss" and s.kl_coefficient:
+        yield "--advantage", "leaves out the KL in the reward; give --kl-in loss or --kl-coefficient 0"
+    if s.credit == "turns" and "credit_turns" not in run.estimator.options:
+        why = "needs --advantage rloo: it compares each turn with the same turn of the other responses to the prompt"
+        yield "--credit", why
 
 
-def _comparisons(run: FlagContext) -> list[Rule]:
+def _comparisons(run: FlagContext) -> Iterator[Broken]:
     """Of a policy loss that compares the responses of a group."""
     s, compares = run.settings, run.policy_loss.compare is not None
     size, group = s.minibatch_size or s.sequences_per_step, s.samples_per_prompt
-    return [
-        Rule(
-            "--policy-loss",
-            compares and group == 1,
-            "compares the responses of a group; needs --samples-per-prompt 2 or more",
-        ),
-        Rule(
+    if compares and group == 1:
+        yield "--policy-loss", "compares the responses of a group; needs --samples-per-prompt 2 or more"
+    if compares and size < s.sequences_per_step and size % group:
+        yield (
             "--minibatch-size",
-            compares and size < s.sequences_per_step and size % group,
             f"would split groups, whose responses --policy-loss {s.policy_loss} compares; allowed are multiples "
             f"of --samples-per-prompt {group}",
-        ),
-        Rule(
-            "--old-logprobs",
-            compares and s.old_logprobs == "interpolate",
-            f"changes between the updates; allowed with --policy-loss {s.policy_loss} are recompute, rollout",
-        ),
-        Rule(
+        )
+    if compares and s.old_logprobs == "interpolate":
+        why = f"changes between the updates; allowed with --policy-loss {s.policy_loss} are recompute, rollout"
+        yield "--old-logprobs", why
+    if compares and s.distill == "reward":
+        yield (
             "--distill",
-            compares and s.distill == "reward",
             f"adds to the advantages, of which --policy-loss {s.policy_loss} reads the sign alone; allowed are "
             "loss, none",
-        ),
-    ]
+        )
 
 
-def _kl(run: FlagContext) -> list[Rule]:
+def _kl(run: FlagContext) -> Iterator[Broken]:
     s, sequences = run.settings, run.settings.sequences_per_step
     adapts, is_reward = s.kl_controller == "adaptive", s.kl_in == "reward"
-    return [
-        Rule(
+    if "parts" in run.estimator.needs and is_reward and s.kl_coefficient:
+        yield (
             "--kl-in",
-            "parts" in run.estimator.needs and is_reward and s.kl_coefficient,
             f"--advantage {s.advantage} compares the parts of --reward, of which the KL is none; allowed is "
             "loss, or --kl-coefficient 0",
-        ),
-        Rule(
-            "--kl-estimator",
-            is_reward and s.kl_estimator in IN_LOSS,
-            "needs --kl-in loss: it changes only the gradient, and a reward has none",
-        ),
-        Rule("--kl-controller", adapts and s.kl_target is None, "needs --kl-target"),
-        # β must stay above 0: an update multiplies it by at least 1 − 0.2·n/horizon.
-        Rule(
-            "--kl-horizon",
-            adapts and s.kl_horizon <= 0.2 * sequences,
-            f"allowed is more than 0.2 × {sequences} responses of a step",
-        ),
-    ]
+        )
+    if is_reward and s.kl_estimator in IN_LOSS:
+        yield "--kl-estimator", "needs --kl-in loss: it changes only the gradient, and a reward has none"
+    if adapts and s.kl_target is None:
+        yield "--kl-controller", "needs --kl-target"
+    # β must stay above 0: an update multiplies it by at least 1 − 0.2·n/horizon.
+    if adapts and s.kl_horizon <= 0.2 * sequences:
+        yield "--kl-horizon", f"allowed is more than 0.2 × {sequences} responses of a step"

@@ -1,8 +1,8 @@
 """When flags go together: conditions under which a flag has an effect or is allowed, and rules that a run may break.
 
-Both are values. A field of the settings names its condition (`when=SAVED`: without it the flag has no effect, is
-dropped, and a warning says so; `needs=SAVED`: without it the flag is refused). Everything else is a `Rule` of the
-topic. The conditions here are those of several topics; the others are in the topic's file.
+A field of the settings names its condition (`when=SAVED`: without it the flag has no effect, is dropped, and a warning
+says so; `needs=SAVED`: without it the flag is refused). Everything else is in the `rules` of the topic. The conditions
+here are those of several topics; the others are in the topic's file.
 """
 
 import dataclasses
@@ -14,6 +14,8 @@ from megarl.rewards.expression import JUDGE, MODEL, Term
 if TYPE_CHECKING:
     from megarl.algorithms.estimators import Estimator
     from megarl.algorithms.policy_loss import PolicyLoss
+
+Broken = tuple[str, ...]  # a flag that breaks a rule, the reason, and the value to show if it is not the flag's
 
 
 class FlagContext(NamedTuple):
@@ -75,8 +77,9 @@ TOOL_CALLS = Condition(lambda run: _thinks(run) or run.settings.environment is n
 
 # Of the roles that a run may lack.
 CRITIC = Condition(lambda run: "critic" in run.roles, "--advantage {advantage} needs no critic", first=TRAINED)
-REFERENCE = Condition(lambda run: "reference" in run.roles, "--kl-coefficient is 0 and --role-map has no reference",
-                      first=TRAINED)  # fmt: skip
+REFERENCE = Condition(
+    lambda run: "reference" in run.roles, "--kl-coefficient is 0 and --role-map has no reference", first=TRAINED
+)
 TEACHER = Condition(lambda run: "teacher" in run.roles, "--distill is none", first=TRAINED)
 REWARD_MODEL = Condition(lambda run: run.program == "reward" or MODEL in run.rewards, "--reward {reward} has no model")
 SCORING_MODEL = Condition(lambda run: run.program == "reward" or bool(run.rewards & {MODEL, JUDGE}),

@@ -20,9 +20,7 @@ def read(paths: list[str]) -> dict[str, object]:
 def tokens(values: dict[str, object], own: dict[str, type], is_other: Callable[[str], bool]) -> list[str]:
     """The values as command-line tokens. A null unsets the key of an earlier file.
 
-    Args:
-        own: megarl's own flags without leading dashes -> type of the value.
-        is_other: whether a key belongs to another program and is ignored.
+    `own`: type of the value of each of megarl's own flags; `is_other`: whether a key is of another program, so ignored.
     """
     return [token for key, value in values.items() if not is_other(key) for token in _tokens(key, value, own)]
 
@@ -30,9 +28,7 @@ def tokens(values: dict[str, object], own: dict[str, type], is_other: Callable[[
 def with_sources(error: UsageError, argv: list[str], defaults: dict[str, object]) -> UsageError:
     """An error that also says which of the flags in its message come from config files, and how to undo that.
 
-    Args:
-        argv: the program's command line. The flags in it win over those of its config files.
-        defaults: of megarl's own flags, without leading dashes.
+    `argv`: the command line, whose flags win over those of its files; `defaults`: of megarl's own flags.
     """
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", nargs="+", action="extend", default=[])

@@ -1,11 +1,11 @@
 """Flags of the gap between the policy that generated and the one that is trained: old log-probs, weights, rejection."""
 
 import dataclasses
+from collections.abc import Iterator
 
 from megarl.algorithms.rejection import parse_bounds
 from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS
-from megarl.errors import Rule
-from megarl.flags.conditions import TRAINED, FlagContext, on
+from megarl.flags.conditions import TRAINED, Broken, FlagContext, on
 from megarl.flags.fields import flag, one_of, parses, positive
 
 RECOMPUTE, ROLLOUT, INTERPOLATE = OLD_LOGPROBS = ("recompute", "rollout", "interpolate")
@@ -56,56 +56,35 @@ def is_corrected(run: FlagContext) -> bool:
     return s.rollout_correction != "none" or s.old_logprobs != RECOMPUTE or run.policy_loss.reads_rollout
 
 
-def rules(run: FlagContext) -> list[Rule]:
+def rules(run: FlagContext) -> Iterator[Broken]:
     """Rules of how the rollout's policy enters the loss."""
     s, other = run.settings, run.settings.old_logprobs != RECOMPUTE
     kind, level, floor = s.rollout_correction, s.rollout_correction_level, s.rollout_correction_floor
-    return [
-        Rule("--rollout-correction", kind == "icepop" and floor is None, "needs --rollout-correction-floor"),
-        Rule(
-            "--rollout-correction",
-            kind == "icepop" and level != "token",
-            f"masks single tokens; not allowed with --rollout-correction-level {level}",
-        ),
-        Rule(
-            "--rollout-correction",
-            kind == "tis" and level == "geometric",
-            "truncates importance weights, and a geometric mean is none; allowed levels are token, sequence",
-        ),
-        Rule(
-            "--rollout-correction",
-            kind != "none" and run.policy_loss.reads_rollout,
-            f"would weigh twice: --policy-loss {s.policy_loss} has the ratio to the rollout's policy already",
-        ),
-        Rule(
-            "--rollout-correction",
-            kind != "none" and other,
-            f"weighs by π_old/μ, which --old-logprobs {s.old_logprobs} takes for 1; leave one of them out",
-        ),
-        Rule(
-            "--rollout-correction-floor",
-            floor is not None and floor > s.rollout_correction_cap,
-            f"allowed is at most --rollout-correction-cap {s.rollout_correction_cap}",
-        ),
-        Rule(
-            "--old-logprobs",
-            s.old_logprobs == INTERPOLATE and not s.has_stale_tokens,
-            "moves tokens of older policies; needs --generation-lag or --partial-rollouts",
-        ),
-        Rule(
-            "--old-logprobs",
-            other and s.policy_loss == "m2po",
-            "leaves nothing to mask: --policy-loss m2po compares π_old with the rollout; allowed is recompute",
-        ),
-        Rule(
-            "--old-logprobs",
-            other and s.router_replay == "old-logprob",
-            "has no pass whose routes --router-replay old-logprob could replay; allowed is rollout",
-        ),
-        Rule(
+    if kind == "icepop" and floor is None:
+        yield "--rollout-correction", "needs --rollout-correction-floor"
+    if kind == "icepop" and level != "token":
+        yield "--rollout-correction", f"masks single tokens; not allowed with --rollout-correction-level {level}"
+    if kind == "tis" and level == "geometric":
+        why = "truncates importance weights, and a geometric mean is none; allowed levels are token, sequence"
+        yield "--rollout-correction", why
+    if kind != "none" and run.policy_loss.reads_rollout:
+        why = f"would weigh twice: --policy-loss {s.policy_loss} has the ratio to the rollout's policy already"
+        yield "--rollout-correction", why
+    if kind != "none" and other:
+        why = f"weighs by π_old/μ, which --old-logprobs {s.old_logprobs} takes for 1; leave one of them out"
+        yield "--rollout-correction", why
+    if floor is not None and floor > s.rollout_correction_cap:
+        yield "--rollout-correction-floor", f"allowed is at most --rollout-correction-cap {s.rollout_correction_cap}"
+    if s.old_logprobs == INTERPOLATE and not s.has_stale_tokens:
+        yield "--old-logprobs", "moves tokens of older policies; needs --generation-lag or --partial-rollouts"
+    if other and s.policy_loss == "m2po":
+        why = "leaves nothing to mask: --policy-loss m2po compares π_old with the rollout; allowed is recompute"
+        yield "--old-logprobs", why
+    if other and s.router_replay == "old-logprob":
+        yield "--old-logprobs", "has no pass whose routes --router-replay old-logprob could replay; allowed is rollout"
+    if s.rollout_rejection is not None and other:
+        yield (
             "--rollout-rejection",
-            s.rollout_rejection is not None and other,
             "compares the rollout with the policy before the step; not allowed with --old-logprobs "
             f"{s.old_logprobs}, which does not compute its log-probs",
-        ),
-    ]
+        )

@@ -1,10 +1,10 @@
 """Flags of the data: prompt files and their columns, lengths, tokenizer and chat template."""
 
 import dataclasses
+from collections.abc import Iterator
 
 from megarl.data import TOKENIZERS
-from megarl.errors import Rule
-from megarl.flags.conditions import EVALUATES, FlagContext, on
+from megarl.flags.conditions import EVALUATES, Broken, FlagContext, on
 from megarl.flags.fields import ALL, DATA, GENERATING, PAIRS, TRAINING, flag, one_of, parses, positive
 from megarl.flags.preferences import LABELS
 from megarl.plain_files import ALLOWED, parse_named_paths
@@ -71,9 +71,10 @@ class Data:
         return self.eval_prompts is not None or self.evals is not None
 
 
-def rules(run: FlagContext) -> list[Rule]:
+def rules(run: FlagContext) -> Iterator[Broken]:
     """Rules of the columns of conversations."""
-    s, has_conversations = run.settings, run.settings.messages_column is not None
-    parts = {"--prompt-column": s.prompt_column, "--response-column": s.response_column}
-    why = "not allowed with --messages-column, which holds whole conversations"
-    return [Rule(flag, name is not None and has_conversations, why) for flag, name in parts.items()]
+    s, why = run.settings, "not allowed with --messages-column, which holds whole conversations"
+    if s.messages_column is not None and s.prompt_column is not None:
+        yield "--prompt-column", why
+    if s.messages_column is not None and s.response_column is not None:
+        yield "--response-column", why

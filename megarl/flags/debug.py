@@ -2,9 +2,9 @@
 
 import dataclasses
 import re
+from collections.abc import Iterator
 
-from megarl.errors import Rule
-from megarl.flags.conditions import SAVED, FlagContext, on
+from megarl.flags.conditions import SAVED, Broken, FlagContext, on
 from megarl.flags.fields import TRAINING, flag, parses
 
 STEP_RANGE = re.compile(r"([1-9][0-9]{0,17})(?:-([1-9][0-9]{0,17}))?")
@@ -40,28 +40,14 @@ class Debug:
     """with --profile-steps also record the memory that operators allocate"""
 
 
-def rules(run: FlagContext) -> list[Rule]:
+def rules(run: FlagContext) -> Iterator[Broken]:
     """Rules of half a run."""
     s = run.settings
-    return [
-        Rule(
-            "--debug-train-only",
-            s.debug_train_only and s.load_rollouts is None,
-            "needs --load-rollouts: without an engine the responses come from a folder",
-        ),
-        Rule(
-            "--load-rollouts",
-            s.load_rollouts is not None and not s.debug_train_only,
-            "needs --debug-train-only: other runs generate their responses",
-        ),
-        Rule(
-            "--debug-rollout-only",
-            s.debug_rollout_only and s.debug_train_only,
-            "not allowed with --debug-train-only: nothing would be left of a step",
-        ),
-        Rule(
-            "--save-rollouts",
-            s.save_rollouts and s.debug_train_only,
-            "not allowed with --debug-train-only: they are in --load-rollouts already",
-        ),
-    ]
+    if s.debug_train_only and s.load_rollouts is None:
+        yield "--debug-train-only", "needs --load-rollouts: without an engine the responses come from a folder"
+    if s.load_rollouts is not None and not s.debug_train_only:
+        yield "--load-rollouts", "needs --debug-train-only: other runs generate their responses"
+    if s.debug_rollout_only and s.debug_train_only:
+        yield "--debug-rollout-only", "not allowed with --debug-train-only: nothing would be left of a step"
+    if s.save_rollouts and s.debug_train_only:
+        yield "--save-rollouts", "not allowed with --debug-train-only: they are in --load-rollouts already"

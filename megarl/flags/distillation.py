@@ -1,12 +1,12 @@
 """Flags of distillation: a teacher whose distributions the policy learns, on its own responses or on given ones."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from megarl.algorithms.divergence import DIVERGENCES, JSD
 from megarl.algorithms.estimators import NO_ADVANTAGE
-from megarl.errors import Rule
-from megarl.flags.conditions import TRAINED, FlagContext, on
+from megarl.flags.conditions import TRAINED, Broken, FlagContext, on
 from megarl.flags.fields import flag, not_negative, one_of, parses, positive
 from megarl.observe.alarms import ALARMS_WITHOUT_REWARD
 from megarl.plain_files import ALLOWED, parse_named_paths
@@ -83,48 +83,33 @@ def with_defaults_of_distillation(fields: dict[str, Any]) -> dict[str, Any]:
     return of_teacher_alone | fields | {"reward": reward}
 
 
-def rules(run: FlagContext) -> list[Rule]:
+def rules(run: FlagContext) -> Iterator[Broken]:
     """Rules of the form of distillation, of the teacher's weights, and of what it reads."""
     s, is_average = run.settings, run.settings.teacher == AVERAGE
     longest, reads_siblings = s.teacher_max_prompt_length or 0, s.teacher_context == SIBLING
-    return [
-        Rule(
-            "--distill",
-            run.program == "sft" and s.distill == REWARD,
-            "adds to advantages, which train_sft has none of; allowed are none, loss",
-        ),
-        Rule("--teacher", run.program == "sft" and is_average, "only in train_rl; allowed are given, self"),
-        Rule("--teacher", is_average and s.ema_decay is None, "needs --ema-decay"),
-        Rule(
-            "--teacher",
-            is_average and s.generation_lag,
-            "needs --generation-lag 0: the average of a step is known when the step is trained",
-        ),
-        Rule(
-            "--teachers",
-            s.teachers is not None and s.teacher != GIVEN,
-            f"names the teachers' folders; not allowed with --teacher {s.teacher}",
-        ),
-        Rule(
+    if run.program == "sft" and s.distill == REWARD:
+        yield "--distill", "adds to advantages, which train_sft has none of; allowed are none, loss"
+    if run.program == "sft" and is_average:
+        yield "--teacher", "only in train_rl; allowed are given, self"
+    if is_average and s.ema_decay is None:
+        yield "--teacher", "needs --ema-decay"
+    if is_average and s.generation_lag:
+        yield "--teacher", "needs --generation-lag 0: the average of a step is known when the step is trained"
+    if s.teachers is not None and s.teacher != GIVEN:
+        yield "--teachers", f"names the teachers' folders; not allowed with --teacher {s.teacher}"
+    if reads_siblings and s.samples_per_prompt == 1:
+        yield "--teacher-context", "needs --samples-per-prompt 2 or more: the sibling is another response to the prompt"
+    if reads_siblings and not run.terms:
+        yield (
             "--teacher-context",
-            reads_siblings and s.samples_per_prompt == 1,
-            "needs --samples-per-prompt 2 or more: the sibling is another response to the prompt",
-        ),
-        Rule(
-            "--teacher-context",
-            reads_siblings and not run.terms,
             "needs a --reward that says which responses are correct; one of weight 0, as "
             f"0*{expression.EXACT_MATCH}, is not learnt",
-        ),
-        Rule(
+        )
+    if reads_siblings and longest <= s.max_prompt_length:
+        yield (
             "--teacher-context",
-            reads_siblings and longest <= s.max_prompt_length,
             f"needs --teacher-max-prompt-length above --max-prompt-length {s.max_prompt_length}: a response is "
             "before the question",
-        ),
-        Rule(
-            "--teacher-context",
-            reads_siblings and s.environment is not None,
-            "not allowed with --environment, whose responses hold its own texts",
-        ),
-    ]
+        )
+    if reads_siblings and s.environment is not None:
+        yield "--teacher-context", "not allowed with --environment, whose responses hold its own texts"

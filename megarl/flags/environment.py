@@ -1,9 +1,9 @@
 """Flags of multi-turn rollouts: environments, tools, budgets and credit."""
 
 import dataclasses
+from collections.abc import Iterator
 
-from megarl.errors import Rule
-from megarl.flags.conditions import ENVIRONMENT, TOOL_CALLS, FlagContext, on
+from megarl.flags.conditions import ENVIRONMENT, TOOL_CALLS, Broken, FlagContext, on
 from megarl.flags.fields import GENERATING, ROLLOUT, flag, fraction, not_negative, one_of, positive
 from megarl.tool_formats import FORMATS
 
@@ -53,7 +53,7 @@ class Environments:
     the other samples at the same turn); see --advantage rloo"""
 
 
-def rules(run: FlagContext) -> list[Rule]:
+def rules(run: FlagContext) -> Iterator[Broken]:
     """Rules of episodes."""
     s, has_turns = run.settings, run.settings.environment is not None
     in_sessions = {
@@ -61,38 +61,29 @@ def rules(run: FlagContext) -> list[Rule]:
         "--rollout-bank": s.rollout_bank is not None, "--branch-turns": s.branch_turns > 0,
     }  # fmt: skip
     others = [flag for flag, is_set in in_sessions.items() if is_set]
-    return [
-        Rule(
-            "--agent-sessions",
-            s.agent_sessions and s.environment != SESSIONS,
-            "drivers outside of the run are the environment; leave --environment out",
-        ),
-        Rule("--agent-sessions", s.agent_sessions and others, f"not allowed with {', '.join(others)}"),
-        Rule(
+    if s.agent_sessions and s.environment != SESSIONS:
+        yield "--agent-sessions", "drivers outside of the run are the environment; leave --environment out"
+    if s.agent_sessions and others:
+        yield "--agent-sessions", f"not allowed with {', '.join(others)}"
+    if s.branch_turns and s.branch_samples >= s.samples_per_prompt:
+        yield (
             "--branch-samples",
-            s.branch_turns and s.branch_samples >= s.samples_per_prompt,
             f"allowed is less than --samples-per-prompt {s.samples_per_prompt}: no baseline of a group says "
             "what turns are worth that all of its samples share",
-        ),
-        Rule(
-            "--branch-turns",
-            has_turns and s.branch_turns >= s.max_turns,
-            f"leaves an episode no turn of its own; allowed is less than --max-turns {s.max_turns}",
-        ),
-        Rule(
+        )
+    if has_turns and s.branch_turns >= s.max_turns:
+        yield "--branch-turns", f"leaves an episode no turn of its own; allowed is less than --max-turns {s.max_turns}"
+    if has_turns and s.is_scheduled and s.over_sampling > 1:
+        yield (
             "--environment",
-            has_turns and s.is_scheduled and s.over_sampling > 1,
             "not allowed with --over-sampling where the clock decides (--generation-schedule recorded, "
             "--replay-schedule)",
-        ),
-        Rule(
-            "--thinking-budget",
-            s.thinking_budget is not None and s.credit == "turns",
-            "not allowed with --credit turns, which tells turns apart by what the policy has chosen",
-        ),
-        Rule(
+        )
+    if s.thinking_budget is not None and s.credit == "turns":
+        why = "not allowed with --credit turns, which tells turns apart by what the policy has chosen"
+        yield "--thinking-budget", why
+    if (s.max_turn_length or 0) > s.max_response_length:
+        yield (
             "--max-turn-length",
-            (s.max_turn_length or 0) > s.max_response_length,
             f"allowed is at most --max-response-length {s.max_response_length}, which holds all turns and observations",
-        ),
-    ]
+        )

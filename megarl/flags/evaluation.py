@@ -2,9 +2,9 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
-from megarl.errors import Rule
-from megarl.flags.conditions import EVALUATES, EVALUATION, FlagContext, on
+from megarl.flags.conditions import EVALUATES, EVALUATION, Broken, FlagContext, on
 from megarl.flags.fields import DATA, GENERATING, SUPERVISED, TRAINING, flag, not_negative, parse_ints, parses, positive
 from megarl.plain_files import parse_named_paths
 
@@ -39,26 +39,16 @@ class Evaluation:
     """stop the run when the evaluation loss is at most this; default: never"""
 
 
-def rules(run: FlagContext) -> list[Rule]:
+def rules(run: FlagContext) -> Iterator[Broken]:
     """Rules of several responses to a held-out prompt, of names of metrics, and of limits that end a run."""
     s, most = run.settings, max(parse_ints(run.settings.eval_k)) if run.settings.eval_k else 1
-    return [
-        Rule(
-            "--evals",
-            s.evals is not None and "reward" in parse_named_paths(s.evals),
-            "metrics eval/reward/… are those of the terms; give another name",
-            value="reward",
-        ),
-        Rule("--target-eval-loss", s.target_eval_loss and not s.eval_interval, "needs --eval-interval"),
-        Rule(
-            "--target-eval-accuracy",
-            s.target_eval_accuracy is not None and not s.eval_interval,
-            "needs --eval-interval",
-        ),
-        Rule(
-            "--eval-responses",
-            s.eval_responses > 1 and s.eval_temperature == 0,
-            "needs --eval-temperature above 0: greedy responses are all equal",
-        ),
-        Rule("--eval-k", most > s.eval_responses, f"allowed is at most --eval-responses {s.eval_responses}"),
-    ]
+    if s.evals is not None and "reward" in parse_named_paths(s.evals):
+        yield "--evals", "metrics eval/reward/… are those of the terms; give another name", "reward"
+    if s.target_eval_loss and not s.eval_interval:
+        yield "--target-eval-loss", "needs --eval-interval"
+    if s.target_eval_accuracy is not None and not s.eval_interval:
+        yield "--target-eval-accuracy", "needs --eval-interval"
+    if s.eval_responses > 1 and s.eval_temperature == 0:
+        yield "--eval-responses", "needs --eval-temperature above 0: greedy responses are all equal"
+    if most > s.eval_responses:
+        yield "--eval-k", f"allowed is at most --eval-responses {s.eval_responses}"

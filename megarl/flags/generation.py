@@ -2,9 +2,9 @@
 
 import dataclasses
 import json
+from collections.abc import Iterator
 
-from megarl.errors import Rule
-from megarl.flags.conditions import ENGINE, SAVED, THINKS, TRAINED, Condition, FlagContext, on
+from megarl.flags.conditions import ENGINE, SAVED, THINKS, TRAINED, Broken, Condition, FlagContext, on
 from megarl.flags.fields import GENERATING, ROLLOUT, address, flag, not_negative, one_of, parse_ints, parses, positive
 from megarl.plain_values import is_unicode
 
@@ -12,8 +12,9 @@ SCHEDULES = ("fixed", "recorded")
 MAX_LAG = 32  # of `--generation-lag`; ranks may be that many steps apart
 REPLAYS = ("none", "old-logprob", "rollout")  # source of the expert routes that the actor's training replays
 
-SAMPLED = Condition(lambda run: run.program != "evaluate" or run.settings.eval_temperature > 0,
-                    "--eval-temperature 0 is greedy")  # fmt: skip
+SAMPLED = Condition(
+    lambda run: run.program != "evaluate" or run.settings.eval_temperature > 0, "--eval-temperature 0 is greedy"
+)
 PREFIXES = on(lambda s: s.rollout_prefix_caching and not s.debug_train_only, "needs --rollout-prefix-caching")
 AHEAD = on(lambda s: not s.debug_train_only and not s.debug_rollout_only,
            "--debug-train-only and --debug-rollout-only do not generate ahead")  # fmt: skip
@@ -119,36 +120,24 @@ class Generation:
         return self.generation_schedule == "recorded" or self.replay_schedule is not None
 
 
-def rules(run: FlagContext) -> list[Rule]:
+def rules(run: FlagContext) -> Iterator[Broken]:
     """Rules of weights that change while a batch is generated, and of expert routes."""
     s = run.settings
     records, replays = s.generation_schedule == "recorded", s.replay_schedule is not None
-    return [
-        Rule(
-            "--generation-schedule",
-            records and not s.generation_lag,
-            "needs --generation-lag 1 or more: without it a round has no choice of weights to record",
-        ),
-        Rule("--generation-schedule", records and s.save is None, "needs --save, where the schedule is written"),
-        Rule(
-            "--generation-schedule",
-            records and replays,
-            "not allowed with --replay-schedule, which decides everything; leave one of them out",
-        ),
-        Rule("--replay-schedule", replays and not s.generation_lag, "needs the --generation-lag of the recorded run"),
-        Rule(
-            "--rollout-bank",
-            s.rollout_bank is not None and s.is_scheduled,
-            "keeps responses of one policy; not allowed with --generation-schedule recorded or --replay-schedule",
-        ),
-        Rule(
-            "--load",
-            s.rollout_server is not None and s.load is not None,
-            "the server of --rollout-server has the weights; leave it out",
-        ),
-        Rule(
-            "--router-replay-reference",
-            s.router_replay_reference and "reference" not in run.roles and not s.debug_rollout_only,
-            "the run has no reference: --kl-coefficient is 0 and --role-map names none",
-        ),
-    ]
+    if records and not s.generation_lag:
+        why = "needs --generation-lag 1 or more: without it a round has no choice of weights to record"
+        yield "--generation-schedule", why
+    if records and s.save is None:
+        yield "--generation-schedule", "needs --save, where the schedule is written"
+    if records and replays:
+        why = "not allowed with --replay-schedule, which decides everything; leave one of them out"
+        yield "--generation-schedule", why
+    if replays and not s.generation_lag:
+        yield "--replay-schedule", "needs the --generation-lag of the recorded run"
+    if s.rollout_bank is not None and s.is_scheduled:
+        why = "keeps responses of one policy; not allowed with --generation-schedule recorded or --replay-schedule"
+        yield "--rollout-bank", why
+    if s.rollout_server is not None and s.load is not None:
+        yield "--load", "the server of --rollout-server has the weights; leave it out"
+    if s.router_replay_reference and "reference" not in run.roles and not s.debug_rollout_only:
+        yield "--router-replay-reference", "the run has no reference: --kl-coefficient is 0 and --role-map names none"

@@ -1,9 +1,9 @@
 """Flags of learning: updates, the critic, LoRA, multi-token prediction, moving average and refreshed reference."""
 
 import dataclasses
+from collections.abc import Iterator
 
-from megarl.errors import Rule
-from megarl.flags.conditions import CRITIC, ENGINE, REFERENCE, TRAINED, FlagContext, on
+from megarl.flags.conditions import CRITIC, ENGINE, REFERENCE, TRAINED, Broken, FlagContext, on
 from megarl.flags.fields import TRAINING, flag, not_negative, positive
 from megarl.flags.lora import ALL_LINEAR, TARGETS, are_targets
 
@@ -82,13 +82,9 @@ class Learning:
         return self.mtp_train or self.mtp_drafts
 
 
-def rules(run: FlagContext) -> list[Rule]:
+def rules(run: FlagContext) -> Iterator[Broken]:
     """Rules of updates."""
     s = run.settings
-    return [
-        Rule(
-            "--minibatch-size",
-            s.minibatch_size is not None and s.minibatch_size > s.sequences_per_step,
-            f"allowed is at most --prompts-per-step × --samples-per-prompt = {s.sequences_per_step}",
-        ),
-    ]
+    if s.minibatch_size is not None and s.minibatch_size > s.sequences_per_step:
+        why = f"allowed is at most --prompts-per-step × --samples-per-prompt = {s.sequences_per_step}"
+        yield "--minibatch-size", why

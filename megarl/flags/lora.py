@@ -29,14 +29,8 @@ def lora_of_roles(
 ) -> "dict[str, LoRASettings | None]":
     """The factors of each role; None for a role that trains all of its weights, or none.
 
-    Args:
-        own: role -> its values of megarl's own flags.
-        megatron: role -> its Megatron namespace.
-        hf_models: role -> the Hugging Face folder of its model, or None.
-        trained: roles of the program that are trained.
-
-    Raises:
-        UsageError: factors that the role's model cannot have, or a flag that needs another one.
+    `own`, `megatron`, `hf_models`: values of own flags, namespaces and Hugging Face folders by role. UsageError
+    for factors that the role's model cannot have, or a flag that needs another one.
     """
     found: dict[str, LoRASettings | None] = dict.fromkeys(own)
     given = {}
@@ -58,8 +52,9 @@ def _settings_of(role: str, role_settings, args, hf_model) -> "LoRASettings | No
     if role_settings.lora_rank is None and role_settings.lora_adapter is None:
         return None
     if args.transformer_impl != "local":  # the layers that have factors
-        raise UsageError(f"{role}: --transformer-impl {args.transformer_impl}: allowed is local with --lora-rank or "
-                         "--lora-adapter")  # fmt: skip
+        raise UsageError(
+            f"{role}: --transformer-impl {args.transformer_impl}: allowed is local with --lora-rank or --lora-adapter"
+        )
     if role_settings.lora_adapter is not None:
         return _of_adapter(role, role_settings, args, hf_model)
     alpha = role_settings.lora_rank if role_settings.lora_alpha is None else role_settings.lora_alpha

@@ -57,13 +57,9 @@ class Flag:
 
 
 def own_flags(program: str, plug_in: PolicyLoss | None = None) -> dict[str, Flag]:
-    """megarl's own flags of one program (a key of `MODULES`) by name.
+    """megarl's own flags of one program (a key of `MODULES`) by name, with the options of a plug-in policy loss.
 
-    Args:
-        plug_in: a policy loss that is not built in; its options become flags, too.
-
-    Raises:
-        UsageError: an option of a loss has the name of another flag.
+    UsageError if an option of a loss has the name of another flag.
     """
     found = dict(_of_settings(program))
     if program == "rl":
@@ -177,9 +173,7 @@ def check_values(values: dict[str, object], own: dict[str, Flag]):
 def unknown_flag(flags: Iterable[str], program: str, option: str, name: str) -> UsageError:
     """The error of an unknown flag, with what would be accepted, or the programs that have it.
 
-    Args:
-        flags: megarl's own flags of the program, without dashes.
-        name: the option without a role's prefix.
+    `flags`: megarl's own of the program; `name`: the option without a role's prefix.
     """
     own = [f"--{flag}" for flag in flags]
     accepted = [*options().accepted, *own]

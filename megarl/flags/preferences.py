@@ -2,12 +2,11 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from megarl.algorithms import PREFERENCE_LOSSES
 from megarl.algorithms.preference_losses import PreferenceLoss, PreferenceOptions
-from megarl.errors import Rule
-from megarl.flags.conditions import Condition, FlagContext
+from megarl.flags.conditions import Broken, Condition, FlagContext
 from megarl.flags.fields import PAIRS, flag, fraction, not_negative, one_of, positive
 
 LOSSES = "preference rl"
@@ -94,55 +93,35 @@ def preference_options(settings: Preferences) -> PreferenceOptions:
     )
 
 
-def rules(run: FlagContext) -> list[Rule]:
+def rules(run: FlagContext) -> Iterator[Broken]:
     """Rules of `--advantage preference`."""
-    s, is_online = run.settings, "logprobs" in run.estimator.needs
+    s = run.settings
+    if "logprobs" not in run.estimator.needs:
+        return
     of_pairs = [name for name, loss in PREFERENCE_LOSSES.items() if loss.reads_pairs]
-    return [
-        Rule(
-            "--preference-loss",
-            is_online and s.preference_loss not in of_pairs,
-            f"reads single responses; allowed with --advantage preference are {', '.join(of_pairs)}",
-        ),
-        Rule(
-            "--policy-loss",
-            is_online and s.policy_loss != "reinforce",
-            "--advantage preference needs reinforce, whose gradient is then that of --preference-loss",
-        ),
-        Rule(
-            "--loss-aggregation",
-            is_online and s.loss_aggregation != "seq-mean-token-sum",
-            "--advantage preference needs seq-mean-token-sum, whose gradient is then that of --preference-loss",
-        ),
-        Rule(
+    if s.preference_loss not in of_pairs:
+        why = f"reads single responses; allowed with --advantage preference are {', '.join(of_pairs)}"
+        yield "--preference-loss", why
+    if s.policy_loss != "reinforce":
+        why = "--advantage preference needs reinforce, whose gradient is then that of --preference-loss"
+        yield "--policy-loss", why
+    if s.loss_aggregation != "seq-mean-token-sum":
+        why = "--advantage preference needs seq-mean-token-sum, whose gradient is then that of --preference-loss"
+        yield "--loss-aggregation", why
+    if s.updates_per_step != 1:
+        yield (
             "--advantage",
-            is_online and s.updates_per_step != 1,
             "is the gradient before the step; allowed is one update a step: --ppo-epochs 1, and a "
             "--minibatch-size of the whole batch",
-        ),
-        Rule(
-            "--advantage",
-            is_online and s.kl_in != "loss" and s.kl_coefficient,
-            "compares rewards without a KL; needs --kl-coefficient 0 or --kl-in loss",
-        ),
-        Rule(
-            "--rollout-correction",
-            is_online and s.rollout_correction != "none",
-            "--advantage preference needs none: a pair may be of any policy's responses",
-        ),
-        Rule(
-            "--old-logprobs",
-            is_online and s.old_logprobs != "recompute",
-            "--advantage preference needs recompute: its gradient is at the policy before the step",
-        ),
-        Rule(
-            "--rollout-rejection",
-            is_online and s.rollout_rejection is not None,
-            "not allowed with --advantage preference: a pair would lose one of its responses",
-        ),
-        Rule(
-            "--mask-truncated-responses",
-            is_online and s.mask_truncated_responses,
-            "not allowed with --advantage preference: a pair would lose one of its responses",
-        ),
-    ]
+        )
+    if s.kl_in != "loss" and s.kl_coefficient:
+        yield "--advantage", "compares rewards without a KL; needs --kl-coefficient 0 or --kl-in loss"
+    if s.rollout_correction != "none":
+        yield "--rollout-correction", "--advantage preference needs none: a pair may be of any policy's responses"
+    if s.old_logprobs != "recompute":
+        yield "--old-logprobs", "--advantage preference needs recompute: its gradient is at the policy before the step"
+    if s.rollout_rejection is not None:
+        yield "--rollout-rejection", "not allowed with --advantage preference: a pair would lose one of its responses"
+    if s.mask_truncated_responses:
+        why = "not allowed with --advantage preference: a pair would lose one of its responses"
+        yield "--mask-truncated-responses", why

@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 from megarl import plugins
 from megarl.algorithms.score_shaping import ENSEMBLES
-from megarl.errors import Rule, UsageError
-from megarl.flags.conditions import REWARD_MODEL, Condition, FlagContext, on
+from megarl.errors import UsageError
+from megarl.flags.conditions import REWARD_MODEL, Broken, Condition, FlagContext, on
 from megarl.flags.fields import GENERATING, address, flag, fraction, not_negative, one_of, parses, positive
 from megarl.measurements import MAX_VALUE
 from megarl.rewards import expression
@@ -120,79 +121,54 @@ class Rewards:
     """maximum judgements that a replica of the judge writes together, at least 4"""
 
 
-def rules(run: FlagContext) -> list[Rule]:
+def rules(run: FlagContext) -> Iterator[Broken]:
     """Rules of `--reward` and its options."""
-    return [*_terms(run), *_counts(run)]
+    yield from _terms(run)
+    yield from _counts(run)
 
 
-def _terms(run: FlagContext) -> list[Rule]:
+def _terms(run: FlagContext) -> Iterator[Broken]:
     """What each term needs."""
     s, names = run.settings, run.rewards
-    return [
-        Rule(
-            "--reward",
-            "model" in names and not (s.reward_model or s.reward_hf_model),
-            "needs --reward-model, a run folder of train_reward, or --reward-hf-model",
-        ),
-        Rule(
-            "--reward",
-            {expression.MODEL, expression.JUDGE} <= names,
-            "the reward role runs one model: a reward model (model) or a judge (judge); leave one of them out",
-        ),
-        Rule(
-            "--reward",
-            expression.JUDGE in names and s.judge_config is None,
-            "needs --judge-config, a file that says what the judge reads",
-        ),
-        Rule(
-            "--reward",
-            expression.JUDGE in names and not (s.judge_hf_model or s.judge_load),
-            "needs --judge-hf-model or --judge-load, the judge's weights",
-        ),
-        Rule(
-            "--reward",
-            expression.ENVIRONMENT in names and s.environment is None,
-            "needs --environment, whose rewards the term environment is",
-        ),
-        Rule("--reward", "regex" in names and s.reward_pattern is None, "needs --reward-pattern"),
-        Rule("--reward", "remote" in names and s.reward_url is None, "needs --reward-url"),
-    ]
+    if "model" in names and not (s.reward_model or s.reward_hf_model):
+        yield "--reward", "needs --reward-model, a run folder of train_reward, or --reward-hf-model"
+    if {expression.MODEL, expression.JUDGE} <= names:
+        why = "the reward role runs one model: a reward model (model) or a judge (judge); leave one of them out"
+        yield "--reward", why
+    if expression.JUDGE in names and s.judge_config is None:
+        yield "--reward", "needs --judge-config, a file that says what the judge reads"
+    if expression.JUDGE in names and not (s.judge_hf_model or s.judge_load):
+        yield "--reward", "needs --judge-hf-model or --judge-load, the judge's weights"
+    if expression.ENVIRONMENT in names and s.environment is None:
+        yield "--reward", "needs --environment, whose rewards the term environment is"
+    if "regex" in names and s.reward_pattern is None:
+        yield "--reward", "needs --reward-pattern"
+    if "remote" in names and s.reward_url is None:
+        yield "--reward", "needs --reward-url"
 
 
-def _counts(run: FlagContext) -> list[Rule]:
+def _counts(run: FlagContext) -> Iterator[Broken]:
     """What the sum of the terms must give."""
     s, names, terms = run.settings, run.rewards, run.terms
     counts, has_teacher = any(term.weight for term in terms), s.distill != "none"
     held_out = "--evals" if s.eval_prompts is None else "--eval-prompts"
-    return [
-        Rule("--reward", not terms and not has_teacher, "needs --distill: nothing else would be learnt"),
-        Rule(
-            "--reward",
-            terms and not counts and not (has_teacher and run.program == "rl"),
-            "every weight is 0; at least one term must count",
-        ),
-        Rule(
-            "--samples-per-prompt",
-            expression.ADAPTIVE in names and s.samples_per_prompt == 1,
-            f"{expression.ADAPTIVE} in --reward needs 2 or more: it reads the mean reward of a prompt's responses",
-        ),
-        Rule(
-            "--greedy-baseline",
-            s.greedy_baseline and (s.reward_normalize or s.reward_clip),
-            "uses raw scores; not allowed with --reward-normalize or --reward-clip",
-        ),
-        Rule(
-            "--overlong-buffer",
-            s.overlong_buffer > s.max_response_length,
-            f"allowed is at most --max-response-length {s.max_response_length}",
-        ),
-        Rule(
+    if not terms and not has_teacher:
+        yield "--reward", "needs --distill: nothing else would be learnt"
+    if terms and not counts and not (has_teacher and run.program == "rl"):
+        yield "--reward", "every weight is 0; at least one term must count"
+    if expression.ADAPTIVE in names and s.samples_per_prompt == 1:
+        why = f"{expression.ADAPTIVE} in --reward needs 2 or more: it reads the mean reward of a prompt's responses"
+        yield "--samples-per-prompt", why
+    if s.greedy_baseline and (s.reward_normalize or s.reward_clip):
+        yield "--greedy-baseline", "uses raw scores; not allowed with --reward-normalize or --reward-clip"
+    if s.overlong_buffer > s.max_response_length:
+        yield "--overlong-buffer", f"allowed is at most --max-response-length {s.max_response_length}"
+    if s.evaluates and not terms:
+        yield (
             held_out,
-            s.evaluates and not terms,
             f"needs a --reward that measures the responses; one of weight 0, as 0*{expression.EXACT_MATCH}, is "
             "not learnt",
-        ),
-    ]
+        )
 
 
 def check_judge(args):

@@ -1,4 +1,4 @@
-"""Flags and ranks of each role: role maps, role prefixes, and the flags that the rollout inherits from the actor.
+"""Flags and ranks of each role: role maps, role prefixes, what the rollout inherits from the actor, models by folder.
 
 The rollout generates with the actor's policy. It inherits the actor's flags except those of training, and may have its
 own ranks and model-parallel sizes.
@@ -6,8 +6,14 @@ own ranks and model-parallel sizes.
 
 import re
 from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 from megarl.errors import UsageError
+from megarl.flags import teachers
+
+if TYPE_CHECKING:
+    from megarl.mcore.any_model.module_map import AnyModel
+    from megarl.mcore.weights.hf.hf_model import HFModel
 
 ROLES = ("actor", "critic", "reward", "reference", "teacher", "rollout")
 OFF = "--off:"  # prefix of a switch that a config file turns off (`--no-…` is set) or unsets; its name is checked
@@ -129,11 +135,7 @@ def with_prefix(tokens: list[str], roles, megatron: dict[str, str]) -> dict[str,
 
 
 def attributes_set(tokens: list[str], roles, megatron: dict[str, str]) -> list[str]:
-    """The attributes that Megatron's tokens set, sorted, with the role's prefix if they have one: `lr`, `critic_lr`.
-
-    Args:
-        megatron: as in `split`.
-    """
+    """The attributes that Megatron's tokens set, sorted, with the role's prefix if they have one: `lr`, `critic_lr`."""
     found = set()
     for option in (_option(token).replace(OFF, "--") for token in tokens):
         role, name = _divided(option, roles, megatron)
@@ -143,12 +145,7 @@ def attributes_set(tokens: list[str], roles, megatron: dict[str, str]) -> list[s
 
 
 def check_trained_roles(tokens: list[str], program: str, megatron: dict[str, str], training: frozenset[str]):
-    """UsageError for a training flag of a role or program that is not trained.
-
-    Args:
-        megatron: as in `split`.
-        training: attributes that only training reads.
-    """
+    """UsageError for a training flag, whose attribute is in `training`, of a role or program that is not trained."""
     for option in map(_option, tokens):
         role, name = _divided(option, ROLES_OF[program], megatron)
         # `split` checks the rollout's flags.
@@ -159,12 +156,8 @@ def check_trained_roles(tokens: list[str], program: str, megatron: dict[str, str
 
 
 def reward_model_options(tokens: list[str], program: str, megatron: dict[str, str]) -> list[str]:
-    """The options among the tokens that only the model of the reward role reads.
-
-    UsageError for --reward-pretrained-checkpoint.
-
-    Parallel sizes are not among them: they define the role's data-parallel replicas, which verifiers use, too.
-    """
+    """The options among the tokens that only the model of the reward role reads; not parallel sizes, which define the
+    replicas that verifiers use, too. UsageError for --reward-pretrained-checkpoint."""
     options = [] if program == "reward" else with_prefix(tokens, ("reward",), megatron)
     names = {option: megatron.get(_divided(option, ("reward",), megatron)[1]) for option in options}
     for option in (option for option, name in names.items() if name == "pretrained_checkpoint"):
@@ -240,13 +233,62 @@ def can_share_model(actor, rollout) -> bool:
     return same and actor.virtual_pipeline_model_parallel_size is None and not actor.use_torch_fsdp2
 
 
-def check_models(settings, offloads: dict[str, bool], megatron: dict, lora: dict, hf_models: dict):
-    """UsageError for models that a run's settings do not allow.
+def read_hf_models(
+    program: str, settings, own: dict[str, dict], lengths: dict[str, int]
+) -> "dict[str, HFModel | None]":
+    """The folder of each role, read and checked; None for a role without one. UsageError for a wrong one.
+
+    The rollout has the actor's. `--hf-model` does not give the reward model's weights, but it describes the role like
+    any common flag.
 
     Args:
-        offloads: of each role with a model, whether it is offloaded.
-        megatron, lora, hf_models: namespaces, factors and Hugging Face folders by role.
+        own: role -> its values of megarl's own flags.
+        lengths: role -> its longest sequence, in tokens.
     """
+    paths = {role: values["hf_model"] for role, values in own.items()}
+    if "rollout" in paths:
+        paths["rollout"] = paths["actor"]
+    flags = {role: "--hf-model" if path == settings.hf_model else f"--{role}-hf-model" for role, path in paths.items()}
+    if settings.teachers is not None:
+        flags["teacher"] = teachers.FLAG
+    if "reward" in paths and program != "reward" and settings.reward_hf_model:
+        paths["reward"], flags["reward"] = settings.reward_hf_model, "--reward-hf-model"
+    if settings.judge_hf_model:
+        paths["reward"], flags["reward"] = settings.judge_hf_model, "--judge-hf-model"
+    sources = {role: own["actor" if role == "rollout" else role]["model_source"] for role in paths}
+    keys = {role: (sources[role], path, flags[role], lengths[role]) for role, path in paths.items()}
+    read = {key: _read_model(settings, *key) for key in dict.fromkeys(keys.values()) if key[1] is not None}
+    return {role: read.get(key) for role, key in keys.items()}
+
+
+def _read_model(settings, source: str, path: str, flag: str, longest: int) -> "HFModel | AnyModel":
+    if source == "transformers":
+        from megarl.mcore.any_model import module_map  # needs transformers
+
+        return module_map.read_model(path, flag, longest)
+    from megarl.mcore.weights.hf.hf_model import read_model  # imports Megatron
+
+    return read_model(path, flag, longest, settings.hf_mtp == "keep", settings.mtp_train)
+
+
+def with_hf_defaults(role: str, own: dict, values: dict[str, object], hf_model: "HFModel | None") -> dict:
+    """A role's values of megarl's own flags; without flags for the tokenizer, it is the folder's.
+
+    Args:
+        values: the flags that the user gave, by name.
+    """
+    given = {"tokenizer-type", "tokenizer-model", f"{role}-tokenizer-type", f"{role}-tokenizer-model"}
+    prefixes = f"--{role}-", *{"reward": ("--judge-",), "teacher": (teachers.FLAG,)}.get(role, ())
+    has_own_folder = hf_model is not None and hf_model.folder.flag.startswith(prefixes)
+    if has_own_folder:  # its tokenizer comes before that of the common flags
+        given -= {"tokenizer-type", "tokenizer-model"}
+    if hf_model is None or given & values.keys():
+        return own
+    return own | {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(hf_model.folder.path)}
+
+
+def check_models(settings, offloads: dict[str, bool], megatron: dict, lora: dict, hf_models: dict):
+    """UsageError for models that a run's settings do not allow; all by role, `offloads` of those with a model."""
     from megarl.mcore.config import kernel_rules, model_flags, recurrent_rules  # they import Megatron
 
     kernel_rules.check_lora(megatron, lora)

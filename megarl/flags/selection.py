@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
-from megarl.errors import Rule
-from megarl.flags.conditions import FlagContext, on
+from megarl.flags.conditions import Broken, FlagContext, on
 from megarl.flags.correction import is_corrected
 from megarl.flags.fields import flag, not_negative, one_of, parses, positive
 
@@ -81,52 +81,32 @@ class Selection:
         return self.group_filter != "none" or self.pool_bounds is not None
 
 
-def rules(run: FlagContext) -> list[Rule]:
+def rules(run: FlagContext) -> Iterator[Broken]:
     """Rules of filters, pools and partial rollouts."""
     s = run.settings
     filters, has_pools, is_alone = s.group_filter != "none", s.pool_bounds is not None, s.samples_per_prompt == 1
     counts = any(term.weight for term in run.terms)
-    return [
-        Rule(
-            "--group-filter",
-            filters and is_alone,
-            "needs --samples-per-prompt 2 or more: it compares the responses of a group",
-        ),
-        Rule(
-            "--group-filter",
-            s.group_filter in ("reward", "range") and not counts and run.program == "rl",
-            "no reward counts, so that all groups would be dropped",
-        ),
-        Rule(
-            "--dynamic-sampling",
-            s.dynamic_sampling and not filters,
-            "needs --group-filter reward, correct or range: without a filter the batch is always full",
-        ),
-        Rule(
-            "--pool-bounds",
-            has_pools and is_alone,
-            "needs --samples-per-prompt 2 or more: a prompt is as difficult as its group says",
-        ),
-        Rule("--pool-bounds", has_pools and not run.terms, "needs a --reward that says which responses are correct"),
-        Rule(
-            "--pool-bounds",
-            has_pools and s.debug_train_only,
-            "not allowed with --debug-train-only, whose prompts are those of --load-rollouts",
-        ),
-        Rule(
+    if filters and is_alone:
+        yield "--group-filter", "needs --samples-per-prompt 2 or more: it compares the responses of a group"
+    if s.group_filter in ("reward", "range") and not counts and run.program == "rl":
+        yield "--group-filter", "no reward counts, so that all groups would be dropped"
+    if s.dynamic_sampling and not filters:
+        why = "needs --group-filter reward, correct or range: without a filter the batch is always full"
+        yield "--dynamic-sampling", why
+    if has_pools and is_alone:
+        yield "--pool-bounds", "needs --samples-per-prompt 2 or more: a prompt is as difficult as its group says"
+    if has_pools and not run.terms:
+        yield "--pool-bounds", "needs a --reward that says which responses are correct"
+    if has_pools and s.debug_train_only:
+        yield "--pool-bounds", "not allowed with --debug-train-only, whose prompts are those of --load-rollouts"
+    if s.partial_rollouts and s.over_sampling == 1:
+        yield "--partial-rollouts", "needs --over-sampling above 1: otherwise every group of a round is finished"
+    if s.partial_rollouts and not is_corrected(run):
+        yield (
             "--partial-rollouts",
-            s.partial_rollouts and s.over_sampling == 1,
-            "needs --over-sampling above 1: otherwise every group of a round is finished",
-        ),
-        Rule(
-            "--partial-rollouts",
-            s.partial_rollouts and not is_corrected(run),
             "needs a --rollout-correction, an --old-logprobs of the rollout or a --policy-loss that reads "
             "them: older policies than the trained one generated parts of a response",
-        ),
-        Rule(
-            "--max-staleness",
-            0 < s.max_staleness < s.generation_lag,
-            f"allowed is 0, or at least --generation-lag {s.generation_lag}: all responses are that many updates old",
-        ),
-    ]
+        )
+    if 0 < s.max_staleness < s.generation_lag:
+        why = f"allowed is 0, or at least --generation-lag {s.generation_lag}: all responses are that many updates old"
+        yield "--max-staleness", why

@@ -2,9 +2,9 @@
 
 import dataclasses
 import re
+from collections.abc import Iterator
 
-from megarl.errors import Rule
-from megarl.flags.conditions import SERVES, Condition, FlagContext
+from megarl.flags.conditions import SERVES, Broken, Condition, FlagContext
 from megarl.flags.fields import flag, not_negative, positive
 
 BOTH, SERVE = "rl serve", "serve"
@@ -56,13 +56,8 @@ class Serving:
     """seconds that running requests have to end after SIGTERM or SIGINT"""
 
 
-def rules(run: FlagContext) -> list[Rule]:
+def rules(run: FlagContext) -> Iterator[Broken]:
     """Rules of a training run that serves its policy."""
     s = run.settings
-    return [
-        Rule(
-            "--serve-policy",
-            s.serve_policy and s.debug_train_only,
-            "not allowed with --debug-train-only, which has no rollout engine",
-        ),
-    ]
+    if s.serve_policy and s.debug_train_only:
+        yield "--serve-policy", "not allowed with --debug-train-only, which has no rollout engine"

@@ -6,6 +6,7 @@ papers. A new flag is a field of its topic, with its conditions and the topic's 
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 
 from megarl.algorithms import ESTIMATORS
 from megarl.algorithms.estimators import NO_ADVANTAGE
@@ -112,14 +113,11 @@ class Settings(
         return estimator is not None and "squares" in estimator.needs
 
 
-def rules(run: FlagContext) -> list[Rule]:
-    """All rules of a run, always the same number in the same order."""
-    needed = [field for field in dataclasses.fields(Settings) if field.metadata["needs"]]
-    return [*itertools.chain.from_iterable(topic.rules(run) for topic in TOPICS), *(_needed(run, f) for f in needed)]
-
-
-def _needed(run: FlagContext, field: dataclasses.Field) -> Rule:
-    """The rule of a flag's `needs`."""
-    condition, is_given = field.metadata["needs"], getattr(run.settings, field.name) != field.default
-    name = "--" + field.name.replace("_", "-")
-    return Rule(name, is_given and condition.why_not(run) is not None, condition.reason)
+def rules(run: FlagContext) -> Iterator[Rule]:
+    """The rules that a run breaks."""
+    for flag, reason, *shown in itertools.chain.from_iterable(topic.rules(run) for topic in TOPICS):
+        yield Rule(flag, True, reason, *shown)
+    for field in dataclasses.fields(Settings):
+        needs, is_given = field.metadata["needs"], getattr(run.settings, field.name) != field.default
+        if needs and is_given and needs.why_not(run) is not None:
+            yield Rule("--" + field.name.replace("_", "-"), True, needs.reason)

@@ -82,13 +82,7 @@ def _shape(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_flags(text: str | None, options: Collection[str], megatron: dict[str, str]):
-    """UsageError for a flag of the role that says what the folders say.
-
-    Args:
-        text: of `--teachers`; None: there is one teacher.
-        options: flags that are given.
-        megatron: Megatron's option strings -> the attribute that each one sets.
-    """
+    """UsageError for a flag of the role, of the `options` that are given, that says what the folders say."""
     if text is None:
         return
     from megarl.mcore.config.supported_flags import ARCHITECTURE  # imports Megatron

@@ -1,10 +1,8 @@
 """Environment variables that CUDA and NCCL read when they start.
 
 `CUDA_DEVICE_MAX_CONNECTIONS`: how many queues kernels are launched from. Before compute capability 10, tensor and
-context parallelism want one: a collective that is called before a matrix product then also starts before it, and both
-overlap. It is speed, not correctness. Other layouts want CUDA's default, with which copies, sends and kernels of
-different streams do not wait for each other.
-
+context parallelism want one, for speed: a collective that is called before a matrix product then also starts before it.
+Other layouts want CUDA's default, with which copies, sends and kernels of different streams do not wait for each other.
 `NCCL_GRAPH_REGISTER`: NCCL registers the buffers of captured collectives, which may read illegal memory if segments of
 torch's allocator are expandable; Megatron refuses both together.
 """
@@ -43,10 +41,8 @@ def has_expandable_segments() -> bool:
 
 
 def choose(roles: Iterable):
-    """Sets the variables for the roles of this rank, by their Megatron namespaces, unless the user has set them.
-
-    Must come before CUDA starts. Devices of unknown capability count as older ones.
-    """
+    """Sets the variables for the roles of this rank, by their Megatron namespaces, unless the user has set them. Must
+    come before CUDA starts. Devices of unknown capability count as older ones."""
     if not device.has_cuda():
         return
     wants_one = any(args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1 for args in roles)

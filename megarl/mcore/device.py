@@ -1,9 +1,8 @@
 """Runs unmodified megatron-core 0.19 without CUDA, over gloo; does nothing if CUDA is present.
 
-megarl calls `device()` and `backend()` and never hard-codes "cuda". megatron-core does, for things that have a CPU
-equivalent: the current device, a pinned buffer, a stream to wait for. `install()` patches these once, before megatron
-is imported. It wraps factory functions, `Tensor.to` and `Tensor.type` only: a torch function mode would slow down
-every operation of a decode step.
+megarl calls `device()` and `backend()`. megatron-core hard-codes "cuda" for things that have a CPU equivalent: the
+current device, a pinned buffer, a stream to wait for. `install()` patches these once, before megatron is imported: a
+torch function mode would slow down every operation of a decode step.
 """
 
 import contextlib
@@ -29,7 +28,6 @@ FACTORIES = (
 
 
 def has_cuda() -> bool:
-    """Returns whether this process has a CUDA device."""
     return torch.cuda.is_available()
 
 
@@ -58,15 +56,13 @@ def accelerator_name() -> str | None:
 
 
 def peak_bytes() -> int | None:
-    """Returns the peak bytes that tensors of this process have allocated on its CUDA device; None without one.
-
-    The host has no equivalent: its peak resident set counts everything and varies from run to run.
-    """
+    """Returns the peak bytes that tensors of this process have allocated on its CUDA device; None without one. The host
+    has no equivalent: its peak resident set counts everything and varies from run to run."""
     return torch.cuda.max_memory_allocated() if has_cuda() else None
 
 
 def _return_at_once(*_):
-    """Waits for nothing: no work is pending."""
+    """No work is pending."""
 
 
 def _is_finished(*_) -> bool:
@@ -232,10 +228,7 @@ _installed = False
 
 
 def install():
-    """Sets what holds on every device; without CUDA, patches torch and megatron-core to run on the CPU.
-
-    Called once by the package.
-    """
+    """Sets what holds on every device; without CUDA, patches torch and megatron-core. The package calls it once."""
     global _installed
     if _installed:
         return

@@ -29,10 +29,7 @@ def available() -> list[str]:
 
 def choose(wanted: str, sizes: Sizes) -> str:
     """The kernels of a run: `wanted`, or with "auto" the first that all ranks can use. A collective of the world.
-
-    Args:
-        sizes: of the products of the run's models on one rank.
-    """
+    `sizes`: of the products of the run's models on one rank."""
     if wanted != AUTO:
         return wanted
     return next(name for name in KERNELS if _on_all_ranks(_is_usable(name, sizes)))
@@ -44,7 +41,6 @@ def _is_usable(name: str, sizes: Sizes) -> bool:
 
 
 def _on_all_ranks(flag: bool) -> bool:
-    """Whether a flag is set on every rank of the world."""
     everywhere = torch.tensor([flag], dtype=torch.int32)
     if dist.is_initialized():
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
@@ -52,7 +48,6 @@ def _on_all_ranks(flag: bool) -> bool:
 
 
 def use(name: str):
-    """Makes this process compute with these kernels from now on."""
     native.enable(name == COMPILED)
     linear.use_onednn(name != BLAS)
 

@@ -69,7 +69,6 @@ def json_bytes(record: dict) -> bytes:
 
 
 def _plain(value: object, where: str) -> object:
-    """`value` as JSON types; `where` names it in an error."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, dict):

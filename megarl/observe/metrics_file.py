@@ -99,7 +99,6 @@ def _read_lines(path: Path) -> list[tuple[bytes, dict]]:
 
 
 def _parse(line: bytes) -> dict | None:
-    """The record of one line, or None if the line is malformed."""
     record = parse_record(line)
     return record if record is not None and is_whole(record.get("step"), -MAX_COUNT, MAX_COUNT) else None
 

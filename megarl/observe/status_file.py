@@ -48,8 +48,8 @@ class StatusFile:
             limit: longest time without progress before the run counts as hung.
         """
         self._path = Path(folder) / NAME
-        self._head = {"format": FORMAT, "world_size": size, "interval": interval, "limit": limit,
-                      "host": socket.gethostname(), "pid": os.getpid()}  # fmt: skip
+        self._head: dict = {"format": FORMAT, "world_size": size, "interval": interval, "limit": limit}
+        self._head |= {"host": socket.gethostname(), "pid": os.getpid()}
         self._started, self._writes = time.monotonic(), 0
         self._pending: dict | None = None
         self._closed, self._changed = False, threading.Condition()

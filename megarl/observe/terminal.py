@@ -57,9 +57,8 @@ _CALLS = re.compile("time/reward/([^/]+)/calls_s")
 
 # (label, metric, number format); every program appends tokens/s, seconds and ETA.
 _TEACHER = ("kl to teacher", "distill/reverse_kl", ".4f")
-RL_FIELDS = (
-    ("reward", "reward/mean", ".3f"), ("eval", "eval/accuracy", ".3f"), ("kl", "kl/reference", ".4f"), _TEACHER
-)  # fmt: skip
+_ACCURACY = ("eval", "eval/accuracy", ".3f")
+RL_FIELDS = (("reward", "reward/mean", ".3f"), _ACCURACY, ("kl", "kl/reference", ".4f"), _TEACHER)
 SFT_FIELDS = (("loss", "sft/loss", ".4f"), ("eval loss", "eval/loss", ".4f"), _TEACHER)
 REWARD_FIELDS = (
     ("loss", "reward/loss", ".4f"),

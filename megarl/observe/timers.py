@@ -48,16 +48,14 @@ def write_timeline(path: Path, events_by_rank: Sequence[Sequence[TraceEvent]]) -
     for rank, events in enumerate(events_by_rank):
         lines.append(_metadata("thread_name", rank, {"name": f"rank {rank}"}))
         lines.append(_metadata("thread_sort_index", rank, {"sort_index": rank}))
-        # Outer spans first: viewers nest events that start together in file order.
-        for event in sorted(events, key=_outer_first):
-            lines.append(_complete(event, rank, origin))
+        # Outer spans first: viewers nest events that start together in file order. A phase may fill its whole step to
+        # the nanosecond; the step is still the outer one.
+        ordered = sorted(
+            events, key=lambda event: (event.start_ns, -event.duration_ns, event.category != STEP_CATEGORY)
+        )
+        lines += [_complete(event, rank, origin) for event in ordered]
     head = f'{{"displayTimeUnit": "ms", "otherData": {{"start_unix_ns": "{origin}"}}, "traceEvents": [\n'
     write_atomically(path, head + ",\n".join(lines) + "\n]}\n")
-
-
-def _outer_first(event: TraceEvent) -> tuple:
-    # A phase may fill its whole step to the nanosecond; the step is still the outer one.
-    return event.start_ns, -event.duration_ns, event.category != STEP_CATEGORY
 
 
 def _metadata(name: str, rank: int, args: dict) -> str:
@@ -186,7 +184,6 @@ class Timers:
         return times
 
     def _trace(self, name: str, category: str, start: int, duration: int):
-        """Adds an event; `start` is of this process's clock."""
         start_ns = start + self._clock_offset_ns
         self._events.append(TraceEvent(name=name, category=category, start_ns=start_ns, duration_ns=duration))
 

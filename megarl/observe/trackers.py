@@ -5,13 +5,11 @@ Trackers that need a package of their own are in `megarl/extras/`. A run keeps i
 
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import json
 import os
 import secrets
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +20,8 @@ from megarl.observe.files import write_atomically
 from megarl.plain_files import MAX_WRITTEN, read_json, reason_of
 
 NONE, TENSORBOARD = "none", "tensorboard"
-# Name in --trackers -> its class, imported when it is opened: all but TensorBoard need the package of their name.
+# Name in --trackers -> its class (TrackedRun -> Tracker), imported when it is opened: all but TensorBoard need the
+# package of their name.
 TRACKERS = {
     TENSORBOARD: "megarl.observe.trackers:TensorBoardTracker",
     "wandb": "megarl.extras.wandb_run:WandbTracker",
@@ -65,12 +64,14 @@ class TrackedRun:
     """What a tracker needs to open a run, or to continue it.
 
     options      with the run's name and the folder filled in.
-    id           of the run, the same for all its starts.
+    directory    of the run.
+    id           of the run, the same for all its starts; "" for TensorBoard.
     resume_step  the step after which it continues; None for a new run.
     rewinds      whether it may hold later steps, which must not be seen any more.
     """
 
     options: TrackerOptions
+    directory: Path
     id: str
     resume_step: int | None
     rewinds: bool
@@ -103,26 +104,22 @@ def check_installed(text: str) -> None:
 
 
 class TensorBoardTracker:
-    """Writes one event per step with tensorboard's own file writer.
-
-    directory   of the event files.
-    purge_step  readers hide earlier events from this step on; None: a new run.
+    """Writes one event per step with tensorboard's own file writer, into `tensorboard/` of the run's folder.
 
     The package is imported here, so that only rank 0 pays for it. Unlike torch's SummaryWriter it needs no torch and
     writes all scalars of a step in one record.
     """
 
-    def __init__(self, directory: Path, purge_step: int | None):
+    def __init__(self, run: TrackedRun):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary = Event, Summary
-        self._writer = EventFileWriter(str(directory))
-        if purge_step is not None:  # restart marker: readers hide earlier events from this step on
-            self._writer.add_event(
-                Event(wall_time=time.time(), step=purge_step, session_log=SessionLog(status=SessionLog.START))
-            )
+        self._writer = EventFileWriter(str(run.directory / TENSORBOARD))
+        if run.resume_step is not None:  # restart marker: readers hide earlier events from this step on
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=run.resume_step + 1, session_log=start))
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
@@ -138,19 +135,19 @@ IDS_FILE = "trackers.json"
 QUIET = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
 # What the user's environment may say otherwise. A server that does not answer is given up after half a minute, not
 # after a quarter of an hour; rows are sent together. MLflow 3.17 refuses folders without the last one.
-DEFAULTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
-            "MLFLOW_ASYNC_LOGGING_BUFFERING_SECONDS": "3", "MLFLOW_ALLOW_FILE_STORE": "true"}  # fmt: skip
+DEFAULTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
+DEFAULTS |= {"MLFLOW_ASYNC_LOGGING_BUFFERING_SECONDS": "3", "MLFLOW_ALLOW_FILE_STORE": "true"}
 
 
 class SafeTracker:
     """A tracker that cannot end a run: its first failure is one warning, and the run goes on."""
 
-    def __init__(self, name: str, open_tracker: Callable[[], Tracker]):
+    def __init__(self, name: str, run: TrackedRun):
         self._name, self._warned = name, False
         self._tracker: Tracker | None = None
         # The packages' processes and threads get no signal that is meant for the run.
         with self._failures(), child_process.blocked():
-            self._tracker = open_tracker()
+            self._tracker = plugins.load("--trackers", name, TRACKERS)(run)
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         with self._failures():
@@ -174,34 +171,26 @@ class SafeTracker:
                 warn([f"--trackers {self._name}: {reason}; the run goes on, its metrics.jsonl is complete"])
 
 
-def open_trackers(options: TrackerOptions, directory: Path, resume_step: int | None, rewinds: bool) -> list[Tracker]:
+def open_trackers(
+    options: TrackerOptions, directory: Path, resume_step: int | None, rewinds: bool
+) -> list[SafeTracker]:
     """The trackers of the run in `directory`.
 
     Args:
         resume_step: the step after which the run continues; None for a new one.
         rewinds: the trackers may have got later steps, which are hidden from now on.
     """
-    found: list[Tracker] = []
-    if TENSORBOARD in options.names:
-        purge_step = None if resume_step is None else resume_step + 1
-        found.append(SafeTracker(TENSORBOARD, lambda: TensorBoardTracker(directory / "tensorboard", purge_step)))
-    remote = [name for name in options.names if name != TENSORBOARD]
-    if not remote:
-        return found
-    folder = (options.folder or directory).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder, found = (options.folder or directory).resolve(), []
     options = dataclasses.replace(options, run=options.run or directory.resolve().name, folder=folder)
-    os.environ.update(DEFAULTS | dict(os.environ) | QUIET)
-    for name, (run_id, is_new) in _ids(directory, remote).items():
+    ids = dict.fromkeys({TENSORBOARD} & {*options.names}, ("", False))
+    if remote := [name for name in options.names if name != TENSORBOARD]:
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.update(DEFAULTS | dict(os.environ) | QUIET)
+        ids |= _ids(directory, remote)
+    for name, (run_id, is_new) in ids.items():
         after = None if is_new else resume_step
-        run = TrackedRun(options=options, id=run_id, resume_step=after, rewinds=rewinds and not is_new)
-        found.append(SafeTracker(name, functools.partial(_open, name, run)))
+        found.append(SafeTracker(name, TrackedRun(options, directory, run_id, after, rewinds and not is_new)))
     return found
-
-
-def _open(name: str, run: TrackedRun) -> Tracker:
-    """Imports the package, or the plug-in. Raises whatever it raises."""
-    return plugins.load("--trackers", name, TRACKERS)(run)
 
 
 def _ids(directory: Path, names: list[str]) -> dict[str, tuple[str, bool]]:

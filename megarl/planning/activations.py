@@ -39,14 +39,13 @@ def of_layer(args, kind: LayerKind, tokens: int, fused: bool = True) -> float:
     Norms 2·norm(H)·s, twice that if before and after; inputs of the linear layers (2H·s + A·D/t·n)·b; attention; MLP.
     """
     n, s = _tokens(args, tokens)
-    t, b, heads = args.tensor_model_parallel_size, args.params_dtype.itemsize, args.num_attention_heads
-    hidden, channels = args.hidden_size, args.kv_channels
+    t, b, hidden = args.tensor_model_parallel_size, args.params_dtype.itemsize, args.hidden_size
     norms = 4 if args.layernorm_position == "sandwich" else 2
     total = (norms * _norm(args, hidden, fused) * s + 2 * hidden * s * b) * (kind.has_mixer + kind.has_mlp) / 2
     if kind.is_recurrent:
         total += _delta_net(args, n, fused) if args.hybrid_layer_pattern is None else _mamba(args, n)
     elif kind.has_mixer:
-        total += heads * channels / t * n * b
+        total += args.num_attention_heads * args.kv_channels / t * n * b
         total += _latent_attention(args, n, s, fused) if args.multi_latent_attention else _attention(args, n, fused)
     if not kind.has_mlp:
         return total
@@ -74,9 +73,9 @@ def _working(args, kind: LayerKind, tokens: int) -> float:
     if not kind.is_recurrent:
         return 0
     n, heads = _tokens(args, tokens)[0], layer_sizes(args, args.tensor_model_parallel_size)
-    if args.hybrid_layer_pattern is not None:  # vectors of each head, and ratios of decays between tokens of a chunk
-        return 4 * n * (3 * heads.channels + heads.heads * (6 * heads.keys + 5 * heads.values + 3 * 64))
-    return 4 * n * (3 * heads.channels + heads.heads * (7 * heads.keys + 6 * heads.values + 3 * 64))
+    keys, values = (7, 6) if args.hybrid_layer_pattern is None else (6, 5)
+    # Vectors of each head, and ratios of decays between tokens of a chunk.
+    return 4 * n * (3 * heads.channels + heads.heads * (keys * heads.keys + values * heads.values + 3 * 64))
 
 
 def _attention(args, n: int, fused: bool) -> float:
@@ -91,12 +90,10 @@ def _attention(args, n: int, fused: bool) -> float:
         total += heads * channels / t * n * (4 + 3 * b)
     if args.qk_layernorm or args.qk_layernorm_all_heads:
         total += (heads / t + groups) * _norm(args, channels, fused) * n
-    keys = 2 * groups * channels * n * args.context_parallel_size * b
+    inputs = heads * channels / t * n * b + 2 * groups * channels * n * args.context_parallel_size * b
     if args.recompute_granularity == "selective":
-        total += heads * channels / t * n * b + keys
-    else:
-        total += SEGMENT_PADDING * (heads * channels / t * n * b + keys + 4 * heads / t * n)
-    return total
+        return total + inputs
+    return total + SEGMENT_PADDING * (inputs + 4 * heads / t * n)
 
 
 def _latent_attention(args, n: int, s: int, fused: bool) -> float:
@@ -202,14 +199,13 @@ def of_logits(args, vocab_size: int, kind: str, tokens: int) -> int:
         return 0
     columns = padded_vocab_size(args, vocab_size) // parallel_sizes(args).tensor
     scored = max(tokens // args.context_parallel_size, 4)
-    rows = row_chunks(scored, columns)[0]
-    size = args.params_dtype.itemsize
-    logits = (rows.stop - rows.start) * columns * (8 if args.params_dtype == torch.float32 else 8 + size)
+    rows, size = row_chunks(scored, columns)[0], args.params_dtype.itemsize
+    chunk = rows.stop - rows.start
+    logits = chunk * columns * (8 if args.params_dtype == torch.float32 else 8 + size)
     if kind != "train":
         return logits
     kept = scored * columns if scored * columns <= MAX_KEPT else 0
     if size < 4:
-        chunk = rows.stop - rows.start
         together = min(max(MAX_TOGETHER // columns, chunk), scored)
         logits = max(logits, (4 * chunk + size * together) * columns)
     return logits + 4 * (columns * args.hidden_size + kept)

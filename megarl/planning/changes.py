@@ -9,9 +9,7 @@ from megarl.planning.question import Price, Question
 
 SHOWN = 3  # changes
 MIN_SAVING = 0.01  # of the fullest rank's bytes, of a change that is shown
-FULL_RECOMPUTE = (
-    "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1",
-)  # fmt: skip
+FULL_RECOMPUTE = tuple("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split())
 SELECTIVE_RECOMPUTE = ("--recompute-granularity", "selective")
 RECOMPUTE = ((), SELECTIVE_RECOMPUTE, FULL_RECOMPUTE)  # each takes more time than the one before
 MAX_PIPELINE, MAX_CONTEXT = 8, 4
@@ -30,10 +28,8 @@ def possible_changes(price: Price) -> list[tuple[str, ...]]:
     """Changes of flags that can save memory, those that cost least time first; some may be refused."""
     settings, actor = price.program.settings, price.program.roles["actor"]
     args, longest = actor.megatron, settings.max_prompt_length + settings.max_response_length
-    twice = {
-        kind: (f"--{kind}-model-parallel-size", str(2 * getattr(args, f"{kind}_model_parallel_size")))
-        for kind in ("tensor", "pipeline", "expert")
-    }
+    now = _sizes(args)
+    twice = {kind: _flags(now, {kind: 2 * size}) for kind, size in now.items()}
     changes: list[tuple[str, ...]] = [
         ("--use-distributed-optimizer",),
         ("--rollout-buffer-gb", f"{settings.rollout_buffer_gb / 2:g}"),
@@ -42,10 +38,10 @@ def possible_changes(price: Price) -> list[tuple[str, ...]]:
         ("--offload",),
         FULL_RECOMPUTE,
         ("--use-distributed-optimizer", "--optimizer-cpu-offload"),
-        (*twice["tensor"], "--sequence-parallel"),
+        twice["tensor"],
     ]
     changes += [twice["expert"]] if args.num_experts else []
-    changes += [("--context-parallel-size", str(2 * args.context_parallel_size)), twice["pipeline"]]
+    changes += [twice["context"], twice["pipeline"]]
     return [flags for flags in changes if flags != SELECTIVE_RECOMPUTE or args.recompute_granularity is None]
 
 
@@ -86,8 +82,7 @@ def _priced(question: Question, flags: tuple[str, ...]) -> Change | None:
 
 def _layouts(args, ranks_per_node: int) -> Iterator[tuple[str, ...]]:
     """Flags of larger and larger parallel sizes, those that cost least time first."""
-    now = {kind: getattr(args, f"{kind}_model_parallel_size") for kind in ("expert", "tensor", "pipeline")}
-    now["context"] = args.context_parallel_size
+    now = _sizes(args)
     limits = {
         "expert": min(args.num_experts or 1, ranks_per_node),
         "tensor": min(args.num_query_groups or args.num_attention_heads, ranks_per_node),
@@ -106,9 +101,15 @@ def _layouts(args, ranks_per_node: int) -> Iterator[tuple[str, ...]]:
             sizes[kind] = before
 
 
+def _sizes(args) -> dict[str, int]:
+    sizes = {kind: getattr(args, f"{kind}_model_parallel_size") for kind in ("expert", "tensor", "pipeline")}
+    return sizes | {"context": args.context_parallel_size}
+
+
 def _flags(now: dict[str, int], sizes: dict[str, int]) -> tuple[str, ...]:
+    """Flags of the sizes that change; more tensor-parallel ranks split sequences, too."""
     words: list[str] = []
     for kind, size in sizes.items():
         if size != now[kind]:
             words += [f"--{kind}-parallel-size" if kind == "context" else f"--{kind}-model-parallel-size", str(size)]
-    return (*words, *("--sequence-parallel",) * (sizes["tensor"] > max(1, now["tensor"])))
+    return (*words, *("--sequence-parallel",) * (sizes.get("tensor", 0) > max(1, now["tensor"])))

@@ -56,7 +56,7 @@ def buffers(weights: list[Weight], args, first_stage: bool) -> list[GradientBuff
         members = [w for w in weights if (w.itemsize, w.is_expert) == (itemsize, is_expert)]
         ranks = sizes.expert_data(args.world_size) if is_expert else dense
         ranges, buckets = _lay_out(members[::-1], limit, ranks, args)
-        laid_out.append(GradientBuffer(ranges=ranges, buckets=buckets, itemsize=itemsize, ranks=ranks))
+        laid_out.append(GradientBuffer(ranges, buckets, itemsize, ranks))
     return laid_out
 
 

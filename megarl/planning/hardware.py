@@ -54,11 +54,11 @@ class Cluster:
     @property
     def assumptions(self) -> str:
         """What an estimate assumes, in one line."""
-        gpu, network = self.gpu, self.network / 1e9
+        gpu = self.gpu
         return (
             f"{self.name}: {self.mfu:.0%} of {gpu.flops / 1e12:.0f} TFLOPS; {BANDWIDTH_SHARE:.0%} of "
             f"{gpu.bandwidth / 1e12:.2f} TB/s memory, {gpu.link / 1e9:.0f} GB/s in nodes of {self.ranks_per_node}, "
-            f"{network:.0f} GB/s between"
+            f"{self.network / 1e9:.0f} GB/s between"
         )
 
 

@@ -20,32 +20,22 @@ from megarl.planning.traffic import StepSizes
 
 @dataclass(frozen=True)
 class CachePlan:
-    """What the cache of a data-parallel replica holds, every sequence at its longest, prompts not shared.
+    """What the cache of a data-parallel replica holds, every sequence at its longest, prompts not shared."""
 
-    `token_bytes`: of a token on a rank, that of the pipeline stage with most layers with keys and values.
-    `state_bytes`: of a request's recurrent states on a rank, of the stage with most; the buffer has `states` of them,
-    of requests and of ends of prompts, before the first token. `longest`: tokens of prompt and response; `full_length`:
-    such sequences that fit at a time; `decoded`: those that are decoded at a time, at most `--rollout-max-requests`.
-    `responses`: of a step, generated in `rounds`.
-    """
-
-    token_bytes: int
-    state_bytes: int
-    states: int
+    token_bytes: int  # on a rank of the pipeline stage with most layers with keys and values
+    state_bytes: int  # of a request's recurrent states, on a rank of the stage with most
+    states: int  # of requests and of ends of prompts, before the first token
     tokens: int
-    longest: int
-    full_length: int
-    decoded: int
-    responses: int
+    longest: int  # tokens of prompt and response
+    full_length: int  # such sequences that fit at a time
+    decoded: int  # that are decoded at a time, at most `--rollout-max-requests`
+    responses: int  # of a step, generated in `rounds`
     rounds: int
 
 
 def cache_plan(role, settings, step: StepSizes) -> CachePlan:
-    """The cache of the rollout's replicas on CUDA, whose blocks have 64 tokens.
-
-    Raises:
-        UsageError: it does not hold one sequence, with the line of the run.
-    """
+    """The cache of the rollout's replicas on CUDA, whose blocks have 64 tokens. UsageError, with the line of the run,
+    if it does not hold one sequence."""
     args, sizes = role.megatron, parallel_sizes(role.megatron)
     config, kinds = transformer_config(args), layer_kinds(args)
     max_requests = ceil(max(settings.rollout_max_requests, MIN_ROWS) / sizes.tensor) * sizes.tensor
@@ -56,19 +46,12 @@ def cache_plan(role, settings, step: StepSizes) -> CachePlan:
     cached = [sum(kind.has_mixer and not kind.is_recurrent for kind in stage) for stage in stages]
     tokens_of = [token_bytes(config, max(1, count) + further, sizes.tensor) for count in cached]
     snapshots = snapshot_count(max_requests, settings.rollout_prefix_caching, settings.rollout_state_snapshots)
-    each = max(tokens_of)
-    tokens = min(
-        capacity_of(
-            cache_bytes(settings.rollout_buffer_gb, max_requests, state, snapshots), of_token, BLOCK_TOKENS_CUDA
-        )
-        for state, of_token in zip(states, tokens_of, strict=True)
-    )
+    buffers = [cache_bytes(settings.rollout_buffer_gb, max_requests, state, snapshots) for state in states]
+    tokens = min(capacity_of(buffer, size, BLOCK_TOKENS_CUDA) for buffer, size in zip(buffers, tokens_of, strict=True))
     check_capacity(settings, tokens)
     longest = step.prompt + step.response
     full_length = tokens // BLOCK_TOKENS_CUDA // ceil(longest / BLOCK_TOKENS_CUDA)
     responses = ceil(step.with_greedy().sequences / sizes.data(len(role.ranks)))
     decoded = min(full_length, max_requests, responses)
-    return CachePlan(
-        token_bytes=each, state_bytes=max(states), states=max_requests + snapshots, tokens=tokens, longest=longest,
-        full_length=full_length, decoded=decoded, responses=responses, rounds=ceil(responses / decoded),
-    )  # fmt: skip
+    rounds, count = ceil(responses / decoded), max_requests + snapshots
+    return CachePlan(max(tokens_of), max(states), count, tokens, longest, full_length, decoded, responses, rounds)

@@ -13,22 +13,16 @@ from megarl.planning.question import Price, Question
 
 SHOWN = 3
 MAX_PIPELINE, MAX_CONTEXT = 16, 8
-SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-)
+SIZES = tuple(f"{x}_parallel_size" for x in ("tensor_model", "pipeline_model", "context", "expert_model"))
 
 
 class Layout(NamedTuple):
-    """Flags of a layout, the bytes of its fullest rank, and estimated seconds of a step; `expert_nodes`: nodes over
-    which the all-to-all of its experts goes."""
+    """Flags of a layout, and what is estimated of it."""
 
     flags: tuple[str, ...]
-    bytes: int
-    seconds: float
-    expert_nodes: int = 1
+    bytes: int  # of its fullest rank
+    seconds: float  # of a step
+    expert_nodes: int = 1  # over which the all-to-all of its experts goes
 
 
 class Found(NamedTuple):
@@ -44,11 +38,9 @@ class Found(NamedTuple):
 def best_layouts(question: Question, cluster: Cluster, memory: float) -> Found:
     """Searches the layouts of all roles together. A size above 1 that the question's flags set stays.
 
-    Each is parsed and checked as a run. Activations are recomputed only as far as a layout needs it; sequences are
-    split (context parallelism) only if no layout fits without; the KV cache takes memory that is left.
-
-    Raises:
-        UsageError: the run refuses every layout; the last reason.
+    Each is parsed and checked as a run; UsageError, the last reason, if it refuses all of them. Activations are
+    recomputed only as far as a layout needs it; sequences are split (context parallelism) only if no layout fits
+    without; the KV cache takes memory that is left.
     """
     available, layouts = hardware.available(memory), []
     refused: UsageError | None = None
@@ -73,19 +65,16 @@ def _price(question: Question, cluster: Cluster, flags, available: int, given: s
     more, price = least_recompute(question, flags, available, given)
     cache, price = _larger_cache(question, price, available)
     nodes = hardware.expert_nodes(price.program.roles["actor"].megatron, cluster.ranks_per_node)
-    return Layout((*flags, *more, *cache), price.fullest.bytes, _seconds(price, cluster), nodes)
+    if (found := step_time.estimate(price, cluster)) is None:
+        raise UsageError("--best-layouts: needs --bf16 or --fp16, for which the GPUs' speed is known")
+    return Layout((*flags, *more, *cache), price.fullest.bytes, found.total, nodes)
 
 
 def least_recompute(
     question: Question, flags: tuple[str, ...], available: int, given: str | None
 ) -> tuple[tuple[str, ...], Price]:
-    """(further flags, price) of the first kind of recomputation with which the run fits, or the last.
-
-    Args:
-        flags: added to the question's.
-        available: bytes of a rank.
-        given: kind that the question's flags set; it stays.
-    """
+    """(further flags, price) of the first kind of recomputation with which the run fits into `available` bytes of a
+    rank, or the last. `flags` are added to the question's; `given`: kind that these set, which stays."""
     if given:
         return (), question.price(flags)
     # Parsing takes longer than pricing, and most layouts of a search do not fit with any kind.
@@ -109,13 +98,6 @@ def _larger_cache(question: Question, price: Price, available: int) -> tuple[tup
     return cache, price
 
 
-def _seconds(price: Price, cluster: Cluster) -> float:
-    found = step_time.estimate(price, cluster)
-    if found is None:
-        raise UsageError("--best-layouts: needs --bf16 or --fp16, for which the GPUs' speed is known")
-    return found.total
-
-
 def _sizes(limit: int, given: int = 1) -> list[int]:
     """Powers of two up to a limit, or the size that the flags give."""
     return [given] if given > 1 else [2**power for power in range(limit.bit_length())]
@@ -135,16 +117,13 @@ def _layouts(question: Question, args, context: int, ranks_per_node: int) -> Ite
         values = dict(zip(SIZES, (t, p, context, e), strict=True))
         words = [word for name, size in values.items() if size > 1 for word in (flag_of(name), str(size))]
         words += ["--sequence-parallel"] if t > 1 else []
-        yield (*words, *_uneven_stages(args, p), "--use-distributed-optimizer")
-
-
-def _uneven_stages(args, pipeline: int) -> list[str]:
-    """A smaller last stage where the stages do not divide the layers, unless the flags set the ends."""
-    ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
-    last = args.num_layers - (pipeline - 1) * -(-args.num_layers // pipeline)
-    if any(ends) or args.num_layers % pipeline == 0:
-        return []
-    return ["--decoder-last-pipeline-num-layers", str(last)]
+        # A smaller last stage where the stages do not divide the layers, unless the flags set the ends.
+        if args.num_layers % p and not (
+            args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
+        ):
+            last = args.num_layers - (p - 1) * -(-args.num_layers // p)
+            words += ["--decoder-last-pipeline-num-layers", str(last)]
+        yield (*words, "--use-distributed-optimizer")
 
 
 def text(found: Found, cluster: Cluster) -> str:
@@ -169,10 +148,6 @@ def text(found: Found, cluster: Cluster) -> str:
 
 
 def data(found: Found) -> dict:
-    return {
-        "available": found.available,
-        "legal": found.legal,
-        "fitting": found.fitting,
-        "best": [layout._asdict() for layout in found.best],
-        "closest": found.closest._asdict(),
-    }
+    """The layouts as plain data."""
+    layouts = {"best": [layout._asdict() for layout in found.best], "closest": found.closest._asdict()}
+    return {"available": found.available, "legal": found.legal, "fitting": found.fitting} | layouts

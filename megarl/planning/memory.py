@@ -5,6 +5,7 @@ Weights, gradients and optimizer states are exact (`gradient_buffers`); activati
 """
 
 import functools
+from collections import Counter
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -14,7 +15,7 @@ from megarl.mcore.config.optimizer_flags import MUON, SGD, on_host
 from megarl.mcore.lora.targets import LoRASettings
 from megarl.mcore.model.weight_table import LAYERS, Weight, prediction_weights
 from megarl.planning import activations
-from megarl.planning.gradient_buffers import GradientBuffer, buffers, gradient_bytes, gradient_itemsize
+from megarl.planning.gradient_buffers import buffers, gradient_bytes, gradient_itemsize
 from megarl.planning.parameters import (
     CACHED,
     SCALAR_HEAD,
@@ -32,16 +33,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. Weights, gradients, optimizer states and KV cache persist; activations and logits do not.
-
-    `offloaded` names the fields that are on the device only while the role computes. `kv_cache_in_gradients` is the
-    share of the KV cache in the actor's gradient buffer; it counts as gradients. If the gradients are offloaded, the
-    peak is that of the actor, which loads them, not that of the rollout. `sent_weights` are the copies of the actor's
-    weights on their way to a rollout that generates ahead. `teacher_data` are the actor's rows of the teacher's output
-    layer and the teacher's hidden states of a step, with those of the micro-batches. `average` is the moving average of
-    what is trained, in host memory; `waiting` are teachers there that wait for their turns. `host_states` are the
-    optimizer's states, gradients and weights there of parameters that the host updates (`--optimizer-cpu-offload`).
-    """
+    """Bytes of one rank. Weights, gradients, optimizer states and KV cache persist; activations and logits do not."""
 
     weights: int = 0
     gradients: int = 0
@@ -49,10 +41,14 @@ class Memory:
     kv_cache: int = 0
     activations: int = 0
     logits: int = 0
-    offloaded: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()  # fields that are on the device only while the role computes
+    # Share of the KV cache in the actor's gradient buffer; it counts as gradients. If these are offloaded, the peak is
+    # that of the actor, which loads them, not that of the rollout.
     kv_cache_in_gradients: int = 0
-    sent_weights: int = 0
-    teacher_data: int = 0
+    sent_weights: int = 0  # copies of the actor's on their way to a rollout that generates ahead
+    teacher_data: int = 0  # the actor's rows of the teacher's output layer, and hidden states of a step
+    # In host memory: the moving average, teachers that wait for their turns, and what the host updates
+    # (`--optimizer-cpu-offload`) of states, gradients and weights.
     average: int = 0
     waiting: int = 0
     host_states: int = 0
@@ -89,8 +85,7 @@ class Memory:
 
 
 def _states(args, itemsize: int, is_of_muon: bool = False) -> int:
-    """Optimizer bytes per element: two moments, or the fp32 momentum of SGD or Muon, and an fp32 copy of 16-bit
-    weights."""
+    """Optimizer bytes per element: two moments, or the fp32 momentum of SGD or Muon; an fp32 copy of 16-bit weights."""
     if is_of_muon or args.optimizer == SGD:
         moments = 4 if is_of_muon or args.sgd_momentum else 0
     else:
@@ -116,26 +111,15 @@ def trained_bytes(weights: list[Weight], args, first_stage: bool) -> tuple[int, 
     if not args.use_distributed_optimizer:
         states = sum(w.elements * _states(args, w.itemsize, _is_of_muon(w, args)) for w in weights)
         return plain_bytes(weights), gradients, np.array([states])
-    held = sum(b.elements * b.itemsize for b in gradient_buffers)
-    return held, gradients, _states_of_ranks(gradient_buffers, args)
-
-
-def _states_of_ranks(gradient_buffers: list[GradientBuffer], args) -> np.ndarray:
-    """[data-parallel ranks] optimizer bytes of each; shares of a smaller (expert) group are repeated."""
-    ranks = max(b.ranks for b in gradient_buffers)
+    held, ranks = sum(b.elements * b.itemsize for b in gradient_buffers), max(b.ranks for b in gradient_buffers)
+    # Shares of a smaller group, of experts, are repeated.
     by_buffer = [np.repeat(b.shares() * _states(args, b.itemsize), ranks // b.ranks) for b in gradient_buffers]
-    return np.sum(by_buffer, axis=0)
+    return held, gradients, np.sum(by_buffer, axis=0)
 
 
 def host_part(chunks: list[list[Weight]], args, stage: int) -> tuple[np.ndarray, np.ndarray]:
-    """What `--optimizer-cpu-offload` moves to the host of each data-parallel rank of a stage, as one optimizer.
-
-    Args:
-        chunks: the trained weights.
-
-    Returns:
-        [ranks] bytes that the device does not have, and that the host has.
-    """
+    """What `--optimizer-cpu-offload` moves of the trained weights of a stage, as of one optimizer: bytes [data-parallel
+    ranks] that the device does not have, and that the host has."""
     if not args.optimizer_cpu_offload:
         return np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
     found = [buffer for weights in chunks for buffer in buffers(weights, args, stage == 0)]
@@ -154,7 +138,11 @@ def _states_of_whole_weights(weights: list[Weight], args) -> np.ndarray:
     """
     sizes = parallel_sizes(args)
     dense, expert = sizes.data(args.world_size) * sizes.context, sizes.expert_data(args.world_size)
-    ordered = sorted(weights, key=lambda w: (not _is_of_muon(w, args), _is_vector(w)))
+    # Vectors and biases, which weight decay leaves out, are last.
+    ordered = sorted(
+        weights,
+        key=lambda w: (not _is_of_muon(w, args), w.elements == w.rows or w.name.endswith(".bias")),
+    )
     shares = []
     for is_expert, ranks in ((False, dense), (True, expert)):
         members = sorted((w for w in ordered if w.is_expert == is_expert), key=lambda w: w.elements)
@@ -165,11 +153,6 @@ def _states_of_whole_weights(weights: list[Weight], args) -> np.ndarray:
         shares += [own] if members else []
     ranks = max(map(len, shares))
     return np.sum([np.repeat(own, ranks // len(own)) for own in shares], axis=0)
-
-
-def _is_vector(weight: Weight) -> bool:
-    """Whether weight decay leaves it out."""
-    return weight.elements == weight.rows or weight.name.endswith(".bias")
 
 
 def plain_bytes(weights: list[Weight]) -> int:
@@ -200,16 +183,18 @@ def stage_memory(role, vocab_size: int, kind: str, tokens: int, microbatches: in
     """Memory of a role on the ranks of each of its pipeline stages; the largest, if the ranks of a stage differ.
 
     Args:
-        role: its RoleSettings; a role that runs on another's model has no weights of its own.
+        role: its RoleSettings; one that runs on another's model has no weights of its own.
         kind: 'train', 'value' (trains a model with a scalar head), 'score' (forward only), 'reward model' (forward
             only, with a scalar head), 'generate' (rollout) or 'judge' (generates, too).
         tokens: maximum per forward.
         microbatches: of an update, on each data-parallel replica.
         kv_cache: bytes of the rollout's or the judge's KV cache on these ranks.
     """
-    args, offloaded = role.megatron, _offloaded(role, kind)
+    # Weights used for generation, the actor's and the rollout's, are not offloaded.
+    offloaded = (() if kind == "train" else ("weights",)) + ("gradients", "optimizer")
+    args, offloaded = role.megatron, offloaded if role.offload and kind != "generate" else ()
     memories, stages = [], stage_weights(args, vocab_size, kind in SCALAR_HEAD)
-    key, largest = ModelKey.of_gradients(args), [0] * len(stages)
+    key, largest = ModelKey.of(args), [0] * len(stages)
     if role.model_role == role.name:
         held = _persistent_of_stages(key, vocab_size, kind, role.lora)
     else:
@@ -220,12 +205,11 @@ def stage_memory(role, vocab_size: int, kind: str, tokens: int, microbatches: in
         if args.use_torch_fsdp2:
             activation += gathered(chunks)
             activation += sum(plain_bytes(all_factors(weights, args, role.lora)) for weights in chunks)
-        weights, gradients, states, host_states = held[stage]
+        weights, gradients, optimizer, host = held[stage]
+        shared = min(kv_cache, largest[stage])
         memory = Memory(
-            weights=weights, gradients=gradients, optimizer=states, kv_cache=kv_cache, activations=activation,
-            logits=logits, offloaded=offloaded, kv_cache_in_gradients=min(kv_cache, largest[stage]),
-            host_states=host_states,
-        )  # fmt: skip
+            weights, gradients, optimizer, kv_cache, activation, logits, offloaded, shared, host_states=host
+        )
         memories.append(memory)
     return memories
 
@@ -251,13 +235,6 @@ def _largest_buffers(model: ModelKey, vocab_size: int, kind: str, lora: LoRASett
         return max(gradient_bytes(buffer, args) for weights in trained for buffer in buffers(weights, args, stage == 0))
 
     return of_stages(stages, largest)
-
-
-def _offloaded(role, kind: str) -> tuple[str, ...]:
-    """Names of the offloaded fields: all except weights used for generation, the actor's and the rollout's."""
-    if not role.offload or kind == "generate":
-        return ()
-    return ("gradients", "optimizer") if kind == "train" else ("weights", "gradients", "optimizer")
 
 
 def _persistent(
@@ -288,11 +265,9 @@ def _persistent(
 
 def average_bytes(role, vocab_size: int, kind: str) -> list[int]:
     """Bytes of the moving average on a rank of each stage, under FSDP on the fullest: four for each trained weight."""
-    args, sizes = role.megatron, []
-    for chunks in stage_weights(args, vocab_size, kind in SCALAR_HEAD):
-        trained = [
-            w for weights in chunks for w in trained_and_frozen(weights, args, role.lora, kind in SCALAR_HEAD)[0]
-        ]
+    args, sizes, value_head = role.megatron, [], kind in SCALAR_HEAD
+    for chunks in stage_weights(args, vocab_size, value_head):
+        trained = [w for weights in chunks for w in trained_and_frozen(weights, args, role.lora, value_head)[0]]
         sizes.append(4 * sum(sharded(trained, args) if args.use_torch_fsdp2 else [w.elements for w in trained]))
     return sizes
 
@@ -304,11 +279,10 @@ def _held(weights: list[Weight], args) -> int:
 
 def gathered(chunks: list[list[Weight]]) -> int:
     """Bytes of FSDP weights gathered at a time: embedding, head, the layer in use and the prefetched one."""
-    layers, rest = {}, 0
+    layers, rest = Counter[str](), 0
     for weight in (w for chunk in chunks for w in chunk):
         if weight.name.startswith(LAYERS):
-            number = weight.name.split(".")[2]
-            layers[number] = layers.get(number, 0) + weight.elements * weight.itemsize
+            layers[weight.name.split(".")[2]] += weight.elements * weight.itemsize
         else:
             rest += weight.elements * weight.itemsize
     return rest + sum(sorted(layers.values())[-2:])

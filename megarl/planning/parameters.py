@@ -32,8 +32,8 @@ from megarl.mcore.recurrence.rule import layer_sizes
 
 KEYS = 64  # of the latest namespaces
 CACHED = 8  # models: a plan asks for the weights of each of its roles several times
-RECOMPUTE = "recompute"  # prefix of attributes, which a search varies; weights depend on none of the next ones
-NO_WEIGHTS = (RECOMPUTE, "sequence_parallel", "use_distributed_optimizer")
+# Prefixes of attributes on which weights do not depend, and which a search, or a rollout, has otherwise.
+NO_WEIGHTS = ("recompute", "sequence_parallel", "use_distributed_optimizer")
 T = TypeVar("T")
 HEAD = "output_layer."  # of critics and reward models: it is trained beside the factors
 SCALAR_HEAD = ("value", "reward model")  # kinds (see `memory.stage_memory`) with one output per token
@@ -41,7 +41,7 @@ SCALAR_HEAD = ("value", "reward model")  # kinds (see `memory.stage_memory`) wit
 
 def stage_weights(args, vocab_size: int, value_head: bool) -> list[list[list[Weight]]]:
     """Weights of every pipeline stage, chunk by chunk, as each rank of the stage holds them; not to be changed."""
-    return _stage_weights(ModelKey.of_weights(args), vocab_size, value_head)
+    return _stage_weights(ModelKey.of(args, NO_WEIGHTS), vocab_size, value_head)
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,9 @@ class ModelKey:
     values: str
 
     @classmethod
-    def of_weights(cls, args) -> "ModelKey":
-        """The key of what depends on weights alone, which a rollout has as the actor has them."""
-        return cls._of(args, NO_WEIGHTS)
-
-    @classmethod
-    def of_gradients(cls, args) -> "ModelKey":
-        """The key of what depends on weights, gradients and optimizer states: not on what is recomputed."""
-        return cls._of(args, (RECOMPUTE,))
-
-    @classmethod
-    def _of(cls, args, left_out: tuple[str, ...]) -> "ModelKey":
-        """Made once for each of the latest namespaces, which are not changed."""
+    def of(cls, args, left_out: tuple[str, ...] = ("recompute",)) -> "ModelKey":
+        """Made once for each of the latest namespaces, which are not changed. `left_out`: prefixes of attributes on
+        which a result does not depend; weights, gradients and optimizer states do not depend on what is recomputed."""
         at = (id(args), left_out)
         if at not in _keys:  # a key holds its namespace, so that no other one gets its id
             if len(_keys) >= KEYS:
@@ -85,7 +76,7 @@ def _stage_weights(model: ModelKey, vocab_size: int, value_head: bool) -> list[l
     made: dict[tuple, list[Weight]] = {}
 
     def chunk(layers: range, is_first: bool, is_last: bool) -> list[Weight]:
-        key = (tuple(kinds[layer] for layer in layers), is_first, is_last, _first_number(args, layers))
+        key = (tuple(kinds[layer] for layer in layers), is_first, is_last, layers.start if args.freeze else 0)
         if key not in made:
             made[key] = _chunk(args, vocab_size, value_head, layers, is_first, is_last, sizes)
         return made[key]
@@ -106,11 +97,6 @@ def of_stages(stages: list[list[list[Weight]]], compute: Callable[[list[list[Wei
     return [found[key] for key in keys]
 
 
-def _first_number(args, layers: range) -> int:
-    """The number of a chunk's first layer in names: in the whole model if a role freezes parameters by name, else 0."""
-    return layers.start if args.freeze else 0
-
-
 class ParameterTotals(NamedTuple):
     """Parameters of a whole model, of one token's forward, and of the rank that holds most."""
 
@@ -121,7 +107,7 @@ class ParameterTotals(NamedTuple):
 
 def parameter_totals(args, vocab_size: int, value_head: bool) -> ParameterTotals:
     """Counts of a role's model: total = all weights; active = total − (1 − k/E) · routed experts."""
-    return _parameter_totals(ModelKey.of_weights(args), vocab_size, value_head)
+    return _parameter_totals(ModelKey.of(args, NO_WEIGHTS), vocab_size, value_head)
 
 
 @functools.lru_cache(maxsize=CACHED)
@@ -158,13 +144,14 @@ def _chunk(args, vocab_size: int, value_head: bool, layers: range, first: bool, 
     weights = embedding_weights(args, vocab_size, value_head, sizes) if first else []
     kinds = layer_kinds(args)
     of_kind = {kind: layer_weights(args, kind, sizes) for kind in {kinds[layer] for layer in layers}}
-    for number, layer in enumerate(layers, _first_number(args, layers)):
+    # Layers of a role that freezes parameters by name are numbered over the whole model.
+    for number, layer in enumerate(layers, layers.start if args.freeze else 0):
         weights += [Weight(f"{LAYERS}{number}.{w.name}", *w[1:]) for w in of_kind[kinds[layer]]]
     return weights + (head_weights(args, vocab_size, value_head, first, sizes) if last else [])
 
 
 def is_half(args) -> bool:
-    """Whether a role's weights are kept in 16 bits, with fp32 copies in its optimizer."""
+    """Whether weights are kept in 16 bits, with fp32 copies in the optimizer."""
     return args.params_dtype != torch.float32
 
 
@@ -178,17 +165,14 @@ def trained_and_frozen(
     if lora is None:
         if not args.freeze:
             return weights, []
-        is_trained = [not is_frozen(args, _layout_free(weight)) for weight in weights]
+        # A later stage's copy of a tied embedding has the embedding's name.
+        names = [EMBEDDING if weight.is_shared else layout_free(weight.name) for weight in weights]
+        is_trained = [not is_frozen(args, name) for name in names]
         return [*compress(weights, is_trained)], [*compress(weights, map(not_, is_trained))]
     trained = [w for w in weights if value_head and w.name.startswith(HEAD)]
     frozen = [w for w in weights if w not in trained]
     frozen += [w for w in weights if w.itemsize == 4 and _factors(w, args, lora)]
     return trained + all_factors(weights, args, lora), frozen
-
-
-def _layout_free(weight: Weight) -> str:
-    """The name that patterns are matched with; a later stage's copy of a tied embedding has the embedding's."""
-    return EMBEDDING if weight.is_shared else layout_free(weight.name)
 
 
 def all_factors(weights: list[Weight], args, lora: LoRASettings | None) -> list[Weight]:

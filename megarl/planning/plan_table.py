@@ -1,6 +1,7 @@
 """A plan as a readable table, and as plain data for JSON."""
 
 import dataclasses
+import functools
 
 from megarl.observe import terminal
 from megarl.planning.memory import GIB
@@ -24,9 +25,7 @@ def count(number: int) -> str:
     return str(number)
 
 
-def bytes_of(number: int) -> str:
-    """A number of bytes with its unit."""
-    return terminal.format_bytes(number, digits=2)
+bytes_of = functools.partial(terminal.format_bytes, digits=2)
 
 
 def _columns(rows: list[list[str]]) -> list[str]:
@@ -34,9 +33,7 @@ def _columns(rows: list[list[str]]) -> list[str]:
 
 
 def _layout(roles: list[RolePlan]) -> list[str]:
-    head = ["role", "ranks", "TP", "PP", "VPP", "CP", "DP", "EP", "ETP", "SP", "sharded", "parameters", "active",
-            "largest rank"]  # fmt: skip
-    rows = [head]
+    rows = [["role", "ranks", *"TP PP VPP CP DP EP ETP SP sharded parameters active".split(), "largest rank"]]
     for role in roles:
         s = role.sizes
         sizes = [s[k] for k in ("tensor", "pipeline", "virtual", "context", "data", "expert", "expert_tensor")]
@@ -127,10 +124,6 @@ def data(plan: Plan) -> dict:
     """The whole plan as lists, dictionaries, numbers and strings."""
     result = dataclasses.asdict(plan)
     for name, role in plan.roles.items():
-        parameters = None if role.parameters is None else role.parameters._asdict()
-        result["roles"][name] |= {
-            "ranks": span(role.ranks),
-            "parameters": parameters,
-            "stages": [memory.dict() for memory in role.stages],
-        }
+        parameters, stages = role.parameters and role.parameters._asdict(), [memory.dict() for memory in role.stages]
+        result["roles"][name] |= {"ranks": span(role.ranks), "parameters": parameters, "stages": stages}
     return result

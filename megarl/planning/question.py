@@ -25,17 +25,13 @@ class Price(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """Flags of train_rl and the ranks that they are for; a later flag wins.
-
-    `ranks_per_node`: None: role maps name no nodes. `vocab_size`, `reward_vocab_size`: of the policy and, if it has
-    another tokenizer, of the reward model.
-    """
+    """Flags of train_rl and the ranks that they are for; a later flag wins."""
 
     flags: list[str]
     world_size: int
-    ranks_per_node: int | None
+    ranks_per_node: int | None  # None: role maps name no nodes
     vocab_size: int = 0
-    reward_vocab_size: int | None = None
+    reward_vocab_size: int | None = None  # of a reward model with another tokenizer
 
     def program(self, more: tuple[str, ...] = ()) -> arguments.RunConfig:
         """The run with further flags, parsed and checked as the run itself does. UsageError for wrong ones."""

@@ -46,17 +46,15 @@ def estimate(price: Price, cluster: Cluster) -> StepTime | None:
         if plan.cache is not None:
             phases["generation"][name] = _generation(program, plan, step, cluster)
         elif plan.parameters is not None and name != "rollout":
-            both = _passes(program, plan, step, cluster)
-            phases["scoring"][name], phases["updates"][name] = both
+            phases["scoring"][name], phases["updates"][name] = _passes(program, plan, step, cluster)
     seconds = {
         phase: max(sum(of_role.get(role, 0.0) for role in each.roles) for each in price.rank_sets)
         for phase, of_role in phases.items()
     }
     rollout = price.roles["rollout"]
     sent = traffic.weights_to_rollout(program.roles, rollout.vocab_size) / len(rollout.ranks)
-    return StepTime(
-        **seconds, weights=sent / cluster.speed(len(rollout.ranks)), ahead=program.settings.generation_lag > 0
-    )
+    weights = sent / cluster.speed(len(rollout.ranks))
+    return StepTime(**seconds, weights=weights, ahead=program.settings.generation_lag > 0)
 
 
 def text(found: StepTime | None, cluster: Cluster) -> str:
@@ -84,10 +82,8 @@ def forward_flops(args, plan: summary.RolePlan, tokens: float, length: float) ->
     P without embeddings that are only looked up.
     """
     assert plan.parameters is not None
-    if args.multi_latent_attention:
-        channels = args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim
-    else:
-        channels = 2 * args.kv_channels
+    of_latents = args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim
+    channels = of_latents if args.multi_latent_attention else 2 * args.kv_channels
     lookups, layers = 0, sum(attention_layer_pattern(args))
     if args.untie_embeddings_and_output_weights or plan.kind in SCALAR_HEAD:
         lookups = padded_vocab_size(args, plan.vocab_size) * args.hidden_size

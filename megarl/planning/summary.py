@@ -18,8 +18,9 @@ from megarl.planning.memory import GIB, Memory, average_bytes, stage_memory
 from megarl.planning.parameters import SCALAR_HEAD, ParameterTotals, parameter_totals
 
 # How each role uses its model; a reward role with verifiers only has none, and that of a judge is a "judge".
-KINDS = {"actor": "train", "critic": "value", "reward": "reward model", "reference": "score", "teacher": "score",
-         "rollout": "generate"}  # fmt: skip
+KINDS = dict(
+    actor="train", critic="value", reward="reward model", reference="score", teacher="score", rollout="generate"
+)
 PREFILL = 4096  # minimum token budget of a prefill of the rollout engine
 
 
@@ -83,20 +84,19 @@ def make_plan(program, world_size: int, vocab_size: int, reward_vocab_size: int 
     has_judge = program.roles["reward"].is_judge
     own_groups = reward_traffic.holds_own_groups(role_groups, s, has_judge)
     roles = role_plans(program, vocab_size, reward_vocab_size)
+    exchanges = reward_traffic.early_responses(role_groups, s, has_judge, vocab_size)
+    exchanges += traffic.exchanges(role_groups, s, program.teachers.state_bytes, own_groups)
+    exchanges += traffic.routes(program.roles, role_groups, s)
     return Plan(
-        world_size=world_size,
-        vocab_size=vocab_size,
-        padded_vocab_size=padded_vocab_size(program.roles["actor"].megatron, vocab_size),
-        step=traffic.step_sizes(program.settings),
-        roles=roles,
-        rank_sets=sets_of(roles, world_size),
-        exchanges=[
-            *reward_traffic.early_responses(role_groups, s, has_judge, vocab_size),
-            *traffic.exchanges(role_groups, s, program.teachers.state_bytes, own_groups),
-            *traffic.routes(program.roles, role_groups, s),
-        ],
-        weights_to_rollout=traffic.weights_to_rollout(program.roles, vocab_size),
-        weights_to_reference=traffic.weights_to_reference(program.roles, program.settings, vocab_size),
+        world_size,
+        vocab_size,
+        padded_vocab_size(program.roles["actor"].megatron, vocab_size),
+        traffic.step_sizes(s),
+        roles,
+        sets_of(roles, world_size),
+        exchanges,
+        traffic.weights_to_rollout(program.roles, vocab_size),
+        traffic.weights_to_reference(program.roles, s, vocab_size),
     )
 
 
@@ -112,19 +112,16 @@ def role_plans(program, vocab_size: int, reward_vocab_size: int | None = None) -
     sizes = dict.fromkeys(program.roles, vocab_size) | {"reward": reward_vocab_size or vocab_size}
     # First, because a cache that is too small refuses the run: a search then spends no more time on it.
     caches = {name: _cache(role, program.settings, step) for name, role in program.roles.items()}
-    plans = {
-        name: _role(role, program.settings, sizes[name], step, caches[name]) for name, role in program.roles.items()
-    }
+    settings, roles = program.settings, program.roles.items()
+    plans = {name: _role(role, settings, sizes[name], step, caches[name]) for name, role in roles}
     if program.teachers.take_turns:
-        of_teachers = [_role(role, program.settings, vocab_size, step, None) for role in program.teachers.models]
-        plans["teacher"] = _in_turns(of_teachers)
+        plans["teacher"] = _in_turns(
+            [_role(role, settings, vocab_size, step, None) for role in program.teachers.models]
+        )
     copies, actor = traffic.weights_to_rollout(program.roles, vocab_size), plans["actor"]
-    sent = program.settings.generation_lag * copies // len(actor.ranks)
-    taught = _teacher_data(program, vocab_size, step)
-    stages = [
-        replace(memory, sent_weights=sent, teacher_data=bytes_)
-        for memory, bytes_ in zip(actor.stages, taught, strict=True)
-    ]
+    sent, taught = settings.generation_lag * copies // len(actor.ranks), _teacher_data(program, vocab_size, step)
+    both = zip(actor.stages, taught, strict=True)
+    stages = [replace(memory, sent_weights=sent, teacher_data=data) for memory, data in both]
     return plans | {"actor": replace(actor, stages=stages)}
 
 
@@ -151,12 +148,8 @@ def _in_turns(plans: list[RolePlan]) -> RolePlan:
         others = sum(memory.host for memory in of_models) - largest.host
         stages.append(replace(largest, waiting=others))
     busiest = max(plans, key=lambda plan: sum(plan.traffic.values()))
-    totals = [plan.parameters for plan in plans if plan.parameters is not None]
-    parameters = ParameterTotals(
-        total=sum(each.total for each in totals),
-        active=max(each.active for each in totals),
-        largest_rank=max(each.largest_rank for each in totals),
-    )
+    total, active, of_rank = zip(*(plan.parameters for plan in plans if plan.parameters is not None), strict=True)
+    parameters = ParameterTotals(sum(total), max(active), max(of_rank))
     return replace(plans[0], stages=stages, traffic=busiest.traffic, parameters=parameters)
 
 
@@ -192,10 +185,8 @@ def _role(role, settings, vocab_size: int, step: traffic.StepSizes, cache: Cache
         sent = traffic.within_role(role, kind, vocab_size, step)
         totals = parameter_totals(args, vocab_size, kind in SCALAR_HEAD)
     return RolePlan(
-        name=role.name, ranks=role.ranks, model_role=role.model_role, sizes=layout, parameters=totals,
-        stages=stages, vocab_size=vocab_size, microbatches=count, traffic=sent,
-        kind=kind, cache=cache,
-    )  # fmt: skip
+        role.name, role.ranks, role.model_role, layout, totals, stages, vocab_size, count, sent, kind, cache
+    )
 
 
 def kind_of(role) -> str | None:
@@ -244,9 +235,7 @@ def sets_of(roles: dict[str, RolePlan], world_size: int) -> list[RankSet]:
         sets.setdefault(names, []).append(range(start, stop))
     result = []
     for names, parts in sets.items():
-        fullest = max(
-            (part.start + int(total[part.start : part.stop].argmax()) for part in parts), key=total.__getitem__
-        )
-        count = sum(len(part) for part in parts)
-        result.append(RankSet(roles=names, ranks=count, fullest=fullest, bytes=int(total[fullest])))
+        candidates = (part.start + int(total[part.start : part.stop].argmax()) for part in parts)
+        fullest = max(candidates, key=total.__getitem__)
+        result.append(RankSet(names, sum(map(len, parts)), fullest, int(total[fullest])))
     return result

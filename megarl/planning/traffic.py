@@ -15,8 +15,8 @@ from typing import NamedTuple
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.batch import ACTOR, FIELDS, GENERATED, ON_ROLLOUT, READERS, REWARD, fields_sent
 from megarl.comm.exchange import HEADER, PARTS, STATES
+from megarl.flags.combinations import expected_responses
 from megarl.flags.correction import RECOMPUTE
-from megarl.flags.group_rules import expected_responses
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.lora.targets import LoRASettings
 from megarl.mcore.model.pipeline_layout import (
@@ -49,21 +49,16 @@ WHOLE = ("_down_proj.", "_latent_proj.")  # matrices that every tensor-parallel 
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Sizes of a step: sequences, the longest prompt and response in tokens, PPO epochs, and the actor's updates.
-
-    `greedy`: additional greedy responses (ReMax's baseline). `skips_old_logprobs`: no pass
-    for old log-probs, which are the rollout's, or those of a single update's forward. `compares`: the policy loss has a
-    pass before each update, except where the policy is the one before the step.
-    """
+    """Sizes of a step."""
 
     sequences: int
-    prompt: int
+    prompt: int  # tokens of the longest
     response: int
     epochs: int
-    updates: int
-    greedy: int = 0
-    skips_old_logprobs: bool = False
-    compares: bool = False
+    updates: int  # of the actor
+    greedy: int = 0  # additional greedy responses (ReMax's baseline)
+    skips_old_logprobs: bool = False  # old log-probs are the rollout's, or those of a single update's forward
+    compares: bool = False  # the policy loss has a pass before updates, unless the policy is the one before the step
 
     @property
     def tokens(self) -> int:
@@ -97,16 +92,13 @@ def step_sizes(settings) -> StepSizes:
 
 
 class FieldMove(NamedTuple):
-    """Batch fields that one role sends to another.
-
-    `round_robin`: sequences are dealt to replicas as they are generated; else balanced by FLOPs.
-    """
+    """Batch fields that one role sends to another."""
 
     source: str
     destination: str
     fields: list[str]
     sequences: int
-    round_robin: bool = False
+    round_robin: bool = False  # sequences are dealt to replicas as they are generated; else balanced by FLOPs
 
 
 def moves(settings, roles) -> list[FieldMove]:
@@ -123,7 +115,7 @@ def moves(settings, roles) -> list[FieldMove]:
 
 
 def field_bytes(names: list[str], step: StepSizes, state: int = 0, parts: int = 1) -> int:
-    """Bytes of these fields of a step's whole batch, with the header that identifies the sequences; `state`: of one of
+    """Bytes of these fields of a step's whole batch, with the header that identifies the sequences. `state`: of one of
     the teachers' hidden states; `parts`: number of a reward's."""
     names = dict.fromkeys(HEADER + names)
     items = {"token": step.tokens, "sequence": step.sequences}
@@ -189,10 +181,9 @@ def passes(role: str, args, step: StepSizes) -> tuple[int, int]:
     """(forwards, backwards) of a step's batch through a role's model; full recomputation adds forwards."""
     if role not in ("actor", "critic"):
         return 1, 0
-    again = args.recompute_granularity == "full"
     scoring = 0 if role == "actor" and step.skips_old_logprobs else 1
     scoring += step.epochs if role == "actor" and step.compares else 0
-    return scoring + step.epochs * (2 if again else 1), step.epochs
+    return scoring + step.epochs * (2 if args.recompute_granularity == "full" else 1), step.epochs
 
 
 def within_role(role, kind: str, vocab_size: int, step: StepSizes) -> dict[str, int]:
@@ -209,9 +200,10 @@ def within_role(role, kind: str, vocab_size: int, step: StepSizes) -> dict[str, 
         "expert": expert(args, n, forwards, backwards),
         "gradients": 0.0,
     }
-    if kind in ("generate", "judge"):
-        share = step.response / (step.prompt + step.response)
-        sent["tensor"] += _gathered_logits(args, vocab_size, n * share)
+    if kind in ("generate", "judge"):  # each new token's logits are gathered over tensor-parallel ranks
+        tokens, t = n * (step.response / (step.prompt + step.response)), args.tensor_model_parallel_size
+        columns = padded_vocab_size(args, vocab_size) / t
+        sent["tensor"] += (t - 1) * tokens * columns * args.params_dtype.itemsize / args.pipeline_model_parallel_size
     if kind in ("train", "value") or args.use_torch_fsdp2:
         sent["gradients"] = gradients(role, kind, vocab_size, step, forwards, backwards)
     return {name: int(value) for name, value in sent.items()}
@@ -238,22 +230,11 @@ def tensor(args, n: int, forwards: int, backwards: int) -> float:
         channels -= layers * fewer * (both if args.sequence_parallel else 2 * backwards)
         channels -= layers * backwards * (wide - queries) if args.sequence_parallel else 0
     s = n / t if args.sequence_parallel else n
-    channels = channels * (t - 1) / t + sum(attention_layer_pattern(args)) / stages * both * _exchanged_columns(args)
+    heads = HeadLayout.of(args)  # columns of `linear_qkv`, or of their gradients; 0 unless ranks share a group
+    exchanged = columns_sent(heads, heads.ranks_of_group(t))
+    channels = channels * (t - 1) / t + sum(attention_layer_pattern(args)) / stages * both * exchanged
     copies = args.moe_router_topk * s * (args.moe_latent_size or wide)
     return channels * n * b + 2 * both * experts * (x - 1) * copies * b
-
-
-def _exchanged_columns(args) -> float:
-    """Columns of `linear_qkv`, or of their gradients, that a rank sends of a token; 0 unless ranks share a group."""
-    heads = HeadLayout.of(args)
-    return columns_sent(heads, heads.ranks_of_group(args.tensor_model_parallel_size))
-
-
-def _gathered_logits(args, vocab_size: int, tokens: float) -> float:
-    """The rollout's all-gather of each new token's logits over tensor-parallel ranks, on the last stage."""
-    t = args.tensor_model_parallel_size
-    columns = padded_vocab_size(args, vocab_size) / t
-    return (t - 1) * tokens * columns * args.params_dtype.itemsize / args.pipeline_model_parallel_size
 
 
 def context(args, n: int, forwards: int, backwards: int) -> float:
@@ -298,25 +279,23 @@ def gradients(role, kind: str, vocab_size: int, step: StepSizes, forwards: int, 
     """
     args = role.megatron
     stages, size = stage_weights(args, vocab_size, kind in SCALAR_HEAD), parallel_sizes(args)
-    dense = size.data(len(role.ranks)) * size.context
-    total = 0.0
+    dense, total = size.data(len(role.ranks)) * size.context, 0.0
     if not args.use_torch_fsdp2:
-        for sent in itertools.chain(*_reduced_of_chunks(ModelKey.of_gradients(args), vocab_size, kind, role.lora)):
+        for sent in itertools.chain(*_reduced_of_chunks(ModelKey.of(args), vocab_size, kind, role.lora)):
             total += step.updates * sent
         return total / len(stages)
-    for chunks in stages:
-        for weights in chunks:
-            trained, _ = trained_and_frozen(weights, args, role.lora, kind in SCALAR_HEAD)
-            factors, unsharded = all_factors(weights, args, role.lora), [w for w in trained if is_unsharded(w, args)]
-            held, _ = sharded_bytes([w for w in weights + factors if not is_unsharded(w, args)], args)
-            _, reduced = sharded_bytes([w for w in trained if not is_unsharded(w, args)], args)
-            total += step.updates * 2 * (dense - 1) / dense * plain_bytes(unsharded)  # all-reduced once
-            count = step.microbatches(size.data(len(role.ranks)), role.max_tokens_per_microbatch)
-            microbatches = count * step.updates / step.epochs  # of one pass over the batch
-            total += microbatches * (dense - 1) * ((forwards + backwards) * held + backwards * reduced)
-            if factors and not is_half(args):  # they are gathered with the embeddings, to be merged
-                outside = [w for w in weights if not w.name.startswith(LAYERS)]
-                total += step.updates * (dense - 1) * sharded_bytes(outside + factors, args)[0]
+    count = step.microbatches(size.data(len(role.ranks)), role.max_tokens_per_microbatch)
+    microbatches = count * step.updates / step.epochs  # of one pass over the batch
+    for weights in itertools.chain(*stages):
+        trained, _ = trained_and_frozen(weights, args, role.lora, kind in SCALAR_HEAD)
+        factors, unsharded = all_factors(weights, args, role.lora), [w for w in trained if is_unsharded(w, args)]
+        held, _ = sharded_bytes([w for w in weights + factors if not is_unsharded(w, args)], args)
+        _, reduced = sharded_bytes([w for w in trained if not is_unsharded(w, args)], args)
+        total += step.updates * 2 * (dense - 1) / dense * plain_bytes(unsharded)  # all-reduced once
+        total += microbatches * (dense - 1) * ((forwards + backwards) * held + backwards * reduced)
+        if factors and not is_half(args):  # they are gathered with the embeddings, to be merged
+            outside = [w for w in weights if not w.name.startswith(LAYERS)]
+            total += step.updates * (dense - 1) * sharded_bytes(outside + factors, args)[0]
     return total / len(stages)
 
 

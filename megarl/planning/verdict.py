@@ -5,17 +5,17 @@ from typing import NamedTuple
 
 from megarl.planning import hardware
 from megarl.planning.changes import Change, fitting, helpful_changes
-from megarl.planning.memory import GIB, Memory
+from megarl.planning.memory import GIB
 from megarl.planning.question import Price, Question
 
 RESIDENT = ("weights", "gradients", "optimizer", "kv_cache", "sent_weights", "teacher_data")
 
 
 class Component(NamedTuple):
-    """A part of a rank's memory: the role that holds it, its name as a field of `Memory`, and its bytes."""
+    """A part of a rank's memory."""
 
     role: str
-    name: str
+    name: str  # of a field of `Memory`
     bytes: int
 
 
@@ -60,20 +60,13 @@ def largest_component(price: Price) -> Component:
     rank_set = price.fullest
     held = {name: price.roles[name].memory_on(rank_set.fullest) for name in rank_set.roles}
     computing = max(held, key=lambda name: held[name].transient)
-    found = [
-        Component(role, name, size)
-        for role, memory in held.items()
-        for name, size in _components(memory, role == computing).items()
-    ]
+    found = []
+    for role, memory in held.items():
+        fields = [name for name in RESIDENT if role == computing or name not in memory.offloaded]
+        for name in fields + ["activations", "logits"] * (role == computing):
+            size = getattr(memory, name) - (memory.kv_cache_in_gradients if name == "kv_cache" else 0)
+            found.append(Component(role, name, size))
     return max(found, key=lambda component: component.bytes)
-
-
-def _components(memory: Memory, computes: bool) -> dict[str, int]:
-    """Bytes on the device by field while one role computes."""
-    fields = [name for name in RESIDENT if computes or name not in memory.offloaded]
-    sizes = {name: getattr(memory, name) for name in (*fields, *(("activations", "logits") if computes else ()))}
-    sizes["kv_cache"] -= memory.kv_cache_in_gradients
-    return sizes
 
 
 def _line(found: Verdict, change: Change) -> str:

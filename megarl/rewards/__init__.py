@@ -5,7 +5,7 @@ from megarl.rewards.frameworks import of_openrlhf, of_trl, of_verl
 
 __all__ = ["VERIFIERS", "Sample", "Score", "batched", "grouped", "of_openrlhf", "of_trl", "of_verl"]
 
-# Name of a term of --reward -> its `built_in.BuiltIn`. `expression` has the terms that no verifier scores.
+# Name of a term of --reward -> its `base.BuiltIn`. `expression` has the terms that no verifier scores.
 VERIFIERS = {
     "exact-match": "megarl.rewards.text:EXACT_MATCH",
     "regex": "megarl.rewards.text:REGEX",

@@ -3,12 +3,15 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl import user_results
 from megarl.measurements import parts_of, value_of
 from megarl.plugins import place_of
 from megarl.user_results import shown, shown_error
+
+if TYPE_CHECKING:  # the rows of the table are in modules that read prompts
+    from megarl.data.prompts import PromptSet
 
 _SHOWN = 80  # characters of prompt and response in a reason
 _LONGEST = 2000  # characters of what went wrong
@@ -40,7 +43,6 @@ class Sample:
 
 
 def only_turn(response: str) -> list[dict[str, Any]]:
-    """`Sample.turns` of a response without an environment."""
     return [{"text": response, "observation": "", "reward": 0.0}]
 
 
@@ -60,6 +62,48 @@ class Score:
     extracted: str | None = None
     timed_out: bool = False
     abstains: bool = False
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags `--reward-FIELD` that verifiers read. Plain values, because it is pickled to the workers."""
+
+    pattern: str | None
+    format: str
+    length: int
+    url: str | None
+    retries: int
+    concurrency: int  # requests, or calls of an async function, at a time
+    memory_mb: int
+    timeout: float  # seconds per sample
+    workers: int
+
+    @classmethod
+    def of(cls, settings) -> "Options":
+        """From `megarl.flags.settings.Settings`, whose import would be too slow for a worker."""
+        return cls(
+            pattern=settings.reward_pattern, format=settings.reward_format, length=settings.reward_length,
+            url=settings.reward_url, retries=settings.reward_retries, concurrency=settings.reward_concurrency,
+            memory_mb=settings.reward_memory_mb, timeout=settings.reward_timeout, workers=settings.reward_workers,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """`make` builds the function; `check` checks the prompts; `load` checks them with what the verifier imports.
+
+    `limited`: it can hang, so it needs a time limit. `threads`: it enforces the limit itself and may run on as many
+    threads as this option says. `wrong`: its score of a response with which it takes too long. `isolated`: a process of
+    its own scores each response and says whether that took too long.
+    """
+
+    make: Callable[[Options], Callable[[Sample], Score | float]]
+    check: Callable[["PromptSet"], None] | None = None
+    load: Callable[["PromptSet", Options], None] | None = None
+    limited: bool = True
+    threads: str | None = None
+    wrong: Score | None = None
+    isolated: bool = False
 
 
 def reference_sample(sample: Sample) -> Sample:
@@ -138,9 +182,8 @@ class Verifier:
         """For each sample a Score, or the reason for having none. A function of a list is called once; all samples
         fail if it raises."""
         if self.concurrent:
-            limits = self._seconds, self._concurrency
-            results = user_results.run(user_results.together(self._function, samples, *limits))
-            return [self._checked(*item) for item in zip(samples, results, strict=True)]
+            work = user_results.together(self._function, samples, self._seconds, self._concurrency)
+            return list(map(self._checked, samples, user_results.run(work)))
         calls = [samples] if self._takes_list else [[sample] for sample in samples]
         return [outcome for call in calls for outcome in self._outcomes(call)]
 
@@ -155,7 +198,7 @@ class Verifier:
                 raise ValueError(f"returned {len(results)} results for {len(samples)} samples")
         except (Exception, SystemExit) as error:
             return [failure(self.name, sample, error) for sample in samples]
-        return [self._checked(*item) for item in zip(samples, results, strict=True)]
+        return list(map(self._checked, samples, results))
 
     def _checked(self, sample: Sample, result: Any) -> Score | str:
         if isinstance(result, user_results.LateCall):
@@ -193,10 +236,8 @@ def _score_of(result: Any, sample: Sample) -> Any:
         if not isinstance(score, Score):
             return result
         correct, answer = user_results.number_of(result.get("acc")), result.get("pred")
-        return replace(
-            score, correct=score.correct if correct is None else correct > 0,
-            extracted=answer if isinstance(answer, str) else score.extracted,
-        )  # fmt: skip
+        is_correct = score.correct if correct is None else correct > 0
+        return replace(score, correct=is_correct, extracted=answer if isinstance(answer, str) else score.extracted)
     number = user_results.number_of(result)
     return result if number is None else Score(number, number >= 1.0, extracted=whole_response(sample))
 
@@ -210,10 +251,8 @@ def _plain(result: object) -> Score:
         raise ValueError(f"parts {shown(result.parts)} do not add up to {shown(result.reward)}")
     if not isinstance(result.extracted, str | None):
         raise ValueError(f"extracted is {shown(result.extracted)}, neither a string nor None")
-    return replace(
-        result, reward=reward, correct=bool(result.correct), parts=parts, timed_out=bool(result.timed_out),
-        abstains=bool(result.abstains),
-    )  # fmt: skip
+    flags: dict[str, Any] = {name: bool(getattr(result, name)) for name in ("correct", "timed_out", "abstains")}
+    return replace(result, reward=reward, parts=parts, **flags)
 
 
 def _keys(result: object) -> str:

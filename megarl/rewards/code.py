@@ -2,19 +2,19 @@
 
 import ast
 import builtins
+import functools
 import re
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from megarl.confine import sandbox
 from megarl.confine.sandbox import Limits
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
-from megarl.rewards.base import Sample, Score
-from megarl.rewards.built_in import BuiltIn, Options
+from megarl.rewards.base import BuiltIn, Sample, Score
 from megarl.rewards.text import check_metadata
 
 _FENCE = re.compile(r"^```(?:python3?|py)[ \t]*\r?\n(.*?)(?:^```|\Z)", re.MULTILINE | re.DOTALL | re.IGNORECASE)
@@ -55,32 +55,31 @@ check()
 """
 
 
-@dataclass(frozen=True)
-class _Example:
-    stdin: str
-    stdout: str
-
-    def passed(self, program: str, limits: Limits) -> bool:
-        outcome = sandbox.run(program, self.stdin, limits)
-        return outcome.status == "ok" and _lines(outcome.stdout) == _lines(self.stdout)
+Test = Callable[[str, Limits], bool]  # whether a program passes it
 
 
-@dataclass(frozen=True)
-class _Asserts:
-    code: str
+def _example(stdin: str, stdout: str) -> Test:
+    def passed(program: str, limits: Limits) -> bool:
+        outcome = sandbox.run(program, stdin, limits)
+        return outcome.status == "ok" and _lines(outcome.stdout) == _lines(stdout)
 
-    def passed(self, program: str, limits: Limits) -> bool:
+    return passed
+
+
+def _asserts(code: str) -> Test:
+    def passed(program: str, limits: Limits) -> bool:
         mark = secrets.token_hex(16)
-        tests, private = with_own_builtins(self.code, f"_{secrets.token_hex(8)}_")
-        imports = sorted(_imported(ast.parse(self.code)) - {"program"})
+        tests, private = with_own_builtins(code, f"_{secrets.token_hex(8)}_")
+        imports = sorted(_imported(ast.parse(code)) - {"program"})
         script = _HARNESS.format(program=program, tests=tests, imports=imports, builtins=private, mark=mark)
         outcome = sandbox.run(script, limits=limits)
         return outcome.status == "ok" and mark in outcome.stdout
 
+    return passed
+
 
 def with_own_builtins(tests: str, prefix: str) -> tuple[str, list[tuple[str, str]]]:
     """The tests with Python's built-ins under private names, which a program cannot have defined; (private, built-in).
-
     Built-ins that the tests define themselves keep their names. So do all if the tests use no other name: then it is
     the program's function that is called like a built-in, as in `assert sum(10, 15) == 6`.
     """
@@ -107,7 +106,6 @@ def with_own_builtins(tests: str, prefix: str) -> tuple[str, list[tuple[str, str
 
 
 def _imported(tree: ast.AST) -> set[str]:
-    """The modules of all import statements."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -136,7 +134,7 @@ def check(sample: Sample, limits: Limits = Limits()) -> Score:
         left = deadline - time.monotonic()
         if left <= 0:
             break
-        passed += test.passed(program, replace(limits, seconds=left))
+        passed += test(program, replace(limits, seconds=left))
     return Score(passed / len(tests), passed == len(tests), {"code": passed / len(tests)})
 
 
@@ -147,7 +145,6 @@ def program_of(response: str) -> str:
 
 
 def check_code(prompts: PromptSet):
-    """UsageError for the first line whose metadata holds no tests or malformed ones."""
     check_metadata("code", prompts, _tests)
 
 
@@ -158,17 +155,17 @@ def load_code(prompts: PromptSet):
         raise UsageError(f"--reward code: this machine allows no sandbox: {reason}; see docs/rewards.md")
 
 
-def _tests(metadata: dict[str, Any] | None) -> list[_Example | _Asserts]:
+def _tests(metadata: dict[str, Any] | None) -> list[Test]:
     metadata = metadata or {}
     examples, asserts = metadata.get("tests", []), metadata.get("test_code")
     if not isinstance(examples, list):
         raise ValueError("metadata: tests must be a list of objects with input and output")
-    tests: list[_Example | _Asserts] = []
+    tests: list[Test] = []
     for number, example in enumerate(examples, 1):
-        texts = [example.get(key) for key in ("input", "output")] if isinstance(example, dict) else [None]
-        if not all(isinstance(text, str) for text in texts):
+        given, expected = (example.get(key) if isinstance(example, dict) else None for key in ("input", "output"))
+        if not isinstance(given, str) or not isinstance(expected, str):
             raise ValueError(f"metadata: test {number} must be an object whose input and output are strings")
-        tests.append(_Example(*texts))
+        tests.append(_example(given, expected))
     if asserts is not None:
         if not isinstance(asserts, str) or not asserts.strip():
             raise ValueError("metadata: test_code must be a string of Python statements")
@@ -176,7 +173,7 @@ def _tests(metadata: dict[str, Any] | None) -> list[_Example | _Asserts]:
             compile(asserts, "test_code", "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"metadata: test_code is no Python: {error}") from None
-        tests.append(_Asserts(asserts))
+        tests.append(_asserts(asserts))
     if not tests:
         raise ValueError("metadata must hold tests, a list of objects with input and output, or test_code")
     return tests
@@ -186,10 +183,10 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def _verifier(options: Options) -> Callable[[Sample], Score]:
-    limits = Limits(seconds=options.timeout, memory_mb=options.memory_mb)
-    return lambda sample: check(sample, limits)
-
-
-# Each program runs in its own process; a thread waits for it.
-CODE = BuiltIn(_verifier, check_code, lambda prompts, _: load_code(prompts), limited=False, threads="workers")
+CODE = BuiltIn(
+    lambda options: functools.partial(check, limits=Limits(options.timeout, options.memory_mb)),
+    check_code,
+    lambda prompts, _: load_code(prompts),
+    limited=False,
+    threads="workers",  # each program runs in its own process; a thread waits for it
+)

@@ -9,10 +9,9 @@ _ABSENT = "returned None, and no other term of the reward has a score for this s
 
 
 def correctness_term(terms: Sequence[Term]) -> str:
-    """The term that decides whether a response is correct.
-
-    It is the environment, else the first answer verifier, else the reward model or the judge, else the first term. For
-    a reward model, a score above 0 is correct, because train_reward centres its scores at 0.
+    """The term that decides whether a response is correct. It is the environment, else the first answer verifier, else
+    the reward model or the judge, else the first term. For a reward model, a score above 0 is correct, because
+    train_reward centres its scores at 0.
     """
     names = [term.name for term in terms]
     if ENVIRONMENT in names:
@@ -22,10 +21,9 @@ def correctness_term(terms: Sequence[Term]) -> str:
 
 
 def compose(terms: Sequence[Term], scores: dict[str, Score]) -> Score:
-    """The sum Σ weight · reward of one sample's scores by name, with each term's share of it as a component.
-
-    A single verifier of weight 1 keeps its score and its components. Terms of weight 0 have no component, nor those
-    that abstain. Without terms the reward is 0.
+    """The sum Σ weight · reward of one sample's scores by name, with each term's share of it as a component. A single
+    verifier of weight 1 keeps its score and its components. Terms of weight 0 have no component, nor those that
+    abstain. Without terms the reward is 0.
     """
     if not terms:
         return Score(reward=0.0, correct=False)
@@ -45,9 +43,8 @@ def compose(terms: Sequence[Term], scores: dict[str, Score]) -> Score:
 
 
 def deciding_score(terms: Sequence[Term], scores: dict[str, Score]) -> Score:
-    """The score that says whether one sample is correct: of terms that abstain the next one that can tell.
-
-    If none is left, the sample is not correct, and the score abstains.
+    """The score that says whether one sample is correct: of terms that abstain the next one that can tell. If none is
+    left, the sample is not correct, and the score abstains.
     """
     found = scores[correctness_term(terms)]
     if not found.abstains:
@@ -58,7 +55,6 @@ def deciding_score(terms: Sequence[Term], scores: dict[str, Score]) -> Score:
 
 def unscored(terms: Sequence[Term], columns: dict[str, list[Score]], count: int) -> list[str | None]:
     """For each of `count` samples the first term that abstains, if no term that counts has a score for it; else None.
-
     `columns`: scores of the terms that can abstain. `cosine` abstains with the term that says which samples are
     correct; `truncated` and `adaptive-length` only change what the others give.
     """
@@ -74,9 +70,8 @@ def fail_unscored(
     terms: Sequence[Term], samples: Sequence[Sample], columns: dict[str, list[Score]], failures: dict[str, list[str]],
     reasons: Sequence[str | None], fallback: float,
 ) -> tuple[dict[str, list[str]], list[str | None]]:  # fmt: skip
-    """(failures by name, reasons by sample), with those of the `unscored` samples.
-
-    The first term that abstains gets the score `fallback` there, in `columns`.
+    """(failures by name, reasons by sample), with those of the `unscored` samples. The first term that abstains gets
+    the score `fallback` there, in `columns`.
     """
     failures, reasons = {name: list(found) for name, found in failures.items()}, list(reasons)
     for i, name in enumerate(unscored(terms, columns, len(samples))):

@@ -20,11 +20,8 @@ def of_trl(function: Callable, messages: bool | None = None) -> Callable[[Sample
 
     It gets all columns of the prompt's row by their own names; those that it does not take are left out.
 
-    Args:
-        messages: whether prompt and completion are lists of messages; None: as the prompt of the row is one (TRL).
-
-    Raises:
-        TypeError: the function needs something of TRL's trainer.
+    `messages`: whether prompt and completion are lists of messages; None: as the prompt of the row is one (TRL).
+    TypeError: the function needs something of TRL's trainer.
     """
     parameters = list(inspect.signature(function).parameters.values())
     if lacking := [each.name for each in parameters if each.name in _OF_THE_TRAINER and each.default is each.empty]:
@@ -42,7 +39,7 @@ def of_trl(function: Callable, messages: bool | None = None) -> Callable[[Sample
 
     named = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     optional = [each.name for each in parameters if each.default is not each.empty]
-    wrapped = _wrapped(function, lambda sample: ((), arguments(sample)))
+    wrapped = _wrapped(function, lambda sample: function(**arguments(sample)))
     # `build.check_prompts` refuses data without them.
     wrapped.needed_columns = tuple(name for name in named if name not in ("prompts", "completions", *optional))  # type: ignore[attr-defined]  # functions have attributes
     return wrapped
@@ -57,19 +54,20 @@ def of_verl(function: Callable) -> Callable[[Sample], Any]:
         of_model = metadata.get("reward_model")
         truth = of_model.get("ground_truth", sample.answer) if isinstance(of_model, dict) else sample.answer
         source = metadata.get("data_source", sample.columns.get("data_source"))
-        values = {
-            "data_source": source, "solution_str": sample.response, "ground_truth": truth,
-            "extra_info": metadata.get("extra_info"),
-        }  # fmt: skip
-        return _taken(function, values)
+        values = {"data_source": source, "extra_info": metadata.get("extra_info")}
+        return _taken(function, values | {"solution_str": sample.response, "ground_truth": truth})
 
-    return _wrapped(function, lambda sample: ((), arguments(sample)), lambda r: r[0] if isinstance(r, tuple) else r)
+    return _wrapped(function, lambda sample: function(**arguments(sample)), _first_of_tuple)
+
+
+def _first_of_tuple(result: Any) -> Any:
+    return result[0] if isinstance(result, tuple) else result
 
 
 def of_openrlhf(function: Callable) -> Callable[[Sample], Any]:
     """A reward of OpenRLHF: `reward_func(queries, prompts, labels)`, of lists of one; queries end with responses."""
     return _wrapped(
-        function, lambda sample: (([sample.prompt + sample.response], [sample.prompt], [sample.answer]), {})
+        function, lambda sample: function([sample.prompt + sample.response], [sample.prompt], [sample.answer])
     )
 
 
@@ -81,27 +79,14 @@ def _taken(function: Callable, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wrapped(
-    function: Callable, arguments: Callable[[Sample], tuple[tuple, dict[str, Any]]],
-    read: Callable[[Any], Any] = lambda result: result,
-) -> Callable:  # fmt: skip
-    """A function of a Sample that calls `function` with these arguments, and reads its result."""
-    if is_async(function):
+    function: Callable, call: Callable[[Sample], Any], read: Callable[[Any], Any] = lambda result: result
+) -> Callable:
+    """A function of a Sample that reads the result of `call`, with the name of `function`, but its own signature."""
 
-        async def awaits(sample: Sample) -> Any:
-            args, named = arguments(sample)
-            return read(await function(*args, **named))
+    async def awaits(sample: Sample) -> Any:
+        return read(await call(sample))
 
-        return _named(awaits, function)
-
-    def calls(sample: Sample) -> Any:
-        args, named = arguments(sample)
-        return read(function(*args, **named))
-
-    return _named(calls, function)
-
-
-def _named(wrapper: Callable, function: Callable) -> Callable:
-    """The wrapper with the name of the function, but its own signature."""
+    wrapper: Callable = awaits if is_async(function) else lambda sample: read(call(sample))
     names = [name for name in ("__name__", "__qualname__", "__doc__", "__module__") if hasattr(function, name)]
     wrapper = functools.update_wrapper(wrapper, function, assigned=names, updated=())
     del wrapper.__wrapped__

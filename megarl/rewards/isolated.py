@@ -11,9 +11,9 @@ from megarl.confine import children, warm_process
 from megarl.measurements import parts_of, value_of
 from megarl.rewards.base import Sample, Score, ScoringError, reference_sample
 
-# Verifier -> its module, which only the warm process imports. In it `score_inside(sample)` scores in the child,
-# `prepare(metadata)` runs before the fork, without the response; `may_share(metadata)`: whether the verifier only
-# compares the response's text; `prepared()` changes with what the children inherit.
+# Verifier -> its module, which only the warm process imports. In it `score_inside(sample)` scores in the child, and
+# `prepare(metadata)` runs before the fork, without the response. It returns None if the verifier parses the response;
+# if it only compares its text, responses share a child, and the result changes with what the children inherit.
 _MODULES = {"math-verify": "megarl.rewards.mathematics", "reasoning-gym": "megarl.rewards.tasks"}
 
 
@@ -76,21 +76,21 @@ class Scorer:
             self._module.prepare(request["metadata"])
             return {"problem": None}
         sample = Sample(**request["sample"])
-        self._module.prepare(sample.metadata)
-        result = self._result(sample, request["seconds"], within)
+        inherits = self._module.prepare(sample.metadata)
+        result = self._result(sample, request["seconds"], within, inherits)
         if "score" in result:
             return result
         # Is it the response's fault? Not if the reference answer fares no better.
-        reference = self._result(reference_sample(sample), request["seconds"], within)
+        reference = self._result(reference_sample(sample), request["seconds"], within, inherits)
         if "score" not in reference:
             return reference
         wrong = replace(self._module.WRONG, extracted=None, timed_out="late" in result)
         return {"score": asdict(wrong)}
 
-    def _result(self, sample: Sample, seconds: float, within: children.Children) -> dict:
-        if self._module.may_share(sample.metadata):
-            return within.in_shared_child(asdict(sample), seconds, self._module.prepared())
-        return within.in_own_child(asdict(sample), seconds)
+    def _result(self, sample: Sample, seconds: float, within: children.Children, inherits: int | None) -> dict:
+        if inherits is None:
+            return within.in_own_child(asdict(sample), seconds)
+        return within.in_shared_child(asdict(sample), seconds, inherits)
 
 
 if __name__ == "__main__":

@@ -34,9 +34,10 @@ def boxed(response: str) -> str | None:
     contents: list[str] = []
     following = None
     for found in reversed(list(_BOX.finditer(response))):
-        if following is not None and not _joins(response, found.end(), following):
+        content, end = _group(response, found.end())
+        if following is not None and not _BETWEEN.fullmatch(response, end, following):
             break
-        contents.insert(0, _group(response, found.end())[0])
+        contents.insert(0, content)
         following = found.start()
     return ", ".join(contents) if contents else None
 
@@ -45,17 +46,10 @@ def written(response: str) -> list[str]:
     """What may be the answer of a response without a box, the best first: its whole text, its last formula."""
     text = answer_text(response)
     formulas = _formulas(text)
-    chosen = next(
-        (formula for anchor in reversed(list(_ANSWER.finditer(text))) for formula in formulas
-         if anchor.end() <= formula.start <= anchor.end() + _REACH),
-        formulas[-1] if formulas else None,
-    )  # fmt: skip
+    anchors = [anchor.end() for anchor in reversed(list(_ANSWER.finditer(text)))]
+    named = (each.text for end in anchors for each in formulas if end <= each.start <= end + _REACH)
     whole = [] if "\n" in text else [text]
-    return [*whole, *([chosen.text] if chosen else [])]
-
-
-def _joins(response: str, opening: int, following: int) -> bool:
-    return _BETWEEN.fullmatch(response, _group(response, opening)[1], following) is not None
+    return [*whole, *([next(named, formulas[-1].text)] if formulas else [])]
 
 
 def _group(text: str, start: int) -> tuple[str, int]:

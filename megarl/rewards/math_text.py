@@ -45,13 +45,9 @@ _REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+
 _ORDINAL = re.compile(r"(?<=\d)(?:\^?\{?\\text\{\s*(?:st|nd|rd|th)\s*\}\}?|\s?(?:st|nd|rd|th)(?![A-Za-z]))")
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALE = re.compile(rf"(?<=[\d}}])\s*(?:\\text\{{\s*)?({'|'.join(_SCALES)})s?(?![A-Za-z])\s*([^{{}}]*)(\}})?")
-_ENCLOSED = [
-    re.compile(pattern, re.DOTALL)
-    for pattern in (
-        r"\\\(((?:(?!\\\().)*)\\\)", r"\\\[((?:(?!\\\[).)*)\\\]", r"\\text\s*\{([^{}]*)\}",
-        r"\\mathbf\s*\{([^{}]*)\}", r"\{([^{},]*)\}", r"\*\*(.*)\*\*",
-    )
-]  # fmt: skip
+_OF_MATHEMATICS = r"\\\(((?:(?!\\\().)*)\\\)", r"\\\[((?:(?!\\\[).)*)\\\]"
+_OF_WORDS = r"\\text\s*\{([^{}]*)\}", r"\\mathbf\s*\{([^{}]*)\}", r"\{([^{},]*)\}", r"\*\*(.*)\*\*"
+_ENCLOSED = [re.compile(pattern, re.DOTALL) for pattern in (*_OF_MATHEMATICS, *_OF_WORDS)]
 _LABEL = re.compile(r"(?:[A-Za-z' ]*\b(?:is|are|equals)\b|[Aa]nswer)\s*:?\s*\$([^$]+)\$\s*\.?")
 _BARE_SET = re.compile(r"^\{(?=[^{},]*,)([^{}]*)\}$")
 _ABOUT = re.compile(r"^\s*(?:\\(?:approx|sim|bullet)(?![A-Za-z])|~(?!\d{3}))")
@@ -116,7 +112,6 @@ def _compatible(text: str) -> str:
 
 
 def _script(text: str, characters: str, mark: str) -> str:
-    """Raised or lowered characters as `^{...}` or `_{...}`."""
     return re.sub(
         f"[{characters}]+", lambda found: mark + "{" + _compatible(found[0]).replace("\u2212", "-") + "}", text
     )
@@ -133,7 +128,6 @@ def _joined(found: re.Match[str]) -> str:
 
 
 def _fraction(found: re.Match[str]) -> str:
-    """A repeating decimal as a fraction of whole numbers."""
     whole, first, period = found.groups()
     below = (10 ** len(period) - 1) * 10 ** len(first)
     above = int(whole + first + period) - int((whole + first) or "0")
@@ -141,5 +135,4 @@ def _fraction(found: re.Match[str]) -> str:
 
 
 def _rest(words: str, closing: str | None) -> str:
-    """What follows a scale in its `\\text{}`, such as `dollars`."""
     return rf"\text{{ {words}}}" if closing and words.strip() else words

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
 from megarl.rewards import guard, math_response
-from megarl.rewards.base import Sample, Score, ScoringError
-from megarl.rewards.built_in import BuiltIn
+from megarl.rewards.base import BuiltIn, Sample, Score, ScoringError
 from megarl.rewards.isolated import Isolated
 from megarl.rewards.math_text import spelled, text_key, unmarked
 from megarl.rewards.text import check_answers
@@ -97,22 +96,11 @@ def read_answer(text: str) -> ReadAnswer:
     return ReadAnswer(text_key(bare), _value(formula), based[2] if based else None)
 
 
-def prepare(metadata: dict[str, Any] | None):
-    """Nothing to build: answers are parsed with the response."""
-
-
-def prepared() -> int:
-    """Children inherit the same at any time."""
-    return 0
-
-
-def may_share(metadata: dict[str, Any] | None) -> bool:
-    """False: every response is parsed."""
-    return False
+def prepare(metadata: dict[str, Any] | None) -> None:
+    """Nothing to build: each response is parsed in a child of its own, with the answer."""
 
 
 def warm_up():
-    """Import the package and what it imports with the first expression."""
     score_inside(Sample("", "\\boxed{\\frac{1}{2}}", "0.5"))
 
 
@@ -150,13 +138,14 @@ def _answers(response: str, reference: ReadAnswer) -> list[ReadAnswer]:
     found = [
         read_answer(text)
         for number, text in enumerate(math_response.written(response))
-        if number or reference.text == text_key(unmarked(spelled(text))) or not _is_prose(text)
+        if number or reference.text == text_key(unmarked(spelled(text))) or not math_response.WORD.search(_bare(text))
     ]
     return next(([answer] for answer in found if answer.value or answer.text == reference.text), [])
 
 
-def _is_prose(text: str) -> bool:
-    return math_response.WORD.search(re.sub(r"\\text\s*\{[^{}]*\}|\\[A-Za-z]+", " ", spelled(text))) is not None
+def _bare(text: str) -> str:
+    """Without the words and commands of formulas."""
+    return re.sub(r"\\text\s*\{[^{}]*\}|\\[A-Za-z]+", " ", spelled(text))
 
 
 def _equal(reference: ReadAnswer, answer: ReadAnswer) -> bool:
@@ -195,22 +184,17 @@ def _value(text: str) -> list[Any]:
     if units is not None and formula[: units.start()].strip() and not _NO_UNIT.search(units[0]):
         formula = formula[: units.start()]
     formula = re.sub(r"^\\text\s*\{[^{}]*\}\s*=(?!=)", "", formula)  # what the number is of: \text{Area} = 5
-    if any(re.search("[A-Za-z]{2}", words) and not _is_conjunction(words) for words in _TEXTS.findall(formula)):
+    words = (found.strip(" ,~") for found in _TEXTS.findall(formula))
+    if any(re.search("[A-Za-z]{2}", each) and each not in ("and", "or") for each in words):
         return []
     # The package's own cut of units takes the t of 2t, and with `8 \text{ hours } 30 \text{ minutes}` the 30.
     rules = NormalizationConfig(
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
     )
     source = f"${formula.strip()}$" + (r"\%" if percent else "")
-    found = parse(
-        source, [LatexExtractionConfig(boxed_match_priority=-1, normalization_config=rules)], parsing_timeout=None,
-        extraction_mode="first_match", fallback_mode="no_fallback",
-    )  # fmt: skip
+    target = LatexExtractionConfig(boxed_match_priority=-1, normalization_config=rules)
+    found = parse(source, [target], "no_fallback", "first_match", parsing_timeout=None)
     return [found[0], formula] if found and not isinstance(found[0], str) else []
-
-
-def _is_conjunction(words: str) -> bool:
-    return words.strip(" ,~") in ("and", "or")
 
 
 def _with_marked_words(text: str) -> str:
@@ -246,7 +230,6 @@ def _canonical(answer: ReadAnswer) -> str | None:
 
 @functools.cache
 def _quiet():
-    """Silence the package's warnings that its time-outs are off: `guard` sets its own."""
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

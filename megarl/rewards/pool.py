@@ -1,4 +1,7 @@
-"""Worker processes that run verifiers, with a deadline per call; one that hangs or dies is replaced."""
+"""Worker processes that run verifiers, with a deadline per call; one that hangs or dies is replaced.
+
+A worker is `python -m megarl.rewards.build FD`.
+"""
 
 import time
 from collections import defaultdict, deque
@@ -12,7 +15,7 @@ _START_SECONDS = 300.0  # for a worker's imports; a plug-in may load a model
 
 
 class Workers:
-    """`count` processes, started with the first jobs; `setup` is the first message to each (see `worker.py`)."""
+    """`count` processes, started with the first jobs; `setup` is the first message to each (`build.main`)."""
 
     def __init__(self, count: int, setup: object):
         self.count = count
@@ -21,10 +24,9 @@ class Workers:
         self._workers: list[_Worker] = []
 
     def run(self, jobs: Sequence[Job]) -> list[list[Score | str]]:
-        """For each job, in order, the result of `Verifier.outcomes`: a Score or a reason for each sample.
-
-        If a job exceeds its seconds or its process dies, all its samples get the reason; other jobs are unaffected.
-        RuntimeError if a worker cannot start.
+        """For each job, in order, the result of `Verifier.outcomes`: a Score or a reason for each sample. If a job
+        exceeds its seconds or its process dies, all its samples get the reason; other jobs are unaffected. RuntimeError
+        if a worker cannot start.
         """
         try:
             return self._run(jobs)
@@ -33,7 +35,6 @@ class Workers:
             raise
 
     def close(self):
-        """Kill all workers and the processes they have started."""
         for worker in self._workers:
             worker.end()
         self._workers = []
@@ -57,7 +58,6 @@ class Workers:
                     self.seconds[jobs[number].name] += time.monotonic() - worker.started
 
     def _assign(self, slot: int, jobs: Sequence[Job], waiting: deque[int]):
-        """Give the next waiting job to the worker of a slot if it is idle; start the worker if necessary."""
         if not waiting:
             return
         if slot == len(self._workers):
@@ -78,7 +78,7 @@ class _Worker(Child):
     _seconds: float
 
     def __init__(self, setup: object):
-        super().__init__("megarl.rewards.worker")
+        super().__init__("megarl.rewards.build")
         self.job: int | None = None
         self._limited(setup, _START_SECONDS)
 

@@ -1,9 +1,8 @@
 """The verifier `remote`: a server that scores samples by HTTP, with time-outs, retries and bounded concurrency.
 
-A request is a POST of `{"samples": [{"prompt", "response", "answer", "metadata", "finished"}]}` with one sample, plus
-its `messages` if the prompt is a conversation, and its `turns` if it has several. The answer is `{"scores": [score]}`:
-a number, or an object with `reward` and, optionally, `correct` (default: reward >= 1), `parts` and `extracted`, as in
-`Score`.
+A request is a POST of `{"samples": [{"prompt", "response", "answer", "metadata", "finished"}]}` with one sample,
+perhaps with `messages` and `turns`. The answer is `{"scores": [score]}`: a number, or an object with `reward` and,
+optionally, `correct` (default: reward >= 1), `parts` and `extracted`, as in `Score`.
 """
 
 import json
@@ -15,8 +14,7 @@ import urllib3
 from urllib3.exceptions import HTTPError, NewConnectionError, ProtocolError, TimeoutError
 
 from megarl.observe.files import json_bytes
-from megarl.rewards.base import Sample, Score
-from megarl.rewards.built_in import BuiltIn
+from megarl.rewards.base import BuiltIn, Sample, Score
 
 _RETRIED = (429, 500, 502, 503, 504)  # statuses of a server that may answer later
 _MAX_ANSWER = 1 << 24  # bytes
@@ -37,9 +35,8 @@ class Remote:
         self._connections = urllib3.PoolManager(maxsize=concurrency, block=True, cert_reqs="CERT_REQUIRED")
 
     def __call__(self, sample: Sample) -> Score | float:
-        """The server's score, with unchecked numbers; for up to `concurrency` threads at a time.
-
-        RuntimeError or ValueError with the reason if it has none.
+        """The server's score, with unchecked numbers; for up to `concurrency` threads at a time. RuntimeError or
+        ValueError with the reason if it has none.
         """
         fields = ("prompt", "response", "answer", "metadata", "finished")
         entry: dict[str, Any] = {name: getattr(sample, name) for name in fields}
@@ -76,10 +73,10 @@ class Remote:
 
     def _attempt(self, body: bytes, deadline: float) -> tuple[int, bytes, float | None]:
         """Status, body and Retry-After in seconds of one request. TimeoutError past the deadline."""
-        response = self._connections.request(
-            "POST", self._url, body=body, headers={"Content-Type": "application/json"}, retries=False, redirect=False,
-            preload_content=False, timeout=urllib3.Timeout(total=max(deadline - time.monotonic(), 1e-3)),
-        )  # fmt: skip
+        timeout = urllib3.Timeout(total=max(deadline - time.monotonic(), 1e-3))
+        headers = {"Content-Type": "application/json"}
+        options: dict[str, Any] = dict(headers=headers, preload_content=False, retries=False)
+        response = self._connections.request("POST", self._url, body=body, timeout=timeout, redirect=False, **options)
         text = bytearray()
         try:
             # The socket's time-out applies to each read, so a server that sends slowly must be stopped here.

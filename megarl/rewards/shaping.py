@@ -24,8 +24,6 @@ class CosineValues(NamedTuple):
 
 
 class Shaped(NamedTuple):
-    """What the terms read of a response."""
-
     share: float  # its length as a share of the limit
     is_finished: bool
     tokens: Sequence[int] = ()  # that the policy wrote
@@ -48,9 +46,8 @@ def cosine_by_length(share: float, is_correct: bool, is_finished: bool, values: 
 
 
 def repeated_share(tokens: Sequence[int], n: int) -> float:
-    """The share of the n-grams that occurred before (arXiv 2502.03373, appendix C.2); 0 of fewer than n tokens.
-
-    N-grams have numbers: those of 2k tokens by the pair of their halves, so that time and memory hardly depend on n.
+    """The share of the n-grams that occurred before (arXiv 2502.03373, appendix C.2); 0 of fewer than n tokens. N-grams
+    have numbers: those of 2k tokens by the pair of their halves, so that time and memory hardly depend on n.
     """
     total = len(tokens) - n + 1
     if total < 1:
@@ -65,8 +62,6 @@ def repeated_share(tokens: Sequence[int], n: int) -> float:
 
 
 class ShapingTerms:
-    """The shaping terms of one expression."""
-
     def __init__(self, terms: Sequence[Term], cosine: CosineValues, n: int):
         """`cosine`: of `--reward-cosine`; `n`: of `--reward-ngram`."""
         self.terms, self.names = terms, [term.name for term in terms if term.name in SHAPING]
@@ -75,11 +70,8 @@ class ShapingTerms:
     def scores(
         self, responses: Sequence[Shaped], others: dict[str, list[Score]], groups: Sequence[Sequence[int]]
     ) -> dict[str, list[Score]]:
-        """Each shaping term's scores of the responses.
-
-        Args:
-            others: scores of the other terms by name.
-            groups: positions of the responses to each prompt that count in its mean.
+        """Each shaping term's scores of the responses. `others`: scores of the other terms by name. `groups`: positions
+        of the responses to each prompt that count in its mean.
         """
         positions = range(len(responses))
         columns = dict(others)

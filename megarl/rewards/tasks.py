@@ -1,16 +1,19 @@
 """The verifier `reasoning-gym`: the scorers of the tasks in the package reasoning_gym."""
 
+import ast
 import functools
 import importlib.util
+import inspect
+import re
+import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
-from megarl.rewards.base import Sample, Score, ScoringError
-from megarl.rewards.built_in import BuiltIn
+from megarl.rewards.base import BuiltIn, Sample, Score, ScoringError
 from megarl.rewards.isolated import Isolated
-from megarl.rewards.task_text import EXPRESSIONS, LITERALS, harmless, make_safe
 from megarl.rewards.text import answer_text, check_metadata
 
 # Every task scores a right answer exactly 1.0. Partly right ones get less: 0.01 for a wrong but well-formed answer, or
@@ -41,7 +44,6 @@ def reasoning_gym(seconds: float) -> Callable[[Sample], Score]:
 
 
 def score_inside(sample: Sample) -> Score:
-    """The score of a response; runs confined."""
     entry = {"answer": sample.answer, "metadata": sample.metadata}
     extracted = answer_text(sample.response)
     task = source_dataset(sample.metadata)
@@ -54,19 +56,11 @@ def score_inside(sample: Sample) -> Score:
     return Score(score, score >= _CORRECT_FROM, {"reasoning_gym": score}, extracted=extracted or None)
 
 
-def prepare(metadata: dict[str, Any] | None):
-    """Build the scorer for samples with this metadata."""
-    task_scorer(source_dataset(metadata))
-
-
-def prepared() -> int:
-    """Number of scorers that have been built."""
-    return task_scorer.cache_info().currsize
-
-
-def may_share(metadata: dict[str, Any] | None) -> bool:
-    """Whether the task's scorer only compares the response's text."""
-    return source_dataset(metadata) not in LITERALS | EXPRESSIONS
+def prepare(metadata: dict[str, Any] | None) -> int | None:
+    """Build the scorer for samples with this metadata. The number of scorers; None if this one evaluates responses."""
+    task = source_dataset(metadata)
+    task_scorer(task)
+    return None if task in LITERALS | EXPRESSIONS else task_scorer.cache_info().currsize
 
 
 def warm_up():
@@ -107,11 +101,71 @@ def task_scorer(task: str) -> Callable[[str | None, dict[str, Any]], float]:
 
 
 def source_dataset(metadata: dict[str, Any] | None) -> str:
-    """The name of a sample's task; ValueError without one."""
     task = (metadata or {}).get("source_dataset")
     if not isinstance(task, str) or not task:
         raise ValueError("metadata must hold source_dataset, the name of the reasoning_gym task")
     return task
+
+
+# -- what a response says is not run -------------------------------------------------------------------------------
+#
+# Several scorers pass the response to `eval` or to sympy's parser, which is an `eval`, too. Beside the expected answer,
+# such text could compute or copy it. Here `eval` becomes `ast.literal_eval` for the tasks whose answers may be Python
+# lists, and text for sympy must consist of numbers, known names and arithmetic.
+
+# Tasks by what their scorer does with the response. A test checks that these are all in the installed version.
+LITERALS = frozenset({"binary_matrix", "n_queens", "number_sorting", "spiral_matrix", "string_insertion"})
+EXPRESSIONS = frozenset(
+    {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
+)
+EVALUATORS = frozenset({"eval", "exec", "compile", "sympify", "parse_expr", "parse_latex", "__import__"})
+
+_UNREADABLE = "?"  # for which each scorer of an expression gives the score of a text that it cannot parse
+_MAX_LENGTH = 10_000
+_FUNCTIONS = (
+    "sin cos tan sec csc cot asin acos atan asec acsc acot sinh cosh tanh asinh acosh atanh exp log ln sqrt root Abs "
+    "abs pi erf Ei Si Ci li oo"
+)
+_NUMBER = r"(?:\d{1,100}(?:\.\d{0,100})?|\.\d{1,100})(?:[eE][+-]?\d{1,2})?"
+_TOKEN = re.compile(
+    rf"\s+|{_NUMBER}(?![\w.])|(?:[A-Za-z]_?\d{{0,2}}|{'|'.join(_FUNCTIONS.split())})(?!\w)|\*\*|//|[-+*/%^(),!]"
+)
+# Exponents of four or more digits, powers as exponents, factorials of more than three digits or of expressions:
+# numbers that fill the memory. Those that get through are ended by the limits.
+_HUGE = re.compile(r"(?:\*\*|\^)[\s(+-]*(?:\d{4,}|[\d.]+[\s)]*(?:\*\*|!)|[^()]*\)\s*(?:\*\*|!))|\d{4,}\s*!|[!)]\s*!")
+
+
+def harmless(task: str, answer: str, reference: str | None) -> str:
+    """The answer, or for a task of expressions a text that its scorer cannot parse, if the answer is no expression.
+    `Integral(f(x), x)` is none, which the scorers of integrals would accept: only where it is the reference answer.
+    """
+    return answer if task not in EXPRESSIONS or answer == reference or _is_expression(answer) else _UNREADABLE
+
+
+def make_safe(task: str, scorer: Callable):
+    """Replace `eval` for a task of literals; ValueError for one whose scorer evaluates text in an unknown way."""
+    if task in LITERALS:
+        vars(sys.modules[scorer.__module__])["eval"] = ast.literal_eval
+    elif task not in EXPRESSIONS and evaluates(scorer):
+        raise ValueError("its scorer evaluates text, and this version of megarl does not know how to make that safe")
+
+
+def evaluates(function: Callable) -> bool:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return any(getattr(call, "id", getattr(call, "attr", None)) in EVALUATORS for call in calls)
+
+
+def _is_expression(text: str) -> bool:
+    if len(text) > _MAX_LENGTH or _HUGE.search(text):
+        return False
+    end = 0
+    while end < len(text):
+        token = _TOKEN.match(text, end)
+        if token is None:
+            return False
+        end = token.end()
+    return True
 
 
 REASONING_GYM = BuiltIn(

@@ -6,8 +6,7 @@ from typing import Any
 
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
-from megarl.rewards.base import Sample, Score, whole_response
-from megarl.rewards.built_in import BuiltIn
+from megarl.rewards.base import BuiltIn, Sample, Score, whole_response
 
 
 def exact_match(sample: Sample) -> Score:
@@ -35,10 +34,9 @@ def check_metadata(name: str, prompts: PromptSet, read: Callable[[dict[str, Any]
 
 
 def regex(pattern: str) -> Callable[[Sample], Score]:
-    """A verifier: 1 if `pattern` occurs in the response and its text equals the reference answer, if there is one.
-
-    Its text is the first group, or the whole match if it has no group or the group did not take part, without white
-    space around. UsageError if `pattern` is not a regular expression.
+    """A verifier: 1 if `pattern` occurs in the response and its text equals the reference answer, if there is one. Its
+    text is the first group, or the whole match if it has no group or the group did not take part, without white space
+    around. UsageError if `pattern` is not a regular expression.
     """
     expression = _compiled("--reward-pattern", pattern)
 
@@ -66,10 +64,9 @@ def format_match(pattern: str) -> Callable[[Sample], Score]:
 
 
 def length(target: int) -> Callable[[Sample], Score]:
-    """A verifier: 1 for a response of up to `target` tokens, then falling linearly to 0 at twice as many.
-
-    With a step at the target, two over-long responses of a group would score the same, so nothing would shorten them.
-    Below the target, a shorter response gains nothing.
+    """A verifier: 1 for a response of up to `target` tokens, then falling linearly to 0 at twice as many. With a step
+    at the target, two over-long responses of a group would score the same, so nothing would shorten them. Below the
+    target, a shorter response gains nothing.
     """
 
     def verify(sample: Sample) -> Score:

@@ -45,7 +45,6 @@ class VerifierSet:
 
     @property
     def needs_whole_groups(self) -> bool:
-        """Whether a verifier gets all samples of a prompt together."""
         return any(verifier.grouped for verifier in self._verifiers.values())
 
     def score(
@@ -82,20 +81,17 @@ class VerifierSet:
         return {name: [self._fallback if isinstance(each, str) else each for each in outcomes[name]] for name in used}
 
     def close(self):
-        """Kill the workers and shut the threads down; these finish their current sample."""
         if self._workers is not None:
             self._workers.close()
         for threads in self._threads.values():
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _timed(self, name: str, samples: list[Sample]) -> tuple[list[Score | str], float]:
-        """The outcomes of a call, and its seconds."""
         start = time.perf_counter()
         outcomes = self._verifiers[name].outcomes(samples)
         return outcomes, time.perf_counter() - start
 
     def _counted(self, name: str, timed: tuple[list[Score | str], float]) -> list[Score | str]:
-        """The outcomes of `_timed`; its seconds are added to those of the verifier's calls."""
         self.seconds_of_calls[name] += timed[1]
         return timed[0]
 
@@ -111,14 +107,13 @@ class VerifierSet:
             elif self._verifiers[name].batched and samples:
                 calls = [samples]
             elif self._verifiers[name].concurrent and samples:
-                calls = _shares(samples, 1 if self._workers is None else self._workers.count)
+                shares = 1 if self._workers is None else self._workers.count
+                calls = list(map(list, itertools.batched(samples, -(-len(samples) // shares))))  # of nearly one length
             jobs += [Job(name, call, seconds * len(call)) for call in calls]
         outcomes: dict[str, list[Score | str]] = {name: [] for name in limited}
         results = self._run(jobs)
-        late = [
-            number for number, (job, result) in enumerate(zip(jobs, results, strict=True))
-            if job.name in self._wrong and isinstance(result[0], TimedOut)
-        ]  # fmt: skip
+        are_late = [isinstance(result[0], TimedOut) for result in results]
+        late = [number for number, job in enumerate(jobs) if job.name in self._wrong and are_late[number]]
         checks = [
             dataclasses.replace(jobs[number], samples=[reference_sample(*jobs[number].samples)]) for number in late
         ]
@@ -149,9 +144,3 @@ class VerifierSet:
             return [TimedOut(failure(job.name, sample, str(error))) for sample in job.samples]
         finally:
             self.seconds_of_calls[job.name] += time.perf_counter() - start
-
-
-def _shares(samples: list[Sample], count: int) -> list[list[Sample]]:
-    """The samples in their order, in at most `count` lists of nearly one length."""
-    size = -(-len(samples) // count)
-    return [samples[start : start + size] for start in range(0, len(samples), size)]

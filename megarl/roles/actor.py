@@ -9,8 +9,14 @@ from torch import Tensor
 from megarl.algorithms.packed import token_sequences
 from megarl.algorithms.policy_loss import MinibatchResponses, MinibatchTokens, PolicyLoss
 from megarl.algorithms.rejection import kept_tokens, parse_bounds, rejection_report, rejection_sums
-from megarl.algorithms.rollout_correction import correction_report, correction_sums
-from megarl.algorithms.staleness import proximal_logprobs, staleness_maxima, staleness_report, staleness_sums
+from megarl.algorithms.rollout_correction import (
+    correction_report,
+    correction_sums,
+    proximal_logprobs,
+    staleness_maxima,
+    staleness_report,
+    staleness_sums,
+)
 from megarl.algorithms.token_sampling import stream_keys, uniforms
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch
@@ -73,7 +79,7 @@ class Actor:
             return
         with self.timers.phase(self.name, "logprobs"):
             results, of_step = [], []
-            forward = self._forward_with_squares if self.settings.reads_squares else self._forward
+            forward = functools.partial(self._forward, squares=self.settings.reads_squares)
             for ids in mb.minibatches_of_step(self.settings, step_batch.groups, step_batch.step, epoch=0):
                 microbatches = self.trainable_model.microbatches(batch, mb.positions_of(batch, ids))
                 results += self.trainable_model.forward_only(microbatches, forward)
@@ -129,24 +135,15 @@ class Actor:
             self._measure_staleness(batch)
 
     def _measure_staleness(self, batch: Batch):
-        """Measures the gap to the rollout by the staleness of tokens."""
-        logprobs, rollout, mask, staleness = (
-            batch.logprobs,
-            batch.rollout_logprobs,
-            batch.response_mask,
-            batch.staleness,
-        )
-        maxima = staleness_maxima(logprobs, rollout, mask, staleness)
+        logprobs, rollout, mask, ages = batch.logprobs, batch.rollout_logprobs, batch.response_mask, batch.staleness
+        maxima = staleness_maxima(logprobs, rollout, mask, ages)
         self.role_groups.dp_max(maxima)
-        sums = staleness_sums(logprobs, rollout, mask, staleness, largest=int(maxima[1]))
+        sums = staleness_sums(logprobs, rollout, mask, ages, largest=int(maxima[1]))
         sums = self.role_groups.dp_all_reduce(sums)
         self.metrics |= staleness_report(maxima, sums)
 
-    def _forward(self, chunk, microbatch: Batch) -> TokenScores:
-        return policy_scores(chunk, microbatch, self.settings.temperature, self.vocab_size)
-
-    def _forward_with_squares(self, chunk, microbatch: Batch) -> SquaredScores:
-        return policy_scores(chunk, microbatch, self.settings.temperature, self.vocab_size, squares=True)
+    def _forward(self, chunk, microbatch: Batch, squares: bool = False) -> TokenScores | SquaredScores:
+        return policy_scores(chunk, microbatch, self.settings.temperature, self.vocab_size, squares=squares)
 
     def _forward_of_update(self, chunk, microbatch: Batch) -> TokenScores | TaughtScores:
         s, output = self.settings, self.teacher_output

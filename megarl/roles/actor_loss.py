@@ -13,13 +13,7 @@ from megarl.batch import Batch
 from megarl.flags.distillation import LOSS
 from megarl.mcore.model.forward_pass import TaughtScores, TokenScores
 from megarl.roles.loss_mask import actor_mask
-from megarl.roles.teacher_output import (
-    DISTILL_NAMES,
-    masks_by_teacher,
-    measured_apart,
-    names_by_teacher,
-    token_counts,
-)
+from megarl.roles.teacher_output import DISTILL_NAMES, masks_by_teacher, measured_apart, names_by_teacher, token_counts
 
 PPO_KL = "actor/ppo_kl"
 METRIC_NAMES = ("actor/loss", "actor/entropy", PPO_KL, "actor/clip_fraction", "actor/kl_loss")
@@ -122,7 +116,6 @@ class ActorLoss:
     def _of_teachers(
         self, microbatch: Batch, mask: Tensor, counts: Tensor, compared: tuple[Tensor, ...]
     ) -> list[Tensor]:
-        """Means of what is compared over the tokens of each of several teachers."""
         masks, tokens = masks_by_teacher(microbatch, mask, self.teachers), counts[2 : 2 + len(self.teachers)]
         return [
             masked_sum(x.detach().double(), of_teacher) / count.clamp(min=1)
@@ -131,7 +124,6 @@ class ActorLoss:
         ]
 
     def _correct(self, batch: Batch, mask: Tensor) -> Tensor:
-        """[T] bool: the tokens of `mask` that are of correct responses."""
         return mask & broadcast_to_tokens(batch.correct, batch.response_mask, batch.cu_seqlens)
 
     def _weights(self, old_logprobs: Tensor, microbatch: Batch) -> Tensor:

@@ -16,7 +16,7 @@ from megarl.flags.distillation import REWARD
 from megarl.flags.preferences import preference_options
 from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
-from megarl.rewards import by_file, expression
+from megarl.rewards import expression
 from megarl.roles.loss_mask import masked_tokens
 from megarl.roles.reward_metrics import step_metrics
 from megarl.roles.teacher_output import masks_by_teacher, measured_apart
@@ -40,7 +40,7 @@ class AdvantageComputer:
             credit_turns=credit_turns,
             preference=(PREFERENCE_LOSSES[s.preference_loss], preference_options(s)),
         )  # fmt: skip
-        weights = {term.name: term.weight for term in by_file.terms_of_run(s) if term.weight}
+        weights = {term.name: term.weight for term in expression.terms_of_run(s) if term.weight}
         self._turn_weight = weights.get(expression.ENVIRONMENT, 0.0)
         self._has_other_rewards = bool(s.overlong_buffer or weights.keys() - {expression.ENVIRONMENT})
         target = s.kl_target if s.kl_controller == "adaptive" else None
@@ -60,15 +60,11 @@ class AdvantageComputer:
             step = self._step_data(batch, step_batch.groups)
             (batch.advantages, returns), metrics = self.estimator.run(step, self.options)
             self.metrics |= metrics
-            if self.settings.distill == REWARD:
-                batch.advantages = batch.advantages + self._from_teacher(batch)
+            if self.settings.distill == REWARD:  # minus a sample of the reverse KL, which is not whitened
+                difference = (batch.teacher_logprobs - batch.logprobs).masked_fill(~batch.response_mask, 0.0)
+                batch.advantages = batch.advantages + self.settings.distill_coefficient * difference
             if returns is not None:
                 batch.returns = returns
-
-    def _from_teacher(self, batch: Batch) -> Tensor:
-        """[T] α·(log π_T − log π_old) at response tokens: minus a sample of the reverse KL, which is not whitened."""
-        difference = (batch.teacher_logprobs - batch.logprobs).masked_fill(~batch.response_mask, 0.0)
-        return self.settings.distill_coefficient * difference
 
     def _step_data(self, batch: Batch, step_groups: PromptGroups) -> StepData:
         """The estimator's inputs; per-sequence sums come from all replicas, exactly: each is summed with zeros."""
@@ -85,6 +81,8 @@ class AdvantageComputer:
         step_sums = torch.zeros(step_groups.count, len(columns), dtype=torch.float64, device=rewards.device)
         step_sums[batch.sequence_ids] = torch.stack(columns, dim=1)
         step_sums = self.role_groups.dp_all_reduce(step_sums)
+        # Filled on the device, where a copy would wait.
+        weights = [step_sums.new_full((), weight) for weight in self.settings.part_weights or (1.0,)]
         return StepData(
             scores=step_sums[:, 0],
             raw_scores=step_sums[:, 1],
@@ -103,7 +101,7 @@ class AdvantageComputer:
             parts=step_sums[:, first_part:] if parts else None,
             token_logprobs=batch.logprobs,
             squares=batch.squares,
-            part_weights=self._part_weights(step_sums) if parts else None,
+            part_weights=torch.stack(weights) if parts else None,
         )
 
     def _parts(self, batch: Batch, raw_scores: Tensor) -> list[Tensor]:
@@ -115,12 +113,7 @@ class AdvantageComputer:
         has_tokens = batch.response_lengths > 0
         return [torch.where(has_tokens, part.double(), 0.0) for part in batch.reward_parts.unbind(1)]
 
-    def _part_weights(self, like: Tensor) -> Tensor:
-        """[K] weights of the parts; filled on the device, where a copy would wait."""
-        return torch.stack([like.new_full((), weight) for weight in self.settings.part_weights or (1.0,)])
-
     def _sums(self, batch: Batch, logprobs: Tensor | None) -> Tensor:
-        """[N] float64 sums over the response tokens; zeros of None."""
         if logprobs is None:
             return torch.zeros_like(batch.scores, dtype=torch.float64)
         return sums_by_sequence(logprobs.double(), batch.response_mask, batch.cu_seqlens)

@@ -4,8 +4,8 @@ import functools
 
 import torch
 
+from megarl.algorithms.advantages import clipped_value_loss, explained_variance, explained_variance_moments
 from megarl.algorithms.aggregation import masked_sum, token_mean
-from megarl.algorithms.value_function import clipped_value_loss, explained_variance, explained_variance_moments
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch
 from megarl.comm import microbatches as mb

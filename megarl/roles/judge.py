@@ -148,7 +148,6 @@ class Judge:
             self._counts[2:5] += torch.tensor([requests.tokens, *prefilled], dtype=torch.float64)
 
     def _judgement(self, text: str, count: int) -> Judgement:
-        """The judgement with this text about `count` responses."""
         try:
             with activity.limited():
                 read = functools.partial(self.config.numbers, count=count)

@@ -14,9 +14,8 @@ from megarl.roles.passes import policy_scores
 from megarl.roles.trainable_model import TrainableModel
 
 # What the actor's model may have of its own: the kernels of an exact rollout, and what backward computes again.
-_OF_THE_ACTOR = {
-    "exact_rollout", "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"
-}  # fmt: skip
+_OF_THE_ACTOR = {"exact_rollout", "recompute_modules"}
+_OF_THE_ACTOR |= {"recompute_granularity", "recompute_method", "recompute_num_layers"}
 
 
 def shares_base(actor: RoleSettings, reference: RoleSettings | None) -> bool:

@@ -221,7 +221,14 @@ class Reward:
         parts = self._parts_of(terms, columns, penalties, len(batch))
         if penalties is not None:
             weighted = (self.settings.overlong_penalty * penalties).tolist()
-            scores = [_with_component(score, penalty) for score, penalty in zip(scores, weighted, strict=True)]
+            scores = [
+                dataclasses.replace(
+                    score,
+                    reward=score.reward + lost,
+                    parts=(score.parts or {"reward": score.reward}) | {"overlong": lost},
+                )
+                for score, lost in zip(scores, weighted, strict=True)
+            ]
         given = [{name: column[i] for name, column in values.items()} for i in positions]
         rows = [row | score_fields(score, of_terms) for row, score, of_terms in zip(rows, scores, given, strict=True)]
         rewards = torch.tensor([score.reward for score in scores], dtype=torch.float64)
@@ -298,19 +305,9 @@ class Reward:
 
 
 def _value(score: Score) -> float | None:
-    """What a term gives in statistics and rows."""
     return None if score.abstains else score.reward
 
 
 def _environment_scores(batch: Batch) -> list[Score]:
-    """What the environments gave for the turns of each episode together, with their verdicts."""
     rewards = [float(row.double().sum()) for row in batch.turn_rewards.split(batch.lengths.tolist())]
-    return [
-        Score(reward=reward, correct=bool(solved))
-        for reward, solved in zip(rewards, batch.solved.tolist(), strict=True)
-    ]
-
-
-def _with_component(score: Score, penalty: float) -> Score:
-    components = score.parts or {"reward": score.reward}
-    return dataclasses.replace(score, reward=score.reward + penalty, parts=components | {"overlong": penalty})
+    return [Score(reward, correct) for reward, correct in zip(rewards, batch.solved.tolist(), strict=True)]

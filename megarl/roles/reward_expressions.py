@@ -9,8 +9,7 @@ from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.prompts import PromptSet
-from megarl.rewards import by_file
-from megarl.rewards.expression import Term
+from megarl.rewards.expression import Term, expressions_of
 from megarl.rewards.shaping import ShapingTerms, parse_cosine
 
 
@@ -41,7 +40,7 @@ class RewardExpressions:
 
     def __init__(self, settings: Settings, role_groups: RoleGroups):
         self.settings, self.role_groups = settings, role_groups
-        found = by_file.expressions_of(settings)
+        found = expressions_of(settings)
         self._by_text = {text: RewardExpression.of(terms, settings) for text, terms in found.items()}
 
     def has(self, name: str) -> bool:

@@ -57,10 +57,9 @@ def step_metrics(
     Over all replicas. A collective of the role.
     """
     valid, scores = valid_sequences(batch, settings), batch.need("scores").double()
-    sums = torch.stack([
-        valid.sum(), scores[valid].sum(), scores[valid].square().sum(), batch.response_mask.sum(),
-        batch.finished[valid].sum(), batch.need("correct")[valid].sum(), batch.lengths.sum(), *more,
-    ]).double()  # fmt: skip
+    own = [valid.sum(), scores[valid].sum(), scores[valid].square().sum(), batch.response_mask.sum()]
+    own += [batch.finished[valid].sum(), batch.need("correct")[valid].sum(), batch.lengths.sum()]
+    sums = torch.stack([*own, *more]).double()
     sequences, total, squares, generated, finished, correct, tokens, *others = role_groups.dp_all_reduce(sums).tolist()
     n = max(sequences, 1.0)  # 0: every episode failed
     metrics = {

@@ -82,7 +82,6 @@ class RewardModel:
 
 
 def _scores(batch: Batch, member: FrozenModel) -> Tensor:
-    """[N] float64 scores of a batch by one model."""
     scores = torch.zeros(len(batch), dtype=torch.float64, device=batch.tokens.device)
     for values, positions in member.forward_only(batch, sequence_scores):
         if len(positions):

@@ -106,7 +106,6 @@ def sample_of(prompt: Prompt, turns: list[dict[str, Any]], finished: bool, token
 
 
 def _row(number: int, sample: Sample) -> dict:
-    """The row of a response that has no score yet."""
     return {
         "sequence": number,
         "prompt": sample.prompt,

@@ -18,9 +18,8 @@ from megarl.mcore.model.gpt import ModelChunks
 from megarl.mcore.weights.head_transfer import HeadCopy
 from megarl.roles.teacher import Teachers
 
-DISTILL_NAMES = (
-    "distill/divergence", "distill/forward_kl", "distill/reverse_kl", "distill/top1_agreement", "teacher/logprob"
-)  # fmt: skip
+DISTILL_NAMES: tuple[str, ...] = ("distill/divergence", "distill/forward_kl", "distill/reverse_kl")
+DISTILL_NAMES += ("distill/top1_agreement", "teacher/logprob")
 
 
 def measured_apart(settings: Settings) -> tuple[str, ...]:
@@ -81,14 +80,12 @@ class TeacherOutput:
 
     def rows(self, microbatch: Batch) -> list[TeacherRows]:
         """What `token_scores` compares a micro-batch with; none except on the ranks of the policy's last stage."""
-        states, teachers = microbatch.teacher_states, microbatch.host_metadata.teacher_ids
-        if len(self._heads) < 2:
-            return [TeacherRows(self._states(states, number), head) for number, head in enumerate(self._heads)]
-        of_tokens = np.repeat(self._model_of[teachers.numpy()], microbatch.host_metadata.lengths.numpy())
-        return [
-            TeacherRows(self._states(states, number), head, of_tokens == number)
-            for number, head in enumerate(self._heads)
-        ]
+        host, masks = microbatch.host_metadata, [None] * len(self._heads)
+        if len(self._heads) > 1:
+            of_tokens = np.repeat(self._model_of[host.teacher_ids.numpy()], host.lengths.numpy())
+            masks = [of_tokens == number for number in range(len(self._heads))]
+        pairs = enumerate(zip(self._heads, masks, strict=True))
+        return [TeacherRows(self._states(microbatch.teacher_states, i), head, mask) for i, (head, mask) in pairs]
 
     def _states(self, states: Tensor, number: int) -> Tensor:
         """[T, H_T] the hidden states in a teacher's own width and dtype, from bytes [T, B] of the widest teacher."""

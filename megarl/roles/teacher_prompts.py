@@ -16,15 +16,15 @@ from megarl.arguments import Settings
 from megarl.batch import Batch, expand_ranges
 from megarl.comm.load_balance import positions_by_group
 from megarl.comm.role_mesh import RoleGroups
-from megarl.data.context_template import ContextTemplate, for_teacher
 from megarl.data.conversations import Encoder
+from megarl.data.places import for_teacher, with_response
 from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
 from megarl.data.turns import TurnTokens
 from megarl.errors import warn
 from megarl.groups import PromptGroups
 from megarl.mcore import device
-from megarl.rewards import by_file
+from megarl.rewards.expression import terms_of_run
 
 
 class TeacherPrompts(NamedTuple):
@@ -71,12 +71,12 @@ def with_prompts(batch: Batch, prompts: TeacherPrompts) -> tuple[Batch, Tensor, 
 class SiblingContext:
     """Makes the prompts that a teacher reads in `--teacher-context sibling`, on each rank of its role."""
 
-    def __init__(self, settings: Settings, template: ContextTemplate, encoder: Encoder):
+    def __init__(self, settings: Settings, template: str, encoder: Encoder):
         """`encoder`: the policy's, whose tokens are the teacher's."""
         self._template, self._turns = template, TurnTokens(encoder, settings.max_response_length)
         self._threshold = settings.teacher_context_reward
         self._max_length = settings.teacher_max_prompt_length
-        self._has_rewards = any(term.weight for term in by_file.terms_of_run(settings))
+        self._has_rewards = any(term.weight for term in terms_of_run(settings))
         self._has_warned = False
         self._counts = torch.zeros(3, dtype=torch.int64)  # of the last batch: with a sibling's response, too long, all
 
@@ -94,7 +94,7 @@ class SiblingContext:
             if sibling is not None and sibling not in contexts:
                 response = sequences[starts[sibling] + prompt_lengths[sibling] : starts[sibling + 1]].tolist()
                 prompt = for_teacher(lines[line])
-                messages = self._template.messages(prompt, self._turns.text(response))
+                messages = with_response(self._template, prompt, self._turns.text(response))
                 contexts[sibling] = self._turns.first_prompt(messages, prompt.tools)
             if sibling is not None and len(contexts[sibling]) > self._max_length:
                 too_long, sibling = too_long + 1, None

@@ -36,10 +36,6 @@ class Update(NamedTuple):
     is_overflow: bool  # not applied, but only lowered the loss scale of fp16
     norm: float  # of the gradient
 
-    @property
-    def is_applied(self) -> bool:
-        return self.has_loss and not self.is_skipped and not self.is_overflow
-
 
 class TrainableModel:
     """A role's model, optimizer and schedule on this rank; exists only on ranks of the role."""
@@ -126,7 +122,6 @@ class TrainableModel:
             self.prediction.load(getattr(weights, "folder", None))
 
     def _load_adapter(self):
-        """Copies the factors of a PEFT adapter into the model, and into the optimizer's master weights."""
         path, family = self.role.lora_adapter, self.role.hf_model.family
         found = peft_files.read_adapter(path, self.role.megatron, family)
         stored.fill_factors(self.model, found.factors, found.head, self.role_groups.pg_collection)
@@ -222,10 +217,8 @@ class TrainableModel:
         adapts_scale = optimizer.can_lower_loss_scale(self.optimizer)
         results, applied, norm = self.update(microbatches, forward, loss, accepts)
         is_overflow = adapts_scale and has_loss and not math.isfinite(norm) and bool(means[0].isfinite())
-        return results, Update(
-            means, counts=counts, has_loss=has_loss, is_skipped=has_loss and not applied and not is_overflow,
-            is_overflow=is_overflow, norm=norm,
-        )  # fmt: skip
+        is_skipped = has_loss and not applied and not is_overflow
+        return results, Update(means, counts, has_loss, is_skipped, is_overflow, norm)
 
     def update_metrics(self, updates: list[Update], names: tuple[str, ...], prefix: str) -> dict[str, float]:
         """Metrics of a step after its last update: means over the tokens or sequences of all updates.
@@ -253,7 +246,7 @@ class TrainableModel:
             metrics |= {f"{prefix}/loss_scale": scale, f"{prefix}/overflows": overflows}
         return metrics | {
             f"{prefix}/learning_rate": self.learning_rate(),
-            f"{self.role.name}/updates": sum(update.is_applied for update in updates),
+            f"{self.role.name}/updates": sum(not update.is_skipped and not update.is_overflow for update in trained),
             f"{self.role.name}/updates_skipped": sum(update.is_skipped for update in updates),
         }
 

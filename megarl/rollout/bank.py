@@ -1,11 +1,8 @@
 """Finished responses of the running steps on disk (`--rollout-bank`), so that a killed run generates only the rest.
 
-Each replica appends the responses that it finishes to a log of its own. After a restart a response is used again if
-its request is exactly the same: policy, prompt, random stream, sampling, and everything that may change rounding.
-A response depends on nothing else, so the run's results are those of a run without interruption.
-
-A turn of an episode or of an agent is a response to all tokens before it. So a run that was killed plays its episodes
-again, with the answers of their environments from the journal, and generates only the turns that are not here.
+After a restart a response is used again if its request is exactly the same: policy, prompt, random stream, sampling,
+and everything that may change rounding. It depends on nothing else. A turn of an episode is a response to all tokens
+before it: a killed run plays its episodes again, with the answers from the journal, and generates the missing turns.
 """
 
 import contextlib
@@ -94,7 +91,7 @@ class RolloutBank:
             return
         self.close()
         self._step, self._is_full, self._found = step, False, {}
-        for path in self._files_of(self._folder_of(step)) if self.role_groups.is_leader else ():
+        for path in self._files_of(self.folder / step_name(step)) if self.role_groups.is_leader else ():
             try:
                 if path.is_symlink():
                     raise OSError(0, "it is a link")
@@ -119,9 +116,7 @@ class RolloutBank:
 
     def keep(self, request: GenerationRequest, completion: Completion):
         """Appends a response, unless a round has stopped it early. Not a collective."""
-        if not self.role_groups.is_leader or self._is_full:
-            return
-        if not _is_whole(request, completion):
+        if not self.role_groups.is_leader or self._is_full or not _is_whole(request, completion):
             return
         try:
             if self._file is None:
@@ -150,9 +145,6 @@ class RolloutBank:
             os.close(self._file)
         self._file = None
 
-    def _folder_of(self, step: int) -> Path:
-        return self.folder / step_name(step)
-
     def _files_of(self, folder: Path) -> list[Path]:
         files = sorted(folder.glob(f"*-*{SUFFIX}"))
         return [path for path in files if path.name.partition("-")[0].isdecimal()]
@@ -162,15 +154,11 @@ class RolloutBank:
         return [path for path in self._files_of(folder) if int(path.name.partition("-")[0]) % replicas == own]
 
     def _create(self) -> int:
-        folder = self._folder_of(self._step)
+        folder = self.folder / step_name(self._step)
         folder.mkdir(parents=True, exist_ok=True)
-        for attempt in itertools.count():
-            path = folder / f"{self.role_groups.dp_rank:05d}-{attempt:03d}{SUFFIX}"
-            try:
-                return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            except FileExistsError:  # of an earlier attempt
-                continue
-        raise AssertionError("counting never ends")
+        names = (f"{self.role_groups.dp_rank:05d}-{attempt:03d}{SUFFIX}" for attempt in itertools.count())
+        path = next(path for name in names if not os.path.lexists(path := folder / name))  # others: earlier attempts
+        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def _warn(self, path: Path, problem: str):
         warn([f"--rollout-bank {path}: {problem}"])
@@ -193,11 +181,9 @@ class RolloutBank:
     def _answers(self, request: GenerationRequest, completion: Completion) -> bool:
         """Whether a completion could be the engine's: whoever can write to the folder may write anything."""
         tokens, routes = completion.tokens, completion.routes
-        if not 1 <= len(tokens) <= request.max_new_tokens or not all(0 <= t < self.vocab_size for t in tokens):
+        if not 1 <= len(tokens) <= request.max_new_tokens or not _is_whole(request, completion):
             return False
-        if not _is_whole(request, completion):
-            return False
-        if not all(map(math.isfinite, completion.logprobs)):
+        if not all(0 <= t < self.vocab_size for t in tokens) or not all(map(math.isfinite, completion.logprobs)):
             return False
         if self._routes is None or routes is None:
             return self._routes is None and routes is None

@@ -1,7 +1,7 @@
 """The batch of each step: collected by the ranks of the rollout, which tell all others what it contains.
 
-Ranks outside the rollout hold nothing of generation: neither the order of prompts nor groups that wait. They learn the
-lengths of a step's sequences from a message, by which every rank assigns them to replicas in the same way.
+Ranks outside the rollout hold nothing of generation. They learn the lengths of a step's sequences from a message, by
+which every rank assigns them to replicas in the same way.
 """
 
 from collections.abc import Iterable, Iterator
@@ -113,8 +113,10 @@ class RolloutBatcher:
     def files(self) -> dict[str, bytes]:
         """What a checkpoint keeps of generation: this replica's log by name, on its leader; {} if it has no records.
         Collective."""
-        records = [packed(*each) for each in self._records() if each[1] is not None]
-        return {waiting_groups.file_name(self.mesh[ROLLOUT].dp_rank): b"".join(records)} if records else {}
+        records = [packed(kind, record, step) for kind, record, step in self._records() if record is not None]
+        if not records:
+            return {}
+        return {waiting_groups.FILES.replace("*", f"{self.mesh[ROLLOUT].dp_rank:05d}"): b"".join(records)}
 
     def _records(self) -> Iterator[tuple[str, Record | None, int | None]]:
         """(kind, record, step) of what this replica keeps, record None of what it does not have. Collective."""
@@ -125,7 +127,8 @@ class RolloutBatcher:
             yield UNFINISHED, self.collector.partial_rollouts.to_record(), None
         role_groups = self.mesh[ROLLOUT]
         if self.collector.pools is not None and role_groups.is_leader and not role_groups.dp_rank:
-            yield POOLS, waiting_groups.pools_record(self.collector.pools), None
+            state = self.collector.pools.state_dict().items()
+            yield POOLS, Record({}, {name: torch.from_numpy(values) for name, values in state}), None
         for step, record in self.collector.queue.to_records():
             yield BATCH, record, step
 
@@ -135,10 +138,12 @@ class RolloutBatcher:
             return {}
         groups, unfinished = len(self.collector.group_buffer), len(self.collector.partial_rollouts)
         queue, lag = self.collector.queue, self.settings.generation_lag
-        entries = waiting_groups.manifest_entry(self.settings, groups, unfinished)
         version = self.collector.versions.after_step(step)
-        entries |= waiting_groups.queue_entry(lag, queue.through, queue.steps(), version)
-        return {"prompt_order": self.collector.order.state_dict(), **entries}
+        return {
+            "prompt_order": self.collector.order.state_dict(),
+            **waiting_groups.manifest_entry(self.settings, groups, unfinished),
+            waiting_groups.QUEUE: {"lag": lag, "through": queue.through, "steps": queue.steps(), "version": version},
+        }
 
     def resume(self, folder: Path, manifest: dict[str, Any], has_new_prompts: bool):
         """Loads the groups that waited when a checkpoint was saved, the batches of later steps, and the pools, unless
@@ -149,7 +154,7 @@ class RolloutBatcher:
         try:
             where = f"--load {folder / waiting_groups.FIRST}"
             with reading(where, "is damaged"):
-                kept, version = KeptRecords(folder), queue.get("version", 0)
+                kept, version = KeptRecords(folder), queue["version"]
                 queued: dict[int, Iterable[Record]] = {number: kept.read(BATCH, number) for number in queue["steps"]}
                 self.collector.queue.load(step, queue["through"], queued, version - queue["lag"])
                 if kept.has(GROUPS):
@@ -158,7 +163,7 @@ class RolloutBatcher:
                     self.collector.partial_rollouts.load(kept.read(UNFINISHED))
                 if self.collector.pools is not None and not has_new_prompts:
                     waiting_groups.load_pools(self.collector.pools, kept.read(POOLS), where)
-            self.collector.restart(step, queue.get("version", self.collector.partial_rollouts.version))
+            self.collector.versions.restart(step, version)
         except UsageError as error:
             raise UsageError(str(error), self.mesh[ROLLOUT].ranks.start) from None
 
@@ -198,11 +203,10 @@ class RolloutBatcher:
         """The batch, its sequences assigned to replicas by FLOPs; whole groups to roles that compare responses."""
         groups = PromptGroups(header.group_sizes.tolist())
         minibatches = mb.minibatches_of_step(self.settings, groups, step, epoch=0)
-        stay_together = len(minibatches) > 1 and self.settings.minibatch_groups is not None
+        together = groups if len(minibatches) > 1 and self.settings.minibatch_groups is not None else None
         dp_assignment = load_balance.balanced_assignment(
-            self.mesh, header.lengths, header.generated_on, minibatches, self.hidden_size,
-            groups if stay_together else None,
-        )  # fmt: skip
+            self.mesh, header.lengths, header.generated_on, minibatches, self.hidden_size, together
+        )
         name = self.reward.name
         compares = {name: self.reward.needs_whole_groups, "teacher": self.settings.teacher_context == SIBLING}
         if self._scorer.early_judges:  # where the responses are judged already

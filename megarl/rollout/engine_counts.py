@@ -36,7 +36,7 @@ class EngineCounts:
         table[role_groups.dp_rank] = torch.tensor(counts)
         table = role_groups.dp_all_reduce(table)
         *decoded, read, reused = table.sum(0).tolist()
-        total, found = DecodeCounts(*decoded), {}
+        total, found = DecodeCounts._make(decoded), {}
         if drafts:
             found |= {
                 "rollout/decode_steps": int(table[:, 0].max()),

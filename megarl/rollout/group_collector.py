@@ -22,12 +22,12 @@ from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.rollout.group_buffer import BatchQueue, GroupBuffer
 from megarl.rollout.partial_rollouts import PartialRolloutBuffer
+from megarl.rollout.policy_versions import PolicyVersions, staleness_metrics, staleness_of
 from megarl.rollout.replica_batch import forced_responses
 from megarl.rollout.requests import PromptRequest, episode_keys, groups_of, remaining_tokens
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
 from megarl.rollout.round_scores import GenerationRound, RoundScorer
-from megarl.rollout.staleness import PolicyVersions, staleness_metrics, staleness_of
 
 
 @dataclasses.dataclass
@@ -69,7 +69,7 @@ class GroupCollector:
         self.rollout, self.timers = rollout, rollout.timers
         self.prompts, self.prompt_tokens = prompts, prompt_tokens
         self.pools: DifficultyPools | None = None
-        s, mesh = rollout.settings, rollout.mesh
+        s = rollout.settings
         if s.pool_bounds is not None:
             bounds, weights = parse_shares(s.pool_bounds), parse_weights(s.pool_weights)
             self.pools = DifficultyPools(len(prompts), bounds, weights, s.pool_retire_after)
@@ -77,26 +77,16 @@ class GroupCollector:
         self.metrics: dict[str, float] = {}
         self._scorer, self._announcements, self._writer = scorer, announcements, writer
         carried = None if rollout.episodes is None else rollout.episodes.carried
-        self.partial_rollouts = PartialRolloutBuffer(mesh, s, carried)
+        self.partial_rollouts = PartialRolloutBuffer(self.role_groups, s, carried)
         self._has_versions = s.has_stale_tokens
-        self.group_buffer = GroupBuffer(mesh, s, rollout.recorded_layers)
+        self.group_buffer = GroupBuffer(self.role_groups, s, rollout.recorded_layers)
         self.queue = BatchQueue(self.group_buffer, keeps=s.generation_lag > 0)
         self.versions = PolicyVersions(s)
 
-    def restart(self, step: int, version: int):
-        """Begins after a step whose groups have been loaded, with the version of its policy."""
-        self.versions.restart(step, version)
-        self.partial_rollouts.begin_step(*self.versions.of_step(step + 1))
-
     def collect(self, step: int) -> tuple[Batch, PromptGroups] | None:
-        """The batch of a step, if its rounds gave enough groups. Collective.
-
-        Not enough: none at all, or with dynamic sampling fewer than `--prompts-per-step` after
-        `--max-sampling-rounds`. They stay in the buffer for the next step.
-
-        Returns:
-            This rank's share of the responses, and their groups on all replicas.
-        """
+        """(this rank's share of a step's responses, their groups on all replicas); None if its rounds gave too few
+        groups: none at all, or with dynamic sampling fewer than `--prompts-per-step` after `--max-sampling-rounds`.
+        They stay in the buffer for the next step. Collective."""
         self.metrics = {}
         if step > self.queue.through:
             self._fill(step)
@@ -104,7 +94,6 @@ class GroupCollector:
         if found is not None and self._has_versions:
             found[0].staleness = staleness_of(found[0].versions, self.versions.of_step(step)[1])
         self.versions.end_step(step, has_batch=found is not None)
-        self.partial_rollouts.begin_step(*self.versions.of_step(step + 1))
         return found
 
     def _fill(self, step: int):
@@ -158,7 +147,7 @@ class GroupCollector:
     def _requests_of_round(self, step: int, wanted: int, draws: Counter) -> list[PromptRequest]:
         """Carried groups first, then new prompts, unless enough of the carried groups are finished already."""
         count = groups_of_round(wanted, self.settings.over_sampling)
-        carried = self.partial_rollouts.pop_oldest(count)
+        carried = self.partial_rollouts.pop_oldest(count, self.versions.of_step(step)[1])
         carried = [request._replace(limit=self._response_limit(request.line)) for request in carried]
         finished = sum(not any(remaining_tokens([request])) for request in carried)
         return carried if finished >= wanted else carried + self._draw_prompts(step, count - len(carried), draws)

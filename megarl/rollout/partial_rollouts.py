@@ -1,9 +1,8 @@
 """Groups whose responses are not finished, which the next round continues.
 
 Partial rollouts (Kimi k1.5, arXiv 2501.12599 §2.6; APRIL, 2509.18521): a round that stops early keeps its unfinished
-groups, with the log-probs and the version of the policy that generated each token. The next round starts with them.
-The replica that generated a group's first tokens holds them and continues the group, with the environments of its
-episodes.
+groups, with the log-probs and the version of each token. The next round starts with them, on the replica that generated
+a group's first tokens, with the environments of its episodes.
 """
 
 import dataclasses
@@ -16,21 +15,13 @@ from torch import Tensor
 
 from megarl.arguments import Settings
 from megarl.batch import Batch, concatenate, empty_batch, generated_fields
-from megarl.comm.role_mesh import RoleMesh
-from megarl.comm.step_batch import ROLLOUT
+from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import UsageError
 from megarl.groups import PromptGroups
-from megarl.rollout import waiting_groups
 from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.episode import FAILED, Episode
-from megarl.rollout.replica_batch import truncated_to
-from megarl.rollout.requests import (
-    PromptRequest,
-    batch_to_responses,
-    earlier_responses,
-    episode_keys,
-    groups_of,
-)
+from megarl.rollout.replica_batch import own_share, truncated_to
+from megarl.rollout.requests import PromptRequest, batch_to_responses, earlier_responses, episode_keys, groups_of
 from megarl.rollout.response_log import Record
 from megarl.rollout.waiting_groups import VERSIONS
 
@@ -48,13 +39,10 @@ class CarriedGroup(NamedTuple):
 class PartialRolloutBuffer:
     """The unfinished groups, oldest first. Each replica holds the responses that it generated and continues them."""
 
-    def __init__(self, mesh: RoleMesh, settings: Settings, episodes: CarriedEpisodes | None = None):
-        """`episodes`: keeps those of an environment, on the rollout's ranks; None: responses have one turn."""
-        self.mesh, self.settings, self.episodes = mesh, settings, episodes
+    def __init__(self, role_groups: RoleGroups, settings: Settings, episodes: CarriedEpisodes | None = None):
+        """`role_groups`: of the rollout; `episodes`: keeps those of an environment; None: responses have one turn."""
+        self.role_groups, self.settings, self.episodes = role_groups, settings, episodes
         self._fields = [*generated_fields(settings), VERSIONS]
-        self.samples = settings.samples_per_prompt
-        self.version = 0  # of the policy that generates: updates so far
-        self.trained_version = 0  # of the policy that trains on what the step generates, before its update
         self.dropped = 0  # groups dropped since the last `metrics`: for `--max-staleness`, or `_replayable`
         self._groups: list[CarriedGroup] = []  # of all replicas, the same on every rank of the rollout
 
@@ -62,11 +50,12 @@ class PartialRolloutBuffer:
         return len(self._groups)
 
     @property
-    def _requests(self) -> list[PromptRequest]:
+    def requests(self) -> list[PromptRequest]:
+        """Of the groups, without tokens."""
         return [group.request for group in self._groups]
 
     def clear(self):
-        """Removes all groups; the policy version stays."""
+        """Removes all groups."""
         self._groups = []
         self._retain_episodes()
 
@@ -80,13 +69,14 @@ class PartialRolloutBuffer:
             first += group.request.samples
         return concatenate(found)
 
-    def begin_step(self, version: int, trained_version: int):
-        """Sets the policy versions of a step: of the policy that generates, and of the one that trains."""
-        self.version, self.trained_version = version, trained_version
-
-    def pop_oldest(self, count: int) -> list[PromptRequest]:
-        """Removes and returns at most `count` groups, oldest first. `keep_unfinished` puts back those not taken."""
-        self._drop_stale()
+    def pop_oldest(self, count: int, trained_version: int) -> list[PromptRequest]:
+        """Removes and returns at most `count` groups, oldest first; drops those that are too old for `--max-staleness`.
+        `keep_unfinished` puts back those not taken. `trained_version`: of the policy that trains on them."""
+        if limit := self.settings.max_staleness:
+            fresh = [group for group in self._groups if trained_version - group.oldest <= limit]
+            self.dropped += len(self) - len(fresh)
+            self._groups = fresh
+            self._retain_episodes()
         popped, self._groups = self._groups[:count], self._groups[count:]
         return [self._request(group) for group in popped]
 
@@ -97,19 +87,9 @@ class PartialRolloutBuffer:
         responses = tuple(batch_to_responses(group.rows))
         return group.request._replace(tokens=responses[0].asked.prompt, responses=responses)
 
-    def _drop_stale(self):
-        limit = self.settings.max_staleness
-        if not limit or not len(self):
-            return
-        fresh = [group for group in self._groups if self.trained_version - group.oldest <= limit]
-        self.dropped += len(self._groups) - len(fresh)
-        self._groups = fresh
-        self._retain_episodes()
-
     def _retain_episodes(self):
-        """Ends the environments of all episodes but those of the groups."""
         if self.episodes is not None:
-            self.episodes.retain(episode_keys(self._requests))
+            self.episodes.retain(episode_keys(self.requests))
 
     def keep_unfinished(
         self, batch: Batch, requests: list[PromptRequest], taken: Tensor, longest: int | None
@@ -154,14 +134,14 @@ class PartialRolloutBuffer:
         """[G] bool: the groups of `is_kept` without an unfinished episode whose environment cannot be replayed. Counts
         the others as dropped."""
         own = torch.tensor([episode.end is None and not episode.replayable for episode in episodes], dtype=torch.int64)
-        stuck = self.mesh[ROLLOUT].gather_rows(sequence_ids, own, groups.count)
+        stuck = self.role_groups.gather_rows(sequence_ids, own, groups.count)
         is_stuck = groups.reduce(stuck, "amax") > 0
         self.dropped += int((is_stuck & is_kept).sum())
         return is_kept & ~is_stuck
 
     def _keep(self, batch: Batch, episodes: list[Episode], requests: list[PromptRequest], is_kept: Tensor):
         """Keeps this replica's share of the kept groups ([G] bool) and tells the other replicas which one has which."""
-        role_groups, groups = self.mesh[ROLLOUT], groups_of(requests)
+        role_groups, groups = self.role_groups, groups_of(requests)
         kept, is_kept_id = Batch(**{name: getattr(batch, name).cpu() for name in self._fields}), groups.expand(is_kept)
         episodes = list(itertools.compress(episodes, is_kept_id[kept.sequence_ids].tolist()))
         kept = kept.renumbered(is_kept_id)
@@ -181,76 +161,49 @@ class PartialRolloutBuffer:
         return {"rollout/carried_groups": len(self), "rollout/dropped_groups": dropped}
 
     def to_record(self) -> Record | None:
-        """This replica's state for `load`, on its leader; None on other ranks or without responses, but for the
-        first replica."""
-        role_groups, responses = self.mesh[ROLLOUT], self.rows
-        if not role_groups.is_leader or (role_groups.dp_rank and not len(responses)):
+        """This replica's state for `load`, on its leader; None on other ranks or without responses."""
+        responses = self.rows
+        if not self.role_groups.is_leader or not len(responses):
             return None
-        fields = {name: getattr(responses, name) for name in responses.present()} if responses else {}
-        groups = [(each.line, each.draw_index, each.step) for each in self._requests]
-        facts: dict[str, Any] = {"version": self.version, "samples": self.samples, "groups": groups}
-        sizes = [each.samples for each in self._requests]
-        if {*sizes} - {self.samples}:  # of files with sizes of their own
-            facts["sizes"] = sizes
+        groups = [(each.line, each.draw_index, each.step, each.samples) for each in self.requests]
+        facts: dict[str, Any] = {"groups": groups}
         if self.episodes is not None:
-            keys = episode_keys(self._requests)
+            keys = episode_keys(self.requests)
             facts["episodes"] = self.episodes.facts(keys[i] for i in responses.sequence_ids.tolist())
-        return Record(facts, fields)
+        return Record(facts, {name: getattr(responses, name) for name in responses.present()})
 
     def load(self, records: Iterable[Record]):
-        """Loads the groups of a checkpoint, assigned round-robin to the rollout's present replicas.
-
-        Args:
-            records: of each replica that saved one.
-
-        Raises:
-            UsageError: the run has no partial rollouts, another group size, or too small length limits.
-        """
-        s, role_groups = self.settings, self.mesh[ROLLOUT]
+        """Loads the groups of a checkpoint, from a record of each replica that saved one, assigned round-robin to the
+        present replicas. UsageError for too small length limits."""
+        s, role_groups, limit = self.settings, self.role_groups, self.settings.max_response_length
         own: list[Batch] = []
-        prompt = response = 0
+        known, prompt, response = torch.empty(0), 0, 0
         for facts, fields in records:
-            version, samples, groups = (facts[name] for name in ("version", "samples", "groups"))
-            episodes, sizes = facts.get("episodes"), facts.get("sizes", [samples] * len(groups))
-            waiting_groups.check_unfinished(len(groups), samples, episodes is not None, s)
-            by_prompt = PromptGroups(sizes)
-            if not own:
-                known = torch.zeros(by_prompt.count, 4, dtype=torch.int64)
-            requests = [
-                PromptRequest(n, (), size, s.max_response_length, step, index)
-                for (n, index, step), size in zip(groups, sizes, strict=True)
-            ]
-            batch = Batch(**fields) if fields else empty_batch(self._fields, "cpu")
-            dp_ranks = by_prompt.round_robin(len(role_groups.replicas))[batch.sequence_ids]
-            ended = None
+            requests = [PromptRequest(line, (), n, limit, step, index) for line, index, step, n in facts["groups"]]
+            groups, batch, ended = groups_of(requests), Batch(**fields), None
+            known = known if own else torch.zeros(groups.count, 4, dtype=torch.int64)  # of all replicas
+            dp_ranks = groups.round_robin(len(role_groups.replicas))[batch.sequence_ids]
             if self.episodes is not None:
-                keys, is_own = episode_keys(requests), dp_ranks == role_groups.dp_rank
+                keys = episode_keys(requests)
                 keys = [keys[i] for i in batch.sequence_ids.tolist()]
-                ended = self.episodes.load(episodes or [], batch, keys, is_own)
+                ended = self.episodes.load(facts["episodes"], batch, keys, dp_ranks == role_groups.dp_rank)
             known[batch.sequence_ids] = torch.cat([_known(batch, ended), dp_ranks.unsqueeze(1)], 1)
-            own.append(batch.select((dp_ranks == role_groups.dp_rank).nonzero().flatten()))
+            own.append(own_share(batch, groups, role_groups))
             # The rows of an agent together may fill the room of the longest prompt, too.
-            prompts = batch.prompt_lengths if episodes is None else batch.prompt_lengths.clamp(min=s.max_prompt_length)
+            prompts = batch.prompt_lengths if ended is None else batch.prompt_lengths.clamp(min=s.max_prompt_length)
             prompt = max([prompt, *batch.prompt_lengths.tolist()])
             response = max([response, *(batch.lengths - prompts).tolist()])
-        if not s.partial_rollouts:
-            return
         if prompt > s.max_prompt_length or response > s.max_response_length:
             raise UsageError(
                 f"--load: the checkpoint holds unfinished groups with prompts of up to {prompt} and responses of up to "
                 f"{response} tokens; raise --max-prompt-length and --max-response-length to at least these"
             )
         self._groups = _carried_groups(requests, known, concatenate(own))
-        self.version = version
 
 
 def _carried_groups(requests: list[PromptRequest], known: Tensor, rows: Batch) -> list[CarriedGroup]:
-    """The groups of requests.
-
-    Args:
-        known: [N, 4] length, has ended, oldest version, dp rank of each response.
-        rows: this replica's, numbered as `known`.
-    """
+    """The groups of requests. `known`: [N, 4] length, has ended, oldest version, dp rank of each response; `rows`: this
+    replica's, numbered as `known`."""
     found, first = [], 0
     for request in requests:
         ids = range(first, first + request.samples)

@@ -1,22 +1,17 @@
-"""A generator elsewhere: the client of a generation server's `/generate` (`python -m megarl.serve`), and what stands in
-the place of an engine with it."""
+"""A generator elsewhere: the client of a generation server's `/generate` (`python -m megarl.serve`)."""
 
-import dataclasses
+import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import urllib3
 from urllib3.exceptions import HTTPError
 
-from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.arguments import Settings
-from megarl.comm.role_mesh import RoleGroups
-from megarl.data.stop_strings import StopMatcher
 from megarl.errors import UsageError
-from megarl.mcore.inference.engine import RequestSource
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe import activity
 from megarl.plain_files import read_text, reading
@@ -61,17 +56,16 @@ class RemoteGenerator:
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Returns one completion per request, in their order; several HTTP requests run at a time."""
         batches = _batches(requests)
-        done: list[Completion | None] = [None] * len(requests)
         with activity.limited(), ThreadPoolExecutor(CONNECTIONS) as pool:
-            answers = pool.map(self._generate, ([requests[number] for number in batch] for batch in batches))
-            for batch, completions in zip(batches, answers, strict=True):
-                for number, completion in zip(batch, completions, strict=True):
-                    done[number] = completion
-        return done
+            answers = [*pool.map(self._generate, ([requests[number] for number in batch] for batch in batches))]
+        joined = itertools.chain.from_iterable
+        found = dict(zip(joined(batches), joined(answers), strict=True))
+        return [found[number] for number in range(len(requests))]
 
     def _generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """The completions of requests that differ in prompt and key alone."""
         found = self._json(self._ask("POST", "/generate", request_body(requests)))
+        if len(found) != len(requests):
+            raise RuntimeError(f"{FLAG} {self.url}: the answer is not one of a generation server")
         return [_completion(result) for result in found]
 
     def _ask(self, method: str, path: str, body: Any = None, **options: Any) -> urllib3.BaseHTTPResponse:
@@ -79,11 +73,11 @@ class RemoteGenerator:
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
         deadline, pause = time.monotonic() + self._seconds, MIN_PAUSE
         while True:
+            timeout = urllib3.Timeout(total=max(deadline - time.monotonic(), 1.0))
             try:
                 response = self._connections.request(
-                    method, self.url + path, json=body, headers=headers, **options,
-                    timeout=urllib3.Timeout(total=max(deadline - time.monotonic(), 1.0)),
-                )  # fmt: skip
+                    method, self.url + path, json=body, headers=headers, timeout=timeout, **options
+                )
             except HTTPError as error:
                 raise RuntimeError(f"{FLAG} {self.url}: no answer: {error}") from None
             if response.status == 200:
@@ -116,14 +110,14 @@ def _pause_of(response: urllib3.BaseHTTPResponse, default: float) -> float:
         return default
 
 
-def _batches(requests: Sequence[GenerationRequest]) -> list[list[int]]:
+def _batches(requests: Sequence[GenerationRequest]) -> list[tuple[int, ...]]:
     """Numbers of requests that differ in prompt and key alone, at most `BATCH` together."""
     alike: dict[tuple, list[int]] = {}
     for number, request in enumerate(requests):
         ends = request.end_ids, _stops_of(request), *_thinking_of(request).values()
         kind = request.sampling, request.max_new_tokens, request.top_logprobs, ends
         alike.setdefault(kind, []).append(number)
-    return [members[i : i + BATCH] for members in alike.values() for i in range(0, len(members), BATCH)]
+    return [batch for members in alike.values() for batch in itertools.batched(members, BATCH)]
 
 
 def _stops_of(request: GenerationRequest) -> tuple[str, ...]:
@@ -168,53 +162,3 @@ def _completion(result: dict[str, Any]) -> Completion:
         top_logprobs=top and [[(token, logprob) for token, logprob in best] for best in top],
         versions=result["versions"],
     )
-
-
-_WAIT_SECONDS = 0.02  # for a completion, before environments are looked at again
-
-
-class RemoteEngine:
-    """Has what `RolloutEngine` has for one source of requests at a time, on all ranks of a replica."""
-
-    max_requests = 64  # at a time
-
-    def __init__(self, generator: RemoteGenerator, role_groups: RoleGroups, stops: StopMatcher | None):
-        """`generator`: of the leader's requests; `stops`: end all responses but those of requests with their own."""
-        self._generator, self._role_groups, self._stops = generator, role_groups, stops
-
-    def stream(
-        self, source: RequestSource, end_ids: tuple[int, ...], settings: SamplingSettings, routes: bool = False,
-        max_requests: int | None = None, response_limit: Callable[[], int | None] | None = None,
-    ) -> Iterator[tuple[int, Completion]]:  # fmt: skip
-        """Generates responses to all requests of a source; yields (request number, completion) as each ends.
-
-        Arguments as of `RolloutEngine.stream`, without `routes` and `response_limit`. It raises what
-        `RemoteGenerator` raises.
-        """
-        assert not routes  # routes and limits are for training
-        assert response_limit is None
-        running: dict[Future, int] = {}  # on the leader
-        count, most = 0, min(max_requests or self.max_requests, self.max_requests)
-        with activity.limited(), ThreadPoolExecutor(self.max_requests) as pool:
-            while count or not source.is_empty():
-                for number, request in source.take(most - count) if count < most and not source.is_empty() else ():
-                    count += 1
-                    if self._role_groups.is_leader:
-                        running[pool.submit(self._generate, request, end_ids, settings)] = number
-                if not count:
-                    source.wait()
-                    continue
-                ended = self._role_groups.broadcast_object(_take_ended(running))
-                count -= len(ended)
-                yield from ended
-
-    def _generate(self, request: GenerationRequest, end_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
-        stops = self._stops if request.stops is None else request.stops
-        asked = dataclasses.replace(request, sampling=settings, end_ids=end_ids, stops=stops)
-        return self._generator.generate([asked])[0]
-
-
-def _take_ended(running: dict[Future, int]) -> list[tuple[int, Completion]]:
-    """(number, completion) of the requests that have ended, in the order of their numbers; removes them."""
-    ended, _ = wait(running, _WAIT_SECONDS, FIRST_COMPLETED)
-    return sorted(((running.pop(future), future.result()) for future in ended), key=lambda each: each[0])

@@ -36,39 +36,25 @@ def gather_layers(
     A collective of the replica.
 
     Args:
-        layers: numbers of the MoE layers whose routes this rank has in `batch`; None: the run records no routes.
+        layers: numbers of the MoE layers whose routes this rank has in `batch`; None: no routes are recorded.
     """
-    shard = _shard(batch, layers, role_groups)
+    shard, pg = None, role_groups.pg_collection
+    if not dist.get_rank(pg.tp) and not dist.get_rank(pg.cp):  # others have the same
+        batch = batch.to("cpu")
+        shard = batch if role_groups.is_leader else Batch(routes=batch.routes), layers or ()
     shards = [shard] * len(role_groups.replica)
     if len(shards) > 1:
         gathered = shards if role_groups.is_leader else None
         dist.gather_object(shard, gathered, role_groups.replica[0], role_groups.replica_group)
     if not role_groups.is_leader:
         return None
+    if layers is None:
+        return batch, None
     shards = list(filter(None, shards))
-    found = None if layers is None else sorted(layer for _, held in shards for layer in held)
-    return _join_shards(shards, found), found
-
-
-def _shard(batch: Batch, layers: tuple[int, ...] | None, role_groups: RoleGroups) -> tuple[Batch, tuple] | None:
-    """(batch, layers of its routes) that this rank gives; None if another rank gives the same.
-
-    One rank of each pipeline stage gives the routes of its layers, the leader also all other fields.
-    """
-    if dist.get_rank(role_groups.pg_collection.tp) or dist.get_rank(role_groups.pg_collection.cp):
-        return None
-    batch = batch.to("cpu")
-    return batch if role_groups.is_leader else Batch(routes=batch.routes), layers or ()
-
-
-def _join_shards(shards: list[tuple], layers: list[int] | None) -> Batch:
-    """The batch of a replica, with the routes of all layers in the order of `layers`."""
-    batch = next(batch for batch, _ in shards if batch.lengths is not None)
-    if layers is not None:
-        held = [layer for _, of_shard in shards for layer in of_shard]
-        routes = torch.cat([batch.routes for batch, _ in shards], dim=1)
-        batch.routes = routes[:, [held.index(layer) for layer in layers]]
-    return batch
+    held = [layer for _, of_shard in shards for layer in of_shard]
+    routes = torch.cat([of_shard.routes for of_shard, _ in shards], dim=1)
+    batch.routes = routes[:, [held.index(layer) for layer in sorted(held)]]
+    return batch, sorted(held)
 
 
 def own_share(batch: Batch, groups: PromptGroups, role_groups: RoleGroups) -> Batch:

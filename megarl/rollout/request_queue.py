@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.comm.role_mesh import RoleGroups
-from megarl.mcore.inference.generation import Completion, GenerationRequest
+from megarl.mcore.inference.generation import GenerationRequest
 from megarl.rollout.requests import RoundRequests
 
 UNFINISHED = 1 << 40  # stands for the length of an unfinished response
@@ -43,13 +43,8 @@ class SharedRequestQueue(StoreEntry):
     """
 
     def __init__(self, requests: RoundRequests, whole_groups: bool, role_groups: RoleGroups):
-        """
-        Args:
-            requests: the same on every rank; finished ones are skipped, and a replica begins with those that only it
-                can continue.
-            whole_groups: all responses to a prompt go to one replica, where they can share its KV cache.
-            role_groups: of the rollout.
-        """
+        """`requests`: the same on every rank; finished ones are skipped, and a replica begins with those that only it
+        can continue. `whole_groups`: all responses to a prompt go to one replica, where they can share its KV cache."""
         super().__init__(role_groups)
         self.requests = requests
         groups = [[i for i in requests.ids_of(n) if requests.is_open(i)] for n in range(len(requests.prompts))]
@@ -109,14 +104,8 @@ class GroupEarlyStop(StoreEntry):
     def _limits_of(self, group: int) -> list[int]:
         return [self._limits[i] for i in self._requests.ids_of(group)]
 
-    def ended(self, number: int, completion: Completion):
-        """Records a completion; one replica generates all responses of a group."""
-        length = len(completion.tokens)
-        if completion.finished or length >= self._limits[number]:  # else it was stopped early
-            self.add(number, length)
-
     def add(self, number: int, length: int):
-        """Records that a response, or an episode, has ended with that many new tokens."""
+        """Records that a response, or an episode, has ended with that many new tokens. One replica has a group's."""
         group = self._requests.group_of[number]
         lengths = self._ended.setdefault(group, [])
         lengths.append(length)
@@ -138,7 +127,6 @@ class GroupEarlyStop(StoreEntry):
         return max(lengths) << 32 | group
 
     def _with(self, known: list[int], result: int) -> list[int]:
-        """The best groups when one more has ended."""
         return sorted([*known, result])[: self.wanted]
 
     def _publish(self, result: int):
@@ -174,10 +162,8 @@ class FirstGroups(GroupEarlyStop):
 def shortest_groups(lengths: torch.Tensor, wanted: int) -> torch.Tensor:
     """[wanted] int64 ascending numbers of the groups with the shortest longest response, as in `GroupEarlyStop`.
 
-    `lengths` [G]: tokens of each group's longest response, at least `UNFINISHED` if one is unfinished.
-
-    Raises:
-        RuntimeError: fewer groups are finished.
+    `lengths` [G]: tokens of each group's longest response, at least `UNFINISHED` if one is unfinished. RuntimeError if
+    fewer groups are finished.
     """
     order = sorted((length, group) for group, length in enumerate(lengths.tolist()) if length < UNFINISHED)
     if len(order) < wanted:

@@ -1,9 +1,9 @@
-"""Converts prompts to requests of the engine, and its completions to a packed batch."""
+"""The responses of a round: from prompts to requests of the engine, and from its answers to a packed batch."""
 
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -96,14 +96,8 @@ class RoundRequests:
         self, prompts: list[PromptRequest], seed: int, step: int, thinking: ThinkingBudget | None = None,
         branching: Branching | None = None, prompt_set: PromptSet | None = None,
     ):  # fmt: skip
-        """
-        Args:
-            prompts: of all replicas.
-            step: the one that generates.
-            thinking: the budget of each response, or turn; None: none.
-            branching: of episodes; None: each has all of its turns for itself.
-            prompt_set: the set whose lines the prompts are, for environments.
-        """
+        """`prompts`: of all replicas; `step`: the one that generates; `thinking`: the budget of each response, or turn;
+        `branching`: of episodes; `prompt_set`: the set whose lines the prompts are, for environments."""
         self.prompts, self.groups = prompts, groups_of(prompts)
         ends = self.groups.sizes.cumsum(0).tolist()
         self._ids = list(map(range, [0, *ends], ends))  # of each group
@@ -111,6 +105,7 @@ class RoundRequests:
         self.thinking, self._branching, self.prompt_set = thinking, branching, prompt_set
         self._seed, self.step = seed, step
         self.limits = remaining_tokens(prompts)  # 0: the response is finished
+        self.responses: dict[int, Response] = {}  # that this replica has begun, or goes on with, by id
 
     def __len__(self) -> int:
         return len(self.limits)
@@ -142,9 +137,7 @@ class RoundRequests:
         groups = [group for group, owner in enumerate(owners) if owner == dp_rank]
         return [i for group in groups for i in self._ids[group]]
 
-    def response(self, i: int, key: int = 0, trunk: Trunk | None = None) -> Response:
-        """What there is of a response before the round, of those that this replica continues or any may take. `key`,
-        `trunk`: of its random stream; needed to go on with it."""
+    def _response(self, i: int, key: int, trunk: Trunk | None) -> Response:
         prompt = self.prompt_of(i)
         held = prompt.held[self.sample_of(i)]
         asked = GenerationRequest([*prompt.tokens], key, prompt.limit, thinking=self.thinking, trunk=trunk)
@@ -153,22 +146,16 @@ class RoundRequests:
         spans = [span._replace(tokens=[*span.tokens], logprobs=[*span.logprobs]) for span in held.spans]
         return dataclasses.replace(held, asked=asked, spans=spans, before=held.length)
 
-    def continued(self, i: int, completion: Completion, version: int | None) -> Response:
-        """A response with what the engine has answered in the round; `version`: of the policy, where the completion
-        does not say those of its tokens."""
-        response, (tokens, logprobs) = self.response(i), (completion.tokens, completion.logprobs)
-        start, count = response.length, len(tokens)
-        forced = range(0)
+    def take(self, i: int, completion: Completion, version: int | None) -> Response:
+        """Takes in what the engine has answered to a request, with forced tokens apart. `version`: of its policy."""
+        response, (tokens, logprobs) = self.responses[i], (completion.tokens, completion.logprobs)
+        start, forced = response.length, range(0)
         if self.thinking is not None:
             forced = self.thinking.forced(response.asked.prompt, [*response.tokens, *tokens])
-        versions = completion.versions or [version] * count
-        edges = {0, count, *(i for i in range(1, count) if versions[i] != versions[i - 1])}
-        edges |= {min(max(edge - start, 0), count) for edge in (forced.start, forced.stop)}
-        for first, last in itertools.pairwise(sorted(edges)):
-            response.add(tokens[first:last], logprobs[first:last], versions[first], first + start in forced)
+        first, last = (min(max(edge - start, 0), len(tokens)) for edge in (forced.start, forced.stop))
+        for part, is_forced in ((slice(first), False), (slice(first, last), True), (slice(last, None), False)):
+            response.add(tokens[part], logprobs[part], version, is_forced)
         response.finished, response.routes = completion.finished, completion.routes
-        if response.prompt_weights is None:
-            response.prompt_weights = version
         return response
 
     def stream_of(self, i: int) -> int:
@@ -197,21 +184,36 @@ class RoundRequests:
             return [None] * len(ids)
         return [Trunk(key, self._branching.turns) for key in self._keys(ids, [self.trunk_of(i) for i in ids])]
 
-    def build(
-        self, ids: Sequence[int], sampling: SamplingSettings | None = None, end_ids: tuple[int, ...] | None = None
-    ) -> list[GenerationRequest]:
-        """The requests of these ids, which this replica continues or any may take.
+    def build(self, ids: Sequence[int]) -> list[GenerationRequest]:
+        """The requests of these ids, which this replica continues or any may take; `responses` has them from now on.
 
         The random stream of a response is keyed by the prompt's line, the step that drew it, and the sample, so it does
         not depend on the order of prompts in the step. If a step draws a line again, its samples use the next streams.
-        `sampling`, `end_ids`: for a generator that serves others, too.
         """
         keys = self._keys(ids, [self.stream_of(i) for i in ids])
-        rest = [
-            self.response(i, key, trunk).request(self.limits[i])
-            for i, key, trunk in zip(ids, keys, self._trunks(ids), strict=True)
-        ]
-        return [dataclasses.replace(request, sampling=sampling, end_ids=end_ids) for request in rest]
+        made = zip(ids, keys, self._trunks(ids), strict=True)
+        self.responses |= {i: self._response(i, key, trunk) for i, key, trunk in made}
+        return [self.responses[i].request(self.limits[i]) for i in ids]
+
+    def to_batch(self, empty_routes: Tensor | None = None, version: int | None = None) -> Batch:
+        """The replica's `responses` of the round, continued ones from their beginning, in ascending order of ids.
+
+        Args:
+            empty_routes: [0, L, k] routes of no tokens; None if none are recorded. Those of a response that has got no
+                token, or has not ended, are unknown: a later round reads it again.
+            version: of the policy that has read the new prompts; None: the batch has no versions.
+        """
+        ids = sorted(self.responses)
+        responses = [self.responses[i] for i in ids]
+        for response in responses:
+            response.prompt_weights = version if response.prompt_weights is None else response.prompt_weights
+        batch = responses_to_batch(responses, has_versions=version is not None)
+        batch.sequence_ids = torch.tensor(ids, dtype=torch.int64)
+        batch.prompt_ids = torch.tensor([self.prompt_of(i).line for i in ids], dtype=torch.int64)
+        if empty_routes is not None:
+            unknown = (unknown_routes(empty_routes, len(r.row)) if r.routes is None else r.routes for r in responses)
+            batch.routes = torch.cat([empty_routes, *unknown])
+        return batch.to(device.device())
 
 
 def sampling_of(settings: Settings, temperature: float) -> SamplingSettings:
@@ -222,13 +224,6 @@ def sampling_of(settings: Settings, temperature: float) -> SamplingSettings:
     )
 
 
-def with_versions(completion: Completion, of_weights: Callable[[int], int]) -> Completion:
-    """A completion whose versions are weights, with the versions of these."""
-    versions = completion.versions or ()
-    known = {weights: of_weights(weights) for weights in {*versions}}
-    return dataclasses.replace(completion, versions=[known[weights] for weights in versions])
-
-
 def unknown_routes(empty_routes: Tensor, tokens: int) -> Tensor:
     """[tokens, L, k] routes that nobody has recorded. `empty_routes`: [0, L, k]."""
     return empty_routes.new_full((tokens, *empty_routes.shape[1:]), NO_ROUTE)
@@ -237,27 +232,6 @@ def unknown_routes(empty_routes: Tensor, tokens: int) -> Tensor:
 def _joined(lists: Sequence[Sequence], dtype) -> np.ndarray:
     """All numbers of some lists, one list after the other. torch.tensor of such a list takes ten times the time."""
     return np.fromiter(itertools.chain.from_iterable(lists), dtype, sum(map(len, lists)))
-
-
-def completions_to_batch(
-    done: dict[int, Completion], requests: RoundRequests, empty_routes: Tensor | None = None, version: int | None = None
-) -> Batch:
-    """The responses of a replica, continued ones from their beginning, as a packed batch in ascending order of ids.
-
-    Args:
-        done: what the engine has answered to the round's requests, by sequence id.
-        empty_routes: [0, L, k] routes of no tokens; None if the completions have no routes.
-        version: of the policy, for the tokens of prompts and of completions that do not say theirs; None: the batch has
-            no versions.
-    """
-    ids = sorted(done)
-    responses = [requests.continued(i, done[i], version) for i in ids]
-    batch = responses_to_batch(responses, has_versions=version is not None)
-    batch.sequence_ids = torch.tensor(ids, dtype=torch.int64)
-    batch.prompt_ids = torch.tensor([requests.prompt_of(i).line for i in ids], dtype=torch.int64)
-    if empty_routes is not None:
-        batch.routes = torch.cat([empty_routes, *(response.routes for response in responses)])
-    return batch.to(device.device())
 
 
 def responses_to_batch(responses: Sequence[Response], has_versions: bool) -> Batch:

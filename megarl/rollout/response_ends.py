@@ -2,8 +2,7 @@
 thoughts: `--thinking-budget`."""
 
 from megarl.data.conversations import Encoder
-from megarl.data.detokenizer import Vocabulary
-from megarl.data.stop_strings import StopMatcher
+from megarl.data.detokenizer import StopMatcher, Vocabulary
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
 from megarl.flags.fields import parse_ints

@@ -1,9 +1,10 @@
 """The log of responses: the one form in which a run keeps what was generated.
 
 * `--rollout-bank`: of a running step, `step_N/REPLICA-ATTEMPT.log` with finished responses, or turns of episodes.
-* A checkpoint: `rollout.log` of the first replica, `rollout-00001.log` of the next, with the groups that wait, the
-  batches of later steps, the unfinished groups, and the pools.
+* A checkpoint: `rollout_00000.log`, with the groups that wait, the batches of later steps, the unfinished groups, and
+  the pools.
 * `--save-rollouts`: of an ended step, `step_N/replica_00000.log` with the responses of its rounds, and its episodes.
+* `--generation-schedule recorded`: `schedule/replica_00000.log`, with what was decided in each round.
 
 A file is only appended to, by one writer. A record is `MAGIC`, the size of its body (uint64, little-endian), the body,
 and the body's BLAKE2b hash of 16 bytes. The body is a safetensors archive, which holds no code: fields with the names
@@ -17,7 +18,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -52,6 +53,11 @@ class Entry(NamedTuple):
     offset: int  # of its body
     size: int
     facts: dict[str, Any]
+
+    @property
+    def end(self) -> int:
+        """Where the next record begins."""
+        return self.offset + self.size + HASH_SIZE
 
     def read(self) -> Record:
         """The record. DamagedRecord if it has changed since; OSError."""
@@ -105,13 +111,22 @@ def intact(path: Path, damaged: Callable[[str], None]) -> Iterator[Entry]:
                 yield Entry(path, offset, size, facts)
 
 
-def whole(path: Path, where: str) -> list[Entry]:
-    """The records of a log that has ended. UsageError, which begins with `where`, if one does not count."""
+def whole(path: Path, where: str, has_ended: bool = True) -> list[Entry]:
+    """The records of a log. UsageError, which begins with `where`, if one does not count. `has_ended`: also if the last
+    one is incomplete."""
     with reading(where, "is damaged"):
         found = list(intact(path, _refuse))
-        last = found[-1].offset + found[-1].size + HASH_SIZE if found else 0
-        if last != path.stat().st_size:
+        if has_ended and (found[-1].end if found else 0) != path.stat().st_size:
             _refuse("its last record is incomplete")
+    return found
+
+
+def grouped(paths: Iterable[Path], flag: str, *names: str) -> dict[tuple, list[Entry]]:
+    """The records of logs that have ended, by the facts of these names, None of those that they lack; the logs in the
+    order of their names. UsageError, which begins with `flag`, if one is damaged."""
+    found: dict[tuple, list[Entry]] = {}
+    for entry in (entry for path in sorted(paths) for entry in whole(path, f"{flag} {path}")):
+        found.setdefault(tuple(entry.facts.get(name) for name in names), []).append(entry)
     return found
 
 

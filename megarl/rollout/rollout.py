@@ -2,9 +2,9 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,23 +30,20 @@ from megarl.observe.timers import Timers
 from megarl.rollout.bank import RolloutBank, past_bank
 from megarl.rollout.engine_counts import EngineCounts
 from megarl.rollout.episodes.runner import EpisodeRunner
-from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
+from megarl.rollout.policy_versions import PolicyVersions
+from megarl.rollout.request_queue import UNFINISHED, FirstGroups, GroupEarlyStop, SharedRequestQueue, shortest_groups
 from megarl.rollout.requests import (
     Branching,
     PromptRequest,
     RoundRequests,
-    completions_to_batch,
     earlier_responses,
     groups_of,
     remaining_tokens,
     sampling_of,
-    unknown_routes,
-    with_versions,
 )
 from megarl.rollout.response_ends import ResponseEnds
 from megarl.rollout.schedule import Schedule
-from megarl.rollout.scheduled_rounds import HeldWeights, ScheduledRounds, Stream
-from megarl.rollout.staleness import PolicyVersions
+from megarl.rollout.scheduled_rounds import GoingOn, ScheduledRounds, Stream
 from megarl.rollout.weight_sync import UNCHANGED, WeightSync
 from megarl.tool_formats.thinking_budget import ThinkingBudget
 
@@ -119,8 +116,7 @@ class Rollout:
             )  # fmt: skip
             check_capacity(settings, self.engine.capacity, self.role_groups.ranks.start)
             if schedule is not None and self._weight_sync is not None:
-                weights = HeldWeights(self._weight_sync)
-                self.scheduled = ScheduledRounds(settings, self.role_groups, self.engine, weights, schedule)
+                self.scheduled = ScheduledRounds(settings, self.role_groups, self.engine, self._weight_sync, schedule)
             if settings.rollout_bank:
                 self.bank = RolloutBank(Path(settings.rollout_bank), self.role_groups, vocab_size)
 
@@ -163,11 +159,11 @@ class Rollout:
     def restart(self, step: int):
         """Begins after a step, whose weights have been loaded."""
         if self.scheduled is not None:
-            self.scheduled.weights.step = step
+            self.scheduled.step = step
 
     def weights_at(self, step: int) -> int:
         """The step whose weights the rollout has at the end of a step."""
-        return step if self.scheduled is None else self.scheduled.weights.step
+        return step if self.scheduled is None else self.scheduled.step
 
     def sync_weights(self, step: int, has_trained: bool):
         """Brings the weights to the engine: on the actor's ranks those of this step, if it `has_trained`, on the
@@ -216,40 +212,36 @@ class Rollout:
             if wanted is not None:
                 requests.skip_if_enough_are_finished(wanted)
             stops_early = wanted is not None and wanted < len(prompts) and any(requests.limits)
-            records_routes = is_training and self.recorded_layers is not None
-            round_ = _Round(
-                requests=requests,
-                sampling=sampling_of(s, s.temperature if temperature is None else temperature),
-                routes=self.engine.empty_routes if records_routes else None,
-                wanted=wanted if stops_early else None,
-                is_training=is_training,
-                sender=sender,
-            )
+            routes = self.engine.empty_routes if is_training and self.recorded_layers is not None else None
+            sampling = sampling_of(s, s.temperature if temperature is None else temperature)
+            round_ = _Round(requests, sampling, routes, wanted if stops_early else None, is_training, sender)
             return self._generate(round_, self.scheduled if is_training else None, versions)
 
     def _generate(self, round_: _Round, weights: ScheduledRounds | None, versions: PolicyVersions | None) -> Batch:
         """This replica's share of a round. `weights`: change within it as a schedule says; None: they stay."""
-        requests, routes = round_.requests, round_.routes
+        requests, routes, version = round_.requests, round_.routes, None
         if weights is not None:
             weights.begin(requests.step)
-        if weights is None or self.episodes is not None:
-            done = self._run_engine(round_)
+        if versions is not None:
+            version = versions.of_step(requests.step)[0] if weights is None else versions.of_weights(weights.first)
+        if weights is None or self.episodes is not None:  # weights never change within turns
+            self._run_engine(round_, None, lambda: version)
+        elif weights.record is not None:
+            weights.follow(requests, self._open_here(requests), self._stream(round_), versions.of_weights)
         else:
-            done = self._run_scheduled(round_, weights)
+            self._run_engine(round_, weights, lambda: versions.of_weights(weights.step))
         if weights is not None:
             weights.end()
         self._counts.add(self.engine, round_.is_training)
-        version = None
-        if versions is not None:
-            version = versions.of_step(requests.step)[0] if weights is None else versions.of_weights(weights.first)
         if self.episodes is not None:
             longest = None
             if round_.wanted is not None:
                 _, longest = self.earliest_groups(None, requests.prompts, round_.wanted)
             return self.episodes.settle(longest, routes, version)
-        if versions is not None and weights is not None:
-            done = {i: with_versions(completion, versions.of_weights) for i, completion in done.items()}
-        return completions_to_batch(done | self._without_new_tokens(requests, routes), requests, routes, version)
+        requests.build([i for i in self._assigned_here(requests) if not requests.limits[i]])  # as they were
+        for i, response in requests.responses.items() if round_.sender else ():
+            round_.sender.send(i, response.tokens)  # that have not been sent yet
+        return requests.to_batch(routes, version)
 
     def generation_metrics(self) -> dict[str, float]:
         """Metrics of the training responses generated since the last call: of environments, decode steps, drafts, and
@@ -270,52 +262,58 @@ class Rollout:
         return self._fingerprint, layout, sampling, self.ends.identity, thinking
 
     def _stream(self, round_: _Round) -> Stream:
-        """The engine's stream for a round."""
         routes = round_.routes is not None
         return functools.partial(self.engine.stream, end_ids=self.ends.ids, settings=round_.sampling, routes=routes)
 
-    def _run_engine(self, round_: _Round) -> dict[int, Completion]:
-        """This replica's completions by sequence id, of the bank and of the engine; of episodes, whose runner keeps
-        their turns, none. They come to their ends, or as far as the earliest groups decide."""
-        requests, stream, done = round_.requests, self._stream(round_), {}
+    def _run_engine(self, round_: _Round, weights: ScheduledRounds | None, version: Callable[[], int | None]):
+        """Generates this replica's responses, or runs its episodes, to their ends, or as far as the earliest groups
+        decide. `weights`: may change meanwhile; None: they stay. `version`: of the policy now."""
+        requests, stream = round_.requests, self._stream(round_)
         source, queue = self._source(requests, whole_groups=round_.wanted is not None)
-        early_stop = None if round_.wanted is None else GroupEarlyStop(round_.wanted, requests, self.role_groups)
+        early_stop: GroupEarlyStop | None = None
+        if round_.wanted is not None and weights:
+            early_stop = weights.first_groups = FirstGroups(round_.wanted, requests, self.role_groups)
+        elif round_.wanted is not None:
+            early_stop = GroupEarlyStop(round_.wanted, requests, self.role_groups)
         bank = self.bank if round_.is_training else None
         if bank is not None:
             bank.begin_round(requests.step, self._bank_key(round_.sampling), round_.routes)
+        going_on = GoingOn(source, requests.responses)
 
         def ended(i: int, completion: Completion):
-            done[i] = completion
-            if early_stop:
-                early_stop.ended(i, completion)
-            if round_.sender:
-                round_.sender.send(i, completion.tokens)
+            response = requests.take(i, completion, version())
+            if weights:
+                weights.note(i, len(completion.tokens))
+            if response.has_ended and early_stop:
+                early_stop.add(i, response.new)
+            if not response.has_ended and weights:
+                going_on.add(i)
+            elif round_.sender:
+                round_.sender.send(i, response.tokens)
 
         if self.episodes is not None:
             most = queue.share if queue else 2 * self.engine.max_requests  # work for the engine while others wait
             self.episodes.run(stream, source, requests, most, round_.is_training, early_stop, round_.sender, bank)
         else:
-            asked, take_in = past_bank(bank, source, ended)
-            longest = early_stop.longest if early_stop else None
-            for i, completion in stream(asked, max_requests=queue.share if queue else None, response_limit=longest):
-                take_in(i, completion)
+            asked, take_in = past_bank(bank, going_on, ended)
+            options: dict[str, Any] = {"max_requests": queue.share if queue else None}
+            if weights:
+                options["interrupt"] = weights.look
+            elif early_stop:
+                options["response_limit"] = early_stop.longest
+            goes_on = True
+            while goes_on:
+                for i, completion in stream(asked, **options):
+                    take_in(i, completion)
+                goes_on = weights is not None and weights.goes_on()
+            if weights:  # of a round that stopped early: others may not have begun, and belong to whoever takes them
+                source.take(len(requests))
         if queue:
             queue.close()
-        if early_stop:
+        if early_stop and not weights:
             early_stop.close()
-        return done
-
-    def _run_scheduled(self, round_: _Round, weights: ScheduledRounds) -> dict[int, Completion]:
-        """As `_run_engine`, with weights that may change meanwhile."""
-        requests = round_.requests
-        mine = self._open_here(requests)
-        source_of = functools.partial(self._source, requests)
-        return weights.generate(
-            requests, mine, round_.wanted, source_of, self._stream(round_), round_.routes, round_.sender
-        )
 
     def _open_here(self, requests: RoundRequests) -> list[int]:
-        """The ids that are assigned to this replica, and that need tokens."""
         return [i for i in self._assigned_here(requests) if requests.is_open(i)]
 
     def _source(self, requests: RoundRequests, whole_groups: bool) -> tuple[RequestSource, SharedRequestQueue | None]:
@@ -328,16 +326,6 @@ class Rollout:
         queue = SharedRequestQueue(requests, stay_together, self.role_groups)
         return queue, queue
 
-    def _without_new_tokens(self, requests: RoundRequests, empty_routes: Tensor | None) -> dict[int, Completion]:
-        """Completions of this replica's requests without new tokens; routes are unknown."""
-        done = {}
-        for i in self._assigned_here(requests):
-            if not requests.limits[i]:
-                response = requests.response(i)
-                routes = None if empty_routes is None else unknown_routes(empty_routes, len(response.row))
-                done[i] = Completion(tokens=[], logprobs=[], finished=response.finished, routes=routes)
-        return done
-
     def _assigned_here(self, requests: RoundRequests) -> list[int]:
         return requests.assigned_to(self.role_groups.dp_rank, len(self.role_groups.replicas))
 
@@ -346,12 +334,11 @@ class Rollout:
 
         `batch`: this rank's share of the responses to `prompts`, as given to `generate`.
         """
-        is_finished = torch.tensor(
-            [not tokens for tokens in remaining_tokens(prompts)]
-        )  # an episode that failed has no routes
+        is_finished = torch.tensor([not tokens for tokens in remaining_tokens(prompts)])
         if batch is None or self.recorded_layers is None or not is_finished.any():
             return
         with self.timers.phase(self.role_groups.model_role, "rollout"):
+            # An episode that failed has no tokens, and no routes.
             is_finished = is_finished[batch.sequence_ids.cpu()] & (batch.response_lengths > 0).cpu()
             positions = is_finished.nonzero().flatten().tolist()
             sequences, bounds = batch.tokens.split(batch.lengths.tolist()), batch.cu_seqlens.tolist()

@@ -1,13 +1,11 @@
 """Rollouts on disk (`--save-rollouts`, `--load-rollouts`): the responses of each step, as logs that have ended.
 
-`DIR/rollouts/step_%08d/` holds what was generated for a step: one round, or several with dynamic sampling. Each replica
-of the rollout writes a log `replica_00000.log`. Its records are, of each round, the fields of `Batch` that generation
-has filled, with `--greedy-baseline` those of the greedy responses, and with environments what these have answered to
-each episode (`episodes/results.py`). `manifest.json`, written last, has the lines of the prompts, which groups were
-kept, and size and SHA-256 of every file. A run in any layout can read them.
+`DIR/rollouts/step_%08d/` holds what was generated for a step, in a log `replica_00000.log` of each replica. Its records
+are, of each round, the fields of `Batch` that generation has filled, with `--greedy-baseline` those of the greedy
+responses, and with environments what these have answered to each episode (`episodes/results.py`). `manifest.json`,
+written last, has the lines of the prompts, which groups were kept, and size and SHA-256 of every file.
 """
 
-import os
 import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -26,11 +24,11 @@ from megarl.mcore import device
 from megarl.measurements import is_metric
 from megarl.observe.files import step_name, step_of, sync_directory
 from megarl.observe.terminal import ranges_text
-from megarl.plain_files import reason_of
+from megarl.plain_files import reading
 from megarl.plain_values import Each, fits
 from megarl.rollout import response_log
 from megarl.rollout.replica_batch import gather_layers, own_share
-from megarl.rollout.response_log import Entry
+from megarl.rollout.response_log import SUFFIX, Entry
 from megarl.rollout.round_scores import GenerationRound
 
 FOLDER, WRITING = "rollouts", ".writing-"
@@ -47,7 +45,6 @@ class RolloutRecord(NamedTuple):
     tokens: int  # generated in all rounds
     metrics: dict[str, float]  # that only the engine and the buffer of partial rollouts know
     layers: list[int] | None  # MoE layers of the routes, in the order of the records
-    replicas: int  # that have written a log
 
 
 class RolloutWriter:
@@ -56,10 +53,8 @@ class RolloutWriter:
     def __init__(self, run: Path, role_groups: RoleGroups, layers: tuple[int, ...] | None, facts: dict):
         """Removes what a killed run left, on rank 0; the trainer's `open` comes between this and the first step.
 
-        Args:
-            run: the run's folder.
-            layers: numbers of the MoE layers whose routes this rank records; None: the run records none.
-            facts: entries of every manifest about the run, which `SavedRollouts` compares.
+        `layers`: numbers of the MoE layers whose routes this rank records; None: the run records none. `facts`: entries
+        of every manifest about the run, which `SavedRollouts` compares.
         """
         self.folder, self.role_groups = run / FOLDER, role_groups
         self.layers, self.facts = layers, facts
@@ -72,42 +67,28 @@ class RolloutWriter:
         with which it begins."""
         self._step, self._waiting, self._version = step, waiting, version
         self._rounds: list[dict] = []
-        self._path: Path | None = None  # of this replica's log, once it has begun
+        self._path = self.folder / f"{WRITING}{step_name(step)}" / f"replica_{self.role_groups.dp_rank:05d}{SUFFIX}"
         self._layers: list[int] | None = None
         self._longest = 0  # tokens of a sequence of this replica
 
     def add(self, found: GenerationRound, groups: PromptGroups, kept: torch.Tensor):
         """Writes a round: this replica's share of it. `kept` [G] bool: groups that the filter keeps."""
-        kinds = [RESPONSES] + [GREEDY] * (found.greedy is not None)
-        if self.role_groups.is_member:
-            for kind, batch in zip(kinds, (found.batch, found.greedy), strict=False):
-                self._write(kind, batch)
-            for sequence, record in sorted((found.records or {}).items()) if self.role_groups.is_leader else ():
-                self._append({"kind": EPISODE, "sequence": sequence, **record}, {})
-        entry = {"lines": found.lines, "kept": kept.tolist(), "kinds": kinds, "draws": found.draws}
+        for kind, batch, held in ((RESPONSES, found.batch, self.layers), (GREEDY, found.greedy, None)):
+            gathered = None if batch is None else gather_layers(batch, held, self.role_groups)
+            if gathered is None:
+                continue
+            whole, layers = gathered
+            self._layers = layers or self._layers
+            self._longest = max([self._longest, *whole.lengths.tolist()])
+            self._append({"kind": kind}, {name: getattr(whole, name) for name in whole.present()})
+        for sequence, record in sorted((found.records or {}).items()) if self.role_groups.is_leader else ():
+            self._append({"kind": EPISODE, "sequence": sequence, **record}, {})
         sizes = groups.sizes.tolist()
-        if {*sizes} - {self.facts["samples_per_prompt"]}:  # of files with sizes of their own
-            entry["sizes"] = sizes
-        self._rounds.append(entry)
-
-    def _write(self, kind: str, batch: Batch):
-        gathered = gather_layers(batch, self.layers if kind == RESPONSES else None, self.role_groups)
-        if gathered is None:
-            return
-        whole, layers = gathered
-        if kind == RESPONSES:
-            self._layers = layers
-        self._longest = max([self._longest, *whole.lengths.tolist()])
-        self._append({"kind": kind}, {name: getattr(whole, name) for name in whole.present()})
+        self._rounds.append({"lines": found.lines, "kept": kept.tolist(), "draws": found.draws, "sizes": sizes})
 
     def _append(self, facts: dict, fields: dict[str, torch.Tensor]):
-        """Writes a record of the running round to this replica's log."""
-        flags = os.O_WRONLY | os.O_CLOEXEC | os.O_APPEND
-        if self._path is None:
-            writing = self.folder / f"{WRITING}{step_name(self._step)}"
-            writing.mkdir(parents=True, exist_ok=True)
-            self._path, flags = writing / file_name(self.role_groups.dp_rank), flags | os.O_CREAT | os.O_TRUNC
-        with open(os.open(self._path, flags, 0o666), "ab", buffering=0) as file:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._path, "ab", buffering=0) as file:
             response_log.append(file.fileno(), response_log.packed({"round": len(self._rounds), **facts}, fields))
 
     def commit(self, order: dict, tokens: float, metrics: dict[str, float]):
@@ -115,58 +96,39 @@ class RolloutWriter:
         role_groups = self.role_groups
         if not role_groups.is_leader:
             return
-        files = {} if self._path is None else {self._path.name: manifests.seal(self._path)}
+        files = {self._path.name: manifests.seal(self._path)} if self._path.exists() else {}
         written = role_groups.gather_replicas((files, self._longest))
-        if role_groups.dp_rank == 0:
-            entries = {
-                "program": "train_rl", "step": self._step, "world_size": dist.get_world_size(), **self.facts,
-                "replicas": len(role_groups.replicas), "layers": self._layers, "waiting": self._waiting, "order": order,
-                "version": self._version,
-                "tokens": tokens, "metrics": metrics, "longest": max(longest for _, longest in written),
-                "rounds": self._rounds, "files": {name: seal for files, _ in written for name, seal in files.items()},
-            }  # fmt: skip
-            _commit(self.folder, step_name(self._step), entries)
+        if role_groups.dp_rank:
+            return
+        writing, target = self._path.parent, self.folder / step_name(self._step)
+        manifests.write(writing, {
+            "program": "train_rl", "step": self._step, "world_size": dist.get_world_size(), **self.facts,
+            "replicas": len(role_groups.replicas), "layers": self._layers, "waiting": self._waiting, "order": order,
+            "version": self._version, "tokens": tokens, "metrics": metrics, "rounds": self._rounds,
+            "longest": max(longest for _, longest in written),
+            "files": {name: seal for files, _ in written for name, seal in files.items()},
+        })  # fmt: skip
+        if target.exists():  # of the same step before the run was started again
+            replaced = self.folder / f"{WRITING}replaced-{target.name}"
+            target.rename(replaced)
+            shutil.rmtree(replaced)
+        writing.rename(target)
+        sync_directory(self.folder)
 
 
-def file_name(dp_rank: int) -> str:
-    """Name of a replica's log of a step."""
-    return f"replica_{dp_rank:05d}{response_log.SUFFIX}"
-
-
-def entries_of(folder: Path, replicas: int, flag: str) -> dict[tuple, list[Entry]]:
-    """The records of a step's folder by round and kind, of each replica in order. UsageError, which begins with `flag`,
-    if a log is damaged."""
-    found: dict[tuple, list[Entry]] = {}
-    for path in (folder / file_name(dp_rank) for dp_rank in range(replicas)):
-        for entry in response_log.whole(path, f"{flag} {path}"):
-            found.setdefault((entry.facts.get("round"), entry.facts.get("kind")), []).append(entry)
-    return found
-
-
-def _commit(folder: Path, name: str, entries: dict):
-    writing, target = folder / f"{WRITING}{name}", folder / name
-    manifests.write(writing, entries)
-    if target.exists():  # of the same step before the run was started again
-        replaced = folder / f"{WRITING}replaced-{name}"
-        target.rename(replaced)
-        shutil.rmtree(replaced)
-    writing.rename(target)
-    sync_directory(folder)
+def entries_of(folder: Path, flag: str) -> dict[tuple, list[Entry]]:
+    """The records of a step's folder by round and kind, as `response_log.grouped`."""
+    return response_log.grouped(folder.glob(f"replica_*{SUFFIX}"), flag, "round", "kind")
 
 
 class SavedRollouts:
     """The rollouts in a folder, checked against the flags of the run that trains on them."""
 
     def __init__(self, path: str, steps: range, facts: dict, longest: int):
-        """
-        Args:
-            path: value of `--load-rollouts`: a run's folder, or its folder `rollouts`.
-            steps: that the run takes.
-            facts: of the run, as for `RolloutWriter`.
-            longest: tokens that a sequence of the run may have.
+        """`path`: value of `--load-rollouts`, a run's folder or its folder `rollouts`; `steps`: that the run takes;
+        `facts`: of the run, as for `RolloutWriter`; `longest`: tokens that a sequence of the run may have.
 
-        Raises:
-            UsageError: missing, incomplete or damaged rollouts, or rollouts of other prompts or settings.
+        UsageError for missing, incomplete or damaged rollouts, or rollouts of other prompts or settings.
         """
         self.path, self._facts = path, facts
         self._longest, folder = longest, Path(path)
@@ -193,25 +155,17 @@ class SavedRollouts:
         return UsageError(one_line(f"--load-rollouts {where}: {problem}"))
 
     def _record(self, step: int) -> RolloutRecord:
-        try:
-            return self._checked_record(step)
-        except UsageError:
-            raise
-        except Exception as error:  # a manifest made for harm can raise anything
-            raise self._error(f"{manifests.NAME} is damaged ({reason_of(error)})", step) from None
-
-    def _checked_record(self, step: int) -> RolloutRecord:
         folder = self._folder / step_name(step)
-        manifest = manifests.read(folder, "--load-rollouts")
-        # Versions without environments wrote none.
-        if not {"rounds", *self._facts} - {"environment"} <= manifest.keys() or manifest["step"] != step:
-            raise self._error("is no rollout of this step", step)
-        problem = manifests.check_sizes(folder, manifest) or _misfit(manifest, self._facts, self._longest)
-        if problem:
-            raise self._error(problem, step)
-        if not fits(manifest["metrics"], Each((int, float), is_metric)):
-            raise self._error("has metrics that megarl does not write", step)
-        return RolloutRecord(folder=folder, **{name: manifest[name] for name in RolloutRecord._fields[1:]})
+        with reading(f"--load-rollouts {folder}: {manifests.NAME}", "is damaged"):
+            manifest = manifests.read(folder, "--load-rollouts")
+            if not {"rounds", *self._facts} <= manifest.keys() or manifest["step"] != step:
+                raise self._error("is no rollout of this step", step)
+            problem = manifests.check_sizes(folder, manifest) or _misfit(manifest, self._facts, self._longest)
+            if problem:
+                raise self._error(problem, step)
+            if not fits(manifest["metrics"], Each((int, float), is_metric)):
+                raise self._error("has metrics that megarl does not write", step)
+            return RolloutRecord(folder=folder, **{name: manifest[name] for name in RolloutRecord._fields[1:]})
 
     def read(self, record: RolloutRecord, number: int, kind: str, fields: Iterable[str],
              layers: tuple[int, ...] | None, role_groups: RoleGroups, groups: PromptGroups,
@@ -230,7 +184,7 @@ class SavedRollouts:
         """
         names, batches = [*fields, *(["routes"] if layers is not None else [])], []
         if self._entries[0] != record.folder:
-            self._entries = record.folder, entries_of(record.folder, record.replicas, "--load-rollouts")
+            self._entries = record.folder, entries_of(record.folder, "--load-rollouts")
         for entry in self._entries[1].get((number, kind), ()):
             loaded = entry.read().fields
             names += [field for field in optional if field in loaded and field not in names]
@@ -271,7 +225,7 @@ def _misfit(manifest: dict, facts: dict, longest: int) -> str | None:
     for name in ("greedy_baseline", "partial_rollouts"):
         if facts[name] and not manifest[name]:
             return f"was written without --{name.replace('_', '-')}"
-    if (facts["environment"] is None) != (manifest.get("environment") is None):
+    if (facts["environment"] is None) != (manifest["environment"] is None):
         return f"was written {'with' if facts['environment'] is None else 'without'} --environment"
     if facts["routes"] is not None and manifest["routes"] != facts["routes"]:
         return f"has routes of {manifest['routes'] or 'no layers'}; --router-replay rollout needs {facts['routes']}"

@@ -79,12 +79,11 @@ class RoundScorer:
     def score(self, found: GenerationRound, step: int) -> RoundScores:
         """Scores a round; sets scores and baselines of its batch. A collective of the ranks of rollout and reward, if
         the scores are needed now."""
-        count, batch = len(found.lines), found.batch
+        batch, groups = found.batch, self._groups(found)
         if self.settings.greedy_baseline:
             self._set_baselines(found, step)
-        keep = torch.ones(count, dtype=torch.bool)
+        keep = torch.ones(len(found.lines), dtype=torch.bool)
         responses, reward_sum, shares = 0, 0.0, None
-        groups = PromptGroups(self.prompts.group_sizes(found.lines, self.settings.samples_per_prompt))
         if self._scores_all:
             rows, of_file = self._score(batch, groups, step)
             if batch is not None:
@@ -94,8 +93,7 @@ class RoundScorer:
             if self._field is not None:
                 keep = differ(getattr(scored, self._field).double(), valid)
             elif self._range is not None:
-                means = means_of(scored.reward, valid)
-                keep = between(means, self._range)
+                keep = between(means_of(scored.reward, valid), self._range)
             responses, reward_sum = int(valid.sum()), float(scored.reward.sum())
             shares = means_of(scored.correct.double(), valid)
         if found.kept is not None:
@@ -105,12 +103,14 @@ class RoundScorer:
         self._responses += groups.count
         return RoundScores(keep, responses, reward_sum, shares)
 
+    def _groups(self, found: GenerationRound) -> PromptGroups:
+        return PromptGroups(self.prompts.group_sizes(found.lines, self.settings.samples_per_prompt))
+
     def _set_baselines(self, found: GenerationRound, step: int):
         """Scores the greedy responses: each is the baseline of its prompt's group."""
         rows, _ = self._score(found.greedy, PromptGroups.equal(len(found.lines), 1), step, for_training=False)
         if found.batch is not None:
-            groups = PromptGroups(self.prompts.group_sizes(found.lines, self.settings.samples_per_prompt))
-            own = Scored.of_rows(rows[groups.of(found.batch.sequence_ids)])
+            own = Scored.of_rows(rows[self._groups(found).of(found.batch.sequence_ids)])
             found.batch.baseline_scores = own.reward.float()
             found.batch.response_mask = without_unscored(found.batch, own.counts)
 

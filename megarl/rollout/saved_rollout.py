@@ -12,6 +12,7 @@ from megarl.groups import PromptGroups
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern
 from megarl.observe.timers import Timers
 from megarl.rollout.group_collector import GroupCollector, SamplingStatistics
+from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import GREEDY, RESPONSES, SavedRollouts
 from megarl.rollout.round_scores import GenerationRound
 from megarl.rollout.waiting_groups import VERSIONS
@@ -22,16 +23,14 @@ def moe_layers(role: RoleSettings) -> list[int]:
     return [number for number, has_experts in enumerate(moe_layer_pattern(role.megatron), 1) if has_experts]
 
 
-class SavedRollout:
+class SavedRollout(Rollout):
     """The rollout's ranks without an engine and without weights."""
-
-    name = ROLLOUT
-    bank = episodes = None
 
     def __init__(self, settings: Settings, role: RoleSettings, mesh: RoleMesh, timers: Timers):
         self.settings, self.role, self.timers = settings, role, timers
         self.mesh, self.role_groups = mesh, mesh[ROLLOUT]
         self.metrics: dict[str, float] = {}
+        self.bank = self.episodes = self.scheduled = self._weight_sync = None
 
     @property
     def recorded_layers(self) -> tuple[int, ...] | None:
@@ -44,18 +43,8 @@ class SavedRollout:
     def load_weights(self):
         """There are no weights to copy."""
 
-    def restart(self, step: int):
-        """There are no weights."""
-
-    def weights_at(self, step: int) -> int:
-        """As of `Rollout`."""
-        return step
-
     def sync_weights(self, step: int, has_trained: bool):
         """As `load_weights`."""
-
-    def wait_sends(self):
-        """There is nothing on its way."""
 
     def generation_metrics(self) -> dict[str, float]:
         """Nothing is generated; the metrics of the generation are in the record of the step."""

@@ -1,30 +1,25 @@
 """Which weights drew each token and which groups a batch has, with `--generation-schedule recorded`: on disk.
 
-`DIR/schedule/replica_00000.jsonl`, one file a replica of the rollout, has a line for each round: the weights from the
-round's begin to its end, the groups that over-sampling took, and how many tokens each response got from which weights.
-Weights are named by the step after which the actor has them. A round's line is on disk before its batch is announced,
-so a run that was killed follows its own lines before the clock decides again. Each line ends with a checksum of itself
-and of all lines before it. A line `run` says with which settings the lines after it were recorded.
+`DIR/schedule/replica_00000.log`, one log (`response_log`) a replica of the rollout, has a record for each round: the
+weights from the round's begin to its end, the groups that over-sampling took, and how many tokens each response got
+from which weights. Weights are named by the step after which the actor has them. A round's record is on disk before its
+batch is announced, so a run that was killed follows its own ones before the clock decides again. A record `run` says
+with which settings those after it were made.
 """
 
-import hashlib
-import itertools
-import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.arguments import Settings
 from megarl.errors import UsageError
-from megarl.observe.files import write_atomically
-from megarl.plain_files import open_bytes, parse_json, reading
+from megarl.plain_files import reading
 from megarl.plain_values import Each, fits, is_count, is_whole
+from megarl.rollout import response_log
+from megarl.rollout.response_log import Entry
 
-FOLDER = "schedule"
-MAX_LINE = 2**28  # bytes
+FOLDER, FILES = "schedule", f"replica_*{response_log.SUFFIX}"
 MAX_REPLICAS = 2**20
-_SHA = ', "sha": "'  # between a line's content and its checksum
 
 Round = tuple[int, int]  # a step, and the number of the round in it, from 0
 Segments = dict[int, list[tuple[int, int]]]  # sequence id -> (weights, new tokens) in order; responses with new tokens
@@ -38,11 +33,10 @@ def _is_id(name: str) -> bool:
     return name == "0" or name.isascii() and name.isdigit() and name[0] != "0" and len(name) < 16
 
 
-# What lines are (`plain_values`). A schema, since whoever edits a line can write its checksum, too.
+# What records are (`plain_values`). A schema, since whoever edits a file can write its checksums, too.
 _RUN = {"run": {"seed": int, "data": Each(str), "settings": dict}}
-_ROUND = {
-    "step": is_count, "round": is_count, "weights": _is_pair, "groups": (None, [is_count]),
-    "segments": Each([_is_pair], _is_id), "replica": is_count,
+_ROUND = dict.fromkeys(("step", "round", "replica"), is_count) | {
+    "weights": _is_pair, "groups": (None, [is_count]), "segments": Each([_is_pair], _is_id),
     "replicas": lambda value: is_whole(value, 1, MAX_REPLICAS),
 }  # fmt: skip
 
@@ -60,15 +54,15 @@ class RoundRecord(NamedTuple):
         """The record as JSON."""
         step, number = self.round
         segments = {str(i): segments for i, segments in self.segments.items()}
-        return {"step": step, "round": number, "weights": [self.first, self.last], "groups": self.groups,
-                "segments": segments}  # fmt: skip
+        place = {"step": step, "round": number, "weights": [self.first, self.last]}
+        return place | {"groups": self.groups, "segments": segments}
 
     @classmethod
-    def decode(cls, line: dict[str, Any]) -> "RoundRecord":
-        """The record of a line that fits `_ROUND`."""
-        first, last = line["weights"]
-        segments = {int(i): [(weights, count) for weights, count in found] for i, found in line["segments"].items()}
-        return cls((line["step"], line["round"]), first, last, line["groups"], segments)
+    def decode(cls, facts: dict[str, Any]) -> "RoundRecord":
+        """The record of facts that fit `_ROUND`."""
+        first, last = facts["weights"]
+        segments = {int(i): [(weights, count) for weights, count in found] for i, found in facts["segments"].items()}
+        return cls((facts["step"], facts["round"]), first, last, facts["groups"], segments)
 
 
 def bounds(settings: Settings, step: int, start: int) -> tuple[int, int]:
@@ -107,44 +101,13 @@ def check(record: RoundRecord, settings: Settings, start: int) -> str | None:
     return None
 
 
-class _Line(NamedTuple):
-    """A line of a file, and where it ends."""
-
-    content: dict[str, Any]
-    sha: str
-    end: int  # bytes of the file up to here
-
-
-def _read_lines(path: Path, flag: str) -> Iterator[_Line]:
-    """The whole lines of a replica's file. A last line that a kill cut is left out. UsageError if one is damaged."""
-    with reading(f"{flag} {path}"), open_bytes(path) as file:
-        sha, end = "", 0
-        for number in itertools.count(1):
-            raw = file.readline(MAX_LINE)
-            if not raw.endswith(b"\n") and len(raw) < MAX_LINE:
-                return
-            end += len(raw)
-            with reading(f"{flag} {path}", f"line {number} is damaged"):
-                content, sha = _line_of(raw, sha)
-            yield _Line(content, sha, end)
-
-
-def _line_of(raw: bytes, before: str) -> tuple[dict[str, Any], str]:
-    """The content of a line and its checksum; `before`: that of the line before it. ValueError if it is damaged."""
-    if len(raw) == MAX_LINE:
-        raise ValueError(f"it has {MAX_LINE:,} bytes or more")
-    text, _, tail = raw[:-1].decode("utf-8", errors="replace").rpartition(_SHA)
-    sha = tail[:-2]
-    if sha != _sha(before, text) or tail[-2:] != '"}':
-        raise ValueError("its checksum is wrong")
-    content = parse_json(text + "}")
-    if not fits(content, _RUN if "run" in content else _ROUND):
-        raise ValueError("it is not what megarl writes")
-    return content, sha
-
-
-def _sha(before: str, text: str) -> str:
-    return hashlib.sha256((before + text).encode("utf-8", errors="replace")).hexdigest()[:32]
+def _entries(path: Path, flag: str) -> list[Entry]:
+    """The records of a replica, without a last one that a kill has cut. UsageError if one is damaged."""
+    found = response_log.whole(path, f"{flag} {path}", has_ended=False)
+    with reading(f"{flag} {path}", "is damaged"):
+        if not all(fits(entry.facts, _RUN if "run" in entry.facts else _ROUND) for entry in found):
+            raise ValueError("it is not what megarl writes")
+    return found
 
 
 class Recording(NamedTuple):
@@ -152,20 +115,21 @@ class Recording(NamedTuple):
 
     path: str  # as in messages, with its flag
     rounds: dict[Round, RoundRecord]  # that all replicas have written
-    runs: dict[Round, dict[str, Any]]  # the line `run` before each of these rounds
+    runs: dict[Round, dict[str, Any]]  # the record `run` before each of these rounds
 
     @classmethod
     def read(cls, folder: Path, flag: str, path: str) -> "Recording":
         """Reads the files of all replicas. UsageError if they are damaged; a schedule without files has no rounds."""
         where, shares, runs = f"{flag} {path}", {}, {}
-        for file in sorted(folder.glob("replica_*.jsonl")):
+        for file in sorted(folder.glob(FILES)):
             run: dict[str, Any] = {}
-            for line in _read_lines(file, flag):
-                if "run" in line.content:
-                    run = line.content["run"]
+            for facts in (entry.facts for entry in _entries(file, flag)):
+                if "run" in facts:
+                    run = facts["run"]
                     continue
-                record, key = RoundRecord.decode(line.content), (line.content["replica"], line.content["replicas"])
-                shares.setdefault(record.round, {})[key], runs[record.round] = record, run
+                record = RoundRecord.decode(facts)
+                shares.setdefault(record.round, {})[facts["replica"], facts["replicas"]] = record
+                runs[record.round] = run
         rounds = {}
         for number in sorted(shares):
             if merged := _merged(shares[number], where):
@@ -174,14 +138,14 @@ class Recording(NamedTuple):
 
 
 def _merged(shares: dict[tuple[int, int], RoundRecord], where: str) -> RoundRecord | None:
-    """The record of all replicas; None if some had not written their line. UsageError if they contradict each other."""
+    """The record of all replicas; None if some had not written theirs. UsageError if they contradict each other."""
     for replicas in {replicas for _, replicas in shares}:
         found = [shares[i, replicas] for i in range(replicas) if (i, replicas) in shares]
         if len(found) == replicas:
             segments = {i: segments for record in found for i, segments in record.segments.items()}
             is_one = all(record[:4] == found[0][:4] for record in found)
             if not is_one or len(segments) != sum(len(record.segments) for record in found):
-                raise UsageError(f"{where}: the replicas' lines of step {found[0].round[0]} are of different runs")
+                raise UsageError(f"{where}: the replicas' records of step {found[0].round[0]} are of different runs")
             return found[0]._replace(segments=segments)
     return None
 
@@ -190,18 +154,12 @@ class Schedule:
     """What the rounds of a run follow, and what is written of them."""
 
     def __init__(self, recording: Recording, start: int, folder: Path | None, run: dict[str, Any]):
-        """
-        Args:
-            recording: rounds that are followed.
-            start: step after which the run begins.
-            folder: of the run, where rounds are written in which the clock has decided; None: it decides in none.
-            run: the line `run` of this run.
-        """
+        """`recording`: rounds that are followed; `start`: step after which the run begins; `folder`: of the run, where
+        rounds are written in which the clock has decided; None: it decides in none; `run`: its record `run`."""
         self._recording, self._folder, self._run = recording, folder, run
         self.start = start
         self.is_replay = folder is None
-        self._file: Path | None = None  # once it is open
-        self._sha = ""
+        self._file: int | None = None  # descriptor of this replica's log, once it is open
 
     def find(self, number: Round) -> RoundRecord | None:
         """The record of a round; None: the clock decides.
@@ -223,37 +181,31 @@ class Schedule:
         return max((record.last for number, record in self._recording.rounds.items() if number[0] <= step), default=0)
 
     def open(self, replica: int):
-        """Begins to write this replica's rounds, on its leader: after the last line of a round that all have written.
+        """Begins to write this replica's rounds, on its leader: after the last record of a round that all have written.
 
-        All replicas do so before one of them writes, so that no line of a killed run is taken for one of this run.
+        All replicas do so before one of them writes, so that none of a killed run is taken for one of this run.
         """
         if self._file is not None:
             return
         assert self._folder is not None  # the clock decides
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._file, end, run = self._folder / f"replica_{replica:05d}.jsonl", 0, None
-        self._file.touch()
+        path, end, run = self._folder / FILES.replace("*", f"{replica:05d}"), 0, None
+        self._file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o666)
         last = max(self._recording.rounds, default=(0, 0))
-        for line in _read_lines(self._file, "--save"):
-            is_round = "run" not in line.content
-            if is_round and (line.content["step"], line.content["round"]) > last:
+        for entry in _entries(path, "--save"):
+            facts = entry.facts
+            if "run" not in facts and (facts["step"], facts["round"]) > last:
                 break
-            self._sha, end, run = line.sha, line.end, run if is_round else line.content["run"]
-        with open_bytes(self._file) as file:
-            kept = file.read(end)
-        write_atomically(self._file, kept)
+            end, run = entry.end, facts.get("run", run)
+        os.ftruncate(self._file, end)
         if run != self._run:
             self._write({"run": self._run})
 
     def append(self, record: RoundRecord, replica: int, replicas: int):
-        """Writes a round of this replica, once it is open; on return the line survives a crash of the machine."""
+        """Writes a round of this replica, once it is open; on return the record survives a crash of the machine."""
         self._write(record.encode() | {"replica": replica, "replicas": replicas})
 
-    def _write(self, content: dict[str, Any]):
+    def _write(self, facts: dict[str, Any]):
         assert self._file is not None  # `open` comes first
-        text = json.dumps(content)[:-1]
-        self._sha = _sha(self._sha, text)
-        with open(self._file, "a", encoding="utf-8") as file:
-            file.write(f'{text}{_SHA}{self._sha}"}}\n')
-            file.flush()
-            os.fsync(file.fileno())
+        response_log.append(self._file, response_log.packed(facts, {}))
+        os.fsync(self._file)

@@ -4,14 +4,12 @@ run can continue that."""
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import torch
-
 from megarl.arguments import Settings
 from megarl.batch import GENERATED, HEADER, SCORED, fields_sent
 from megarl.data.pools import DifficultyPools
 from megarl.errors import UsageError
 from megarl.rollout import response_log
-from megarl.rollout.response_log import Entry, Record
+from megarl.rollout.response_log import Record
 
 ENTRY = "waiting_groups"
 QUEUE = "generated_ahead"
@@ -21,7 +19,8 @@ GROUPS = "groups"  # of an incomplete batch, that wait
 BATCH = "batch"  # of a later step, generated ahead
 UNFINISHED = "unfinished"  # groups with unfinished responses
 POOLS = "pools"  # of difficulty; the first replica's
-FIRST = f"rollout{response_log.SUFFIX}"
+FILES = f"rollout_*{response_log.SUFFIX}"
+FIRST = FILES.replace("*", "00000")
 
 
 def batch_fields(settings: Settings) -> set[str]:
@@ -33,31 +32,15 @@ def batch_fields(settings: Settings) -> set[str]:
 
 
 def manifest_entry(settings: Settings, complete: int, unfinished: int) -> dict:
-    """The entry of a checkpoint's manifest about its groups.
-
-    Args:
-        complete: groups in the group buffer, of all replicas.
-        unfinished: groups among the partial rollouts.
-    """
+    """The entry of a checkpoint's manifest about its groups, of all replicas: in the group buffer, and unfinished."""
     facts = {"complete": complete, "unfinished": unfinished, "samples_per_prompt": settings.samples_per_prompt}
     return {ENTRY: facts | {"fields": sorted(batch_fields(settings))}}
 
 
-def queue_entry(lag: int, through: int, steps: list[int], version: int) -> dict:
-    """The entry of a checkpoint's manifest about the batches that were generated ahead.
-
-    Args:
-        lag: `--generation-lag`.
-        through: the last step for which the rollout has generated.
-        steps: those after the checkpoint's that have a batch.
-        version: of the policy in the checkpoint: updates so far.
-    """
-    return {QUEUE: {"lag": lag, "through": through, "steps": steps, "version": version}}
-
-
 def queued(manifest: dict) -> dict:
-    """What a checkpoint says of the batches that were generated ahead, as `queue_entry`."""
-    return manifest.get(QUEUE, {"lag": 0, "through": manifest["step"], "steps": []})
+    """What a checkpoint says of the batches that were generated ahead: `lag`, `--generation-lag`; `through`, the last
+    step for which the rollout has generated; `steps`, the later ones that have a batch; `version` of the policy."""
+    return manifest.get(QUEUE, {"lag": 0, "through": manifest["step"], "steps": [], "version": 0})
 
 
 def check(manifest: dict, settings: Settings, has_new_prompts: bool):
@@ -79,56 +62,48 @@ def check(manifest: dict, settings: Settings, has_new_prompts: bool):
             f"--load-changed-data: the checkpoint of --load {s.load} holds responses to the old "
             "prompts that wait for their batch; resume with the old --prompts, or from a step without them"
         )
-    if complete or queue["steps"]:
-        check_complete((samples, {*found["fields"]}), (s.samples_per_prompt, batch_fields(s)))
+    is_other = samples != s.samples_per_prompt or {*found["fields"]} != batch_fields(s)
+    if is_other and (complete or queue["steps"]):
+        raise UsageError(
+            f"--load: the checkpoint holds groups of {samples} responses that wait for their batch to be full; "
+            "--samples-per-prompt, --group-filter, --pool-bounds, --greedy-baseline, --partial-rollouts, "
+            "--router-replay, --generation-schedule, --thinking-budget and --environment must be those that they were"
+            " sampled with"
+        )
     if complete >= s.prompts_per_step:
         raise UsageError(
             f"--prompts-per-step {s.prompts_per_step}: the checkpoint of --load {s.load} holds {complete} groups that "
             f"wait for their batch to be full; allowed is more than {complete}"
         )
-    check_unfinished(unfinished, samples, "turn_rewards" in found["fields"], s)
+    if unfinished:
+        _check_unfinished(unfinished, found, manifest, s)
+
+
+def _check_unfinished(unfinished: int, found: dict, manifest: dict, s: Settings):
+    """As `check`, of that many unfinished groups; `found`: the entry of the manifest."""
+    samples, are_episodes = found["samples_per_prompt"], "turn_rewards" in found["fields"]
+    if not s.partial_rollouts or samples != s.samples_per_prompt:
+        raise UsageError(
+            f"--load: the checkpoint holds {unfinished} unfinished groups of {samples} responses; add "
+            f"--partial-rollouts --samples-per-prompt {samples}"
+        )
+    if are_episodes != (s.environment is not None):
+        raise UsageError(
+            f"--load: the checkpoint holds {unfinished} unfinished groups that were generated with"
+            f"{'' if are_episodes else 'out'} --environment; resume like that"
+        )
     had_budget = "forced" in found["fields"]
-    if unfinished and had_budget != ("forced" in batch_fields(s)):
+    if had_budget != ("forced" in batch_fields(s)):
         raise UsageError(
             f"--thinking-budget {s.thinking_budget}: the checkpoint of --load {s.load} holds {unfinished} unfinished "
             f"groups that were generated with{'' if had_budget else 'out'} it; resume like that"
         )
     environment = manifest.get("settings", {}).get("--environment", s.environment)
-    if unfinished and environment != s.environment:  # each answers otherwise, and an agent's turns are no environment's
+    if environment != s.environment:  # each answers otherwise, and an agent's turns are no environment's
         raise UsageError(
             f"--environment {s.environment}: the checkpoint of --load {s.load} holds {unfinished} unfinished groups of "
             f"--environment {environment}; resume with it, or from a step without them"
         )
-
-
-def check_complete(saved: tuple[int, set[str]], wanted: tuple[int, set[str]]):
-    """UsageError if complete groups have another size, or other fields, than those of the run."""
-    if saved != wanted:
-        raise UsageError(
-            f"--load: the checkpoint holds groups of {saved[0]} responses that wait for their batch to be full; "
-            "--samples-per-prompt, --group-filter, --pool-bounds, --greedy-baseline, --partial-rollouts, "
-            "--router-replay, --generation-schedule, --thinking-budget and --environment must be those that they were"
-            " sampled with"
-        )
-
-
-def check_unfinished(groups: int, samples: int, are_episodes: bool, settings: Settings):
-    """UsageError unless a run can continue that many unfinished groups of `samples` responses, or episodes."""
-    if groups and (not settings.partial_rollouts or samples != settings.samples_per_prompt):
-        raise UsageError(
-            f"--load: the checkpoint holds {groups} unfinished groups of {samples} responses; add "
-            f"--partial-rollouts --samples-per-prompt {samples}"
-        )
-    if groups and are_episodes != (settings.environment is not None):
-        raise UsageError(
-            f"--load: the checkpoint holds {groups} unfinished groups that were generated with"
-            f"{'' if are_episodes else 'out'} --environment; resume like that"
-        )
-
-
-def file_name(dp_rank: int) -> str:
-    """The name of a replica's log: that of the first one, or `rollout-00001.log`."""
-    return f"rollout-{dp_rank:05d}{response_log.SUFFIX}" if dp_rank else FIRST
 
 
 def packed(kind: str, record: Record, step: int | None = None) -> bytes:
@@ -142,32 +117,19 @@ class KeptRecords:
 
     def __init__(self, folder: Path):
         """UsageError if a log is damaged."""
-        first = folder / FIRST
-        paths = [first, *sorted(folder.glob(f"rollout-*{response_log.SUFFIX}"))] if first.exists() else []
-        self._entries: list[Entry] = []
-        for path in paths:
-            self._entries += response_log.whole(path, f"--load {path}")
+        self._entries = response_log.grouped(folder.glob(FILES), "--load", "kind", "step")
 
     def has(self, kind: str, step: int | None = None) -> bool:
-        """Whether there are such records. Arguments as of `read`."""
-        return any(True for _ in self._of(kind, step))
-
-    def _of(self, kind: str, step: int | None) -> Iterator[Entry]:
-        return (e for e in self._entries if (e.facts.get("kind"), e.facts.get("step")) == (kind, step))
+        """Whether there are such records. `step`: of a `BATCH`."""
+        return (kind, step) in self._entries
 
     def read(self, kind: str, step: int | None = None) -> Iterator[Record]:
         """The records of a kind, of each replica in order, one at a time. `step`: of a `BATCH`."""
-        for entry in self._of(kind, step):
-            facts, fields = entry.read()
-            yield Record({name: fact for name, fact in facts.items() if name not in ("kind", "step")}, fields)
-
-
-def pools_record(pools: DifficultyPools) -> Record:
-    return Record({}, {name: torch.from_numpy(values) for name, values in pools.state_dict().items()})
+        return (entry.read() for entry in self._entries.get((kind, step), ()))
 
 
 def load_pools(pools: DifficultyPools, records: Iterable[Record], where: str):
-    """Restores the state of `pools_record`, if there is one. UsageError, which begins with `where`, for another."""
+    """Restores the state of the pools, if there is one. UsageError, which begins with `where`, for a damaged one."""
     for record in records:
         if not record.fields.keys() >= pools.state_dict().keys():
             raise UsageError(f"{where}: holds no pools")

@@ -84,11 +84,7 @@ class WeightSync:
 
     def run(self, is_checked: bool = True) -> dict[str, float]:
         """Transfers the weights; returns metrics. `is_checked`: with `verifies`, compares checksums now, which is a
-        collective of a rollout that generates ahead; False: `check` comes later.
-
-        Raises:
-            RuntimeError: checksums differ.
-        """
+        collective of a rollout that generates ahead; False: `check` comes later. RuntimeError if they differ."""
         names = [role.role for role in self._roles]
         with self._timers.phase(names[-1], "wait"):
             self._meet()

@@ -1,13 +1,9 @@
-"""Router replay of the rollout's routes (R3): sends them to the ranks that replay them, with two bytes per expert.
+"""Router replay of the rollout's routes (R3, arXiv 2510.11370): sends them to the ranks that replay them.
 
-Training passes take the routes of the rollout instead of those that their routers choose: if kernels or precision
-differ, both may choose different experts for the same token, and the ratio of their probabilities diverges (arXiv
-2510.11370).
-
-Routes flow one way, and nobody asks for them. The rows that a replica of the rollout sends to a replica of another role
-are those of the sequences that both hold, all tokens but each sequence's last; each side computes which. The ranks of a
-replica that hold the same layers get an equal share of the rows each, and gather the others from each other. Routes
-that a rank holds itself take the same path without network traffic.
+Training passes take the rollout's routes: if kernels or precision differ, both may choose different experts, and
+the ratio of their probabilities diverges. Routes flow one way, and nobody asks for them: a replica of the rollout
+sends another role's replica the rows of the sequences that both hold, all tokens but each last; each side computes
+which. The ranks of a replica with the same layers get an equal share each, and gather the others from each other.
 """
 
 import math
@@ -40,13 +36,8 @@ class RoutingReplay:
         actor_passes: Callable[[StepBatch], list[Tensor]],
     ):
         """With `--router-replay rollout`, gathers which rank holds which MoE layers of the policy. Collective.
-
-        Args:
-            policy: the actor's settings.
-            recorded_layers: MoE layers whose routes this rank records in the rollout (`Rollout.recorded_layers`).
-            router_states: of this rank's models, by role.
-            actor_passes: `Actor.passes_of_step`.
-        """
+        `policy`: the actor's settings; `recorded_layers`, `actor_passes`: `Rollout.recorded_layers` and
+        `Actor.passes_of_step`; `router_states`: of this rank's models, by role."""
         self._router_states, self._actor_passes = router_states, actor_passes
         self._exchange = None
         self._roles = ("actor", "reference") if settings.router_replay_reference else ("actor",)
@@ -79,38 +70,39 @@ class RoutingReplay:
                 state.replayed_routes = table
 
 
-class LayerHolders:
-    """Which rank holds which MoE layers of which role, and which rank sends which layers and rows to which."""
+class RouteExchange:
+    """Transfers routes from the rollout to the roles that replay them; knows which rank holds which MoE layers."""
 
-    def __init__(self, mesh: RoleMesh, layers: dict[str, tuple[int, ...]]):
-        """Gathers `layers` (by role, of this rank) from all ranks. A collective of the world."""
+    def __init__(self, mesh: RoleMesh, layers: dict[str, tuple[int, ...]], topk: int, experts: int):
+        """Gathers which rank holds which layers. A collective of the world. `layers`: role of this rank -> numbers of
+        the MoE layers that this rank holds; those of the rollout in the order in which its batch has the routes.
+        RuntimeError: a replica of the rollout lacks a layer that a role has."""
         self.mesh = mesh
+        self.topk, self.experts = topk, experts
+        held = {role: (tuple(layers[role]), self._own_share(role)) for role in layers if mesh[role].is_member}
         self._held: list[dict[str, tuple[tuple[int, ...], slice]]] = [{} for _ in range(mesh.size)]
-        held = {role: (tuple(layers[role]), self._share(role)) for role in layers if mesh[role].is_member}
         dist.all_gather_object(self._held, held)
-        self._by_layer: list[dict[int, list[int]]] = [{} for _ in mesh[ROLLOUT].replicas]
+        self._by_layer: list[dict[int, list[int]]] = [{} for _ in mesh[ROLLOUT].replicas]  # ranks of each replica
         for by_layer, ranks in zip(self._by_layer, mesh[ROLLOUT].replicas, strict=True):
             for rank in ranks:
                 for layer in self.layers(ROLLOUT, rank):
                     by_layer.setdefault(layer, []).append(rank)
+        for role in sorted({role for held in self._held for role in held} - {ROLLOUT}):
+            self._check_holders(role)
 
-    def _share(self, role: str) -> slice:
+    def _own_share(self, role: str) -> slice:
         group = self.mesh[role].pg_collection.tp_cp
         return slice(dist.get_rank(group), None, dist.get_world_size(group))
-
-    @property
-    def roles(self) -> list[str]:
-        return sorted({role for held in self._held for role in held} - {ROLLOUT})
 
     def layers(self, role: str, rank: int) -> tuple[int, ...]:
         """MoE layers of a role on a rank."""
         return self._held[rank][role][0] if role in self._held[rank] else ()
 
-    def share(self, role: str, rank: int) -> slice:
+    def _share(self, role: str, rank: int) -> slice:
         """Rows of its replica that a rank gets: every n-th, since n ranks of the replica hold the same layers."""
         return self._held[rank][role][1]
 
-    def check(self, role: str):
+    def _check_holders(self, role: str):
         """RuntimeError if a replica of the rollout lacks a layer that the role has."""
         wanted = {layer for rank in self.mesh[role].ranks for layer in self.layers(role, rank)}
         for dp_rank, held in enumerate(self._by_layer):
@@ -121,39 +113,15 @@ class LayerHolders:
                     f"rollout's replica {dp_rank}, which has layers {sorted(held)}"
                 )
 
-    def senders(self, role: str, rank: int, dp_rank: int) -> dict[int, list[int]]:
-        """Sending rank in the rollout's replica `dp_rank` -> layers that it sends to `rank`.
-
-        A rank sends to itself where it can; otherwise the holders of a layer share the receivers round-robin.
-        """
+    def _senders(self, role: str, rank: int, dp_rank: int) -> dict[int, list[int]]:
+        """Sending rank in the rollout's replica `dp_rank` -> layers that it sends to `rank`. A rank sends to itself
+        where it can; otherwise the holders of a layer share the receivers round-robin."""
         senders, index = {}, self.mesh[role].ranks.index(rank)
         for layer in self.layers(role, rank):
             holders = self._by_layer[dp_rank][layer]
             sender = rank if rank in holders else holders[index % len(holders)]
             senders.setdefault(sender, []).append(layer)
         return senders
-
-
-class RouteExchange:
-    """Transfers routes from the rollout to the roles that replay them."""
-
-    def __init__(self, mesh: RoleMesh, layers: dict[str, tuple[int, ...]], topk: int, experts: int):
-        """Gathers which rank holds which layers. A collective of the world.
-
-        Args:
-            layers: role of this rank -> numbers of the MoE layers that this rank holds; those of the rollout in the
-                order in which its batch has the routes.
-            topk: experts per token.
-            experts: experts per layer.
-
-        Raises:
-            RuntimeError: a replica of the rollout lacks a layer that a role has.
-        """
-        self.mesh = mesh
-        self.topk, self.experts = topk, experts
-        self._holders = LayerHolders(mesh, layers)
-        for role in self._holders.roles:
-            self._holders.check(role)
 
     def send(
         self,
@@ -169,8 +137,7 @@ class RouteExchange:
         A collective of the ranks of rollout and destination; others return at once.
 
         Args:
-            source: this rank's batch in the rollout with `routes`; ignored elsewhere.
-            batch: this rank's batch in the destination; ignored elsewhere.
+            source, batch: this rank's batch in the rollout with `routes`, and in the destination.
             wanted: [T] bool, tokens of `batch` whose routes this rank needs; a sequence's last token has none.
             dp_assignment, pending: as in `exchange.send`.
 
@@ -194,7 +161,7 @@ class RouteExchange:
         return self._table(destination, batch, wanted, dp_assignment[ROLLOUT], by_rank)
 
     def _check_source(self, source: Batch | None):
-        layers = list(self._holders.layers(ROLLOUT, self.mesh.rank))
+        layers = list(self.layers(ROLLOUT, self.mesh.rank))
         if not layers:
             return
         if source is None or source.routes is None:
@@ -207,15 +174,14 @@ class RouteExchange:
             )
 
     def _routes_by_rank(self, source: Batch, destination: str, dp_assignment: Tensor) -> dict[int, Tensor]:
-        """Receiving rank -> its share of the rows, in the layers that this rank sends to it: [rows · layers · k] int16
-        as bytes."""
+        """Receiving rank -> its share of the rows, in the layers sent to it: [rows · layers · k] int16 as bytes."""
         rank, dp_rank, routes = self.mesh.rank, self.mesh[ROLLOUT].dp_rank, {}
-        held = self._holders.layers(ROLLOUT, rank)
+        held = self.layers(ROLLOUT, rank)
         for receiving, tokens in _routed_tokens(source, dp_assignment).items():
             tokens = tokens.to(device.device())
             for receiver in self.mesh[destination].replicas[receiving]:
-                if layers := self._holders.senders(destination, receiver, dp_rank).get(rank):
-                    rows = tokens[self._holders.share(destination, receiver)]
+                if layers := self._senders(destination, receiver, dp_rank).get(rank):
+                    rows = tokens[self._share(destination, receiver)]
                     columns = [held.index(layer) for layer in layers]
                     routes[receiver] = source.routes[rows[:, None], columns].flatten().view(torch.uint8)
         return routes
@@ -224,7 +190,7 @@ class RouteExchange:
         self, destination: str, batch: Batch, wanted: Tensor, dp_assignment: Tensor, received: dict[int, Tensor]
     ) -> RouteTable:
         """`received`: bytes of `_routes_by_rank` by sending rank."""
-        tokens, ranks = _routed_tokens(batch, dp_assignment), self._holders.share(destination, self.mesh.rank).step
+        tokens, ranks = _routed_tokens(batch, dp_assignment), self._share(destination, self.mesh.rank).step
         rows = self._rows_of_share(destination, tokens, received)
         rows = exchange.all_gather(rows, self.mesh[destination].pg_collection.tp_cp)
         # Column i: the tokens of the i-th rank's rows; T is padding.
@@ -232,18 +198,18 @@ class RouteExchange:
         of_rows = torch.cat([torch.empty(0, ranks, dtype=torch.int64), *columns]).t().flatten().to(wanted.device)
         is_kept = pad(wanted, (0, 1))[of_rows]
         rows = rows[is_kept]
-        check_rows(destination, rows, self._holders.layers(destination, self.mesh.rank), self.experts)
+        check_rows(destination, rows, self.layers(destination, self.mesh.rank), self.experts)
         return RouteTable.of_rows(of_rows[is_kept], rows, len(wanted))
 
     def _rows_of_share(self, destination: str, tokens: dict[int, Tensor], received: dict[int, Tensor]) -> Tensor:
         """[R, L, k] int16 received rows, those of each replica padded to the largest share of them."""
         rank = self.mesh.rank
-        layers, share = self._holders.layers(destination, rank), self._holders.share(destination, rank)
+        layers, share = self.layers(destination, rank), self._share(destination, rank)
         sizes, expected, start = {dp_rank: -(-len(t) // share.step) for dp_rank, t in tokens.items()}, {}, 0
         rows = torch.zeros(sum(sizes.values()), len(layers), self.topk, dtype=torch.int16, device=device.device())
         for dp_rank, size in sizes.items():
             of_replica = rows[start : start + len(tokens[dp_rank][share])]
-            for sender, sent in self._holders.senders(destination, rank, dp_rank).items():
+            for sender, sent in self._senders(destination, rank, dp_rank).items():
                 expected[sender] = of_replica, [layers.index(layer) for layer in sent]
             start += size
         for sender, routes in received.items():
@@ -261,9 +227,7 @@ class RouteExchange:
 
 def _routed_tokens(batch: Batch, dp_assignment: Tensor) -> dict[int, Tensor]:
     """Replica of the other side -> positions in `batch`, on the host, of all tokens but the last of each row of the
-    sequences that it holds, too. Without replicas that hold none: their number grows with the world.
-
-    `dp_assignment`: [N] of the other side."""
+    sequences that it holds, too; none for others, whose number grows with the world. `dp_assignment`: [N] of it."""
     host = Batch(sequence_ids=batch.sequence_ids.cpu(), lengths=batch.lengths.cpu())
     dp_ranks, starts = dp_assignment[host.sequence_ids], host.cu_seqlens[:-1]
     is_last = torch.zeros(int(host.lengths.sum()), dtype=torch.bool)

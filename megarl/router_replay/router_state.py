@@ -1,10 +1,8 @@
 """The routers of one role's model: routes that its passes replay, routes that they record, and expert statistics.
 
 A route is the k experts of a token in an MoE layer: int16, ascending (arXiv 2510.11370 §3.2: the mask that is
-replayed). A sequence's last token has no route, because it passes no router: all k entries are −1.
-
-For a dense model every call does nothing. The tokens that a rank routes depend on the split into micro-batches and on
-the parallel layout.
+replayed). A sequence's last token has none: all k entries are −1. For a dense model every call does nothing. The tokens
+that a rank routes depend on the split into micro-batches and on the parallel layout.
 """
 
 from collections.abc import Iterable
@@ -44,11 +42,7 @@ class RouteTable:
         return cls(rows, index)
 
     def of(self, tokens: Tensor) -> Tensor:
-        """[n, L, k] int16 routes of tokens; −1 for tokens without a route.
-
-        Args:
-            tokens: [n] int64 positions in the batch; T and above are padding.
-        """
+        """[n, L, k] int16 routes of tokens at positions [n] in the batch; −1 without a route; T and above: padding."""
         if not len(self.rows):
             return self.rows.new_full((len(tokens), *self.rows.shape[1:]), NO_ROUTE)
         last = len(self.index) - 1
@@ -57,8 +51,6 @@ class RouteTable:
 
 
 class RouterState:
-    """State of the routers of a role's model on this rank."""
-
     def __init__(self, role: RoleSettings, role_groups: RoleGroups, stages):
         args = role.megatron
         self.role = role
@@ -79,11 +71,7 @@ class RouterState:
         )
 
     def attach(self, batch: Batch, microbatches: Microbatches):
-        """Sets the `routing` of each micro-batch, with the routes of the table if it is set.
-
-        Raises:
-            RuntimeError: the table lacks a route of a micro-batch.
-        """
+        """Sets the `routing` of each micro-batch, with replayed routes. RuntimeError: the table lacks some of them."""
         if not self.experts:
             return
         missing = torch.zeros((), dtype=torch.int64, device=batch.lengths.device)
@@ -103,7 +91,6 @@ class RouterState:
             )
 
     def _rows(self, microbatch: Batch) -> RoutedTokens:
-        """The rows that this rank routes of a micro-batch."""
         host, pg_collection = microbatch.host_metadata, self.role_groups.pg_collection
         return routed_tokens(host.lengths, pg_collection, self.role.megatron.sequence_parallel, host.shared)
 
@@ -118,11 +105,8 @@ class RouterState:
             microbatch.routing.totals = totals
 
     def add_statistics(self, microbatches: Microbatches, trained: bool):
-        """Adds the statistics of micro-batches after a pass; `trained`: it was a pass with backward.
-
-        Raises:
-            RuntimeError: a layer did not route a micro-batch, or recomputation in backward left routes unused.
-        """
+        """Adds the statistics of micro-batches after a pass; `trained`: it was a pass with backward. RuntimeError: a
+        layer did not route a micro-batch, or recomputation in backward left routes unused."""
         if not self.experts:
             return
         routings = [microbatch.routing for microbatch, _ in microbatches]
@@ -133,11 +117,9 @@ class RouterState:
         (self._training if trained else self._forward).add(routings)
 
     def record(self, batch: Batch, microbatches: Microbatches) -> RouteTable:
-        """The routes that the micro-batches of the whole batch took, to be replayed by later passes. Collective.
-
-        Every rank gets the routes of all tokens of its replica, because later mini-batches split them differently. The
-        tokens of a shared prompt have the routes of the sequence that held it, for each sequence.
-        """
+        """The routes that the micro-batches of the whole batch took, to be replayed by later passes. Collective. Every
+        rank gets the routes of all tokens of its replica, because later mini-batches split them differently. The tokens
+        of a shared prompt have the routes of the sequence that held it, for each sequence."""
         tokens = torch.cat([_tokens_of(batch, positions, m.routing.rows) for m, positions in microbatches])
         routes = torch.cat([m.routing.recorded(self.topk) for m, _ in microbatches])
         tokens, routes = (exchange.all_gather(local, self._token_group) for local in (tokens, routes))

@@ -28,16 +28,11 @@ class RoutingStatistics:
     def empty(cls, layers: int, experts: int, losses: list[str], device) -> "RoutingStatistics":
         """All zeros. `losses` has the same names on all ranks, also on those without an MoE layer."""
         routed, replayed, differs = (torch.zeros(layers, dtype=torch.int64, device=device) for _ in range(3))
-        return cls(
-            load=torch.zeros(layers, experts, dtype=torch.int64, device=device),
-            routed=routed,
-            replayed=replayed,
-            differs=differs,
-            losses={name: torch.zeros((), dtype=torch.float64, device=device) for name in losses},
-        )
+        load = torch.zeros(layers, experts, dtype=torch.int64, device=device)
+        sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in losses}
+        return cls(load, routed, replayed, differs, sums)
 
     def add(self, routings: list[Routing]):
-        """Adds the micro-batches of one pass."""
         self.passes += 1
         for routing in routings:
             layers = torch.tensor(routing.layers, dtype=torch.int64, device=self.routed.device) - 1
@@ -60,9 +55,7 @@ class RoutingStatistics:
             dist.all_reduce(total, group=group)
             losses = dict(zip(self.losses, total, strict=True))
         routed, replayed, differs = counts[:, -3:].unbind(1)
-        return RoutingStatistics(
-            load=counts[:, :-3], routed=routed, replayed=replayed, differs=differs, losses=losses, passes=self.passes
-        )
+        return RoutingStatistics(counts[:, :-3], routed, replayed, differs, losses, self.passes)
 
 
 def load_imbalance(load: Tensor) -> Tensor:
@@ -74,17 +67,9 @@ def load_imbalance(load: Tensor) -> Tensor:
 def router_metrics(
     forward: RoutingStatistics, training: RoutingStatistics, prefix: str, replays: bool
 ) -> dict[str, float]:
-    """Metrics of a step by name.
-
-    Load is measured in the first passes of the step, `replayed_fraction` in the updates. Disagreement is measured in
-    the first passes that replay, because after an update the router also differs from its own earlier choices.
-
-    Args:
-        forward: statistics of the passes without gradients, summed over all ranks.
-        training: statistics of the updates, summed over all ranks.
-        prefix: of each name.
-        replays: whether the model replays routes.
-    """
+    """Metrics of a step by name, from sums over all ranks of passes without gradients and of updates. Load is measured
+    in the first passes of the step, `replayed_fraction` in the updates. Disagreement is measured in the first passes
+    that replay, because after an update the router also differs from its own earlier choices."""
     first, updates = (forward if forward.passes else training), (training if training.passes else forward)
     if not first.passes:
         return {}
@@ -115,9 +100,7 @@ def probed_ids() -> torch.Tensor:
 
 def logprob_gaps(trainable_model, batch: Batch, forward) -> dict[str, float]:
     """Mean log-prob gap |rollout − recomputed| of the probed tokens, with replay and with live routers. Collective.
-
-    `trainable_model` is the actor's `TrainableModel`. Resets the statistics of its routers.
-    """
+    `trainable_model` is the actor's `TrainableModel`. Resets the statistics of its routers."""
     state, positions = trainable_model.router_state, mb.positions_of(batch, probed_ids())
     table, gaps = state.replayed_routes, {}
     for name, routes in (("replayed", table), ("live", None)):

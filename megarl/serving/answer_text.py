@@ -23,24 +23,16 @@ _LAST_TOKENS = 16  # of a prompt: enough for a mark, one character each
 
 @dataclass
 class AnswerProgress:
-    """What an update adds to an answer.
-
-    Attributes:
-        text: characters that are certain now.
-        tokens, logprobs, top, offsets: of each new token; `offsets` are characters of the whole text before it.
-        finish: "stop", "length", "abort", or None while the answer goes on.
-        stop_reason: the stop string, or the token of `stop_token_ids`, that ended it.
-        fingerprint: label and policy version of the last token.
-    """
+    """What an update adds to an answer: characters that are certain now, and its tokens; one item for each token."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
     top: Sequence[Any] | None = None
-    offsets: list[int] = field(default_factory=list)
-    finish: str | None = None
-    stop_reason: str | int | None = None
-    fingerprint: str | None = None
+    offsets: list[int] = field(default_factory=list)  # characters of the whole text before each token
+    finish: str | None = None  # "stop", "length", "abort"
+    stop_reason: str | int | None = None  # the stop string, or the token of `stop_token_ids`, that ended it
+    fingerprint: str | None = None  # label and policy version of the last token
 
 
 class AnswerText:
@@ -54,7 +46,7 @@ class AnswerText:
         self._length = 0
 
     def prompt(self, tokens: Sequence[int]) -> AnswerProgress:
-        """The prompt in front of the answer, in which stop strings have no meaning."""
+        """Stop strings have no meaning in it."""
         progress = AnswerProgress(tokens=list(tokens))
         for token in tokens:
             progress.offsets.append(self._length)
@@ -62,7 +54,6 @@ class AnswerText:
         return progress
 
     def feed(self, update: RequestUpdate) -> AnswerProgress:
-        """The progress that an update with generated tokens makes."""
         progress = AnswerProgress(finish=update.finish, fingerprint=update.fingerprint)
         for token in update.tokens:
             is_end = update.finish == "stop" and len(progress.tokens) == len(update.tokens) - 1
@@ -91,11 +82,9 @@ class AnswerText:
 
 
 class StopStrings:
-    """Cuts a text that comes in pieces at the first stop string.
+    """Cuts a text that comes in pieces at the first stop string; of those complete at the same character, the longest.
 
-    The first to be complete counts; of those complete at the same character, the longest. Holds text back while it may
-    be the beginning of a stop string. `matched` is the stop string that was found, or None; `consumed` is where it
-    ended in the last text that `feed` got.
+    Text that may be the beginning of one is held back. `matched`: what was found.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False):
@@ -103,7 +92,6 @@ class StopStrings:
         self._max_held = max(map(len, stops), default=1) - 1
         self._held = ""
         self.matched: str | None = None
-        self.consumed = 0
 
     def feed(self, text: str) -> str:
         """The text that is certain now; nothing after a stop string."""
@@ -113,7 +101,7 @@ class StopStrings:
         ends = [(start + len(stop), -len(stop), stop) for stop in self._stops if (start := pending.find(stop)) >= 0]
         if ends:
             end, _, self.matched = min(ends)
-            self.consumed, self._held = end - len(self._held), ""
+            self._held = ""
             return pending[: end if self._include else end - len(self.matched)]
         held = pending[max(0, len(pending) - self._max_held) :]
         while held and not any(stop.startswith(held) for stop in self._stops):
@@ -122,7 +110,6 @@ class StopStrings:
         return pending[: len(pending) - len(held)]
 
     def finish(self) -> str:
-        """The text held back, when none follows."""
         held, self._held = self._held, ""
         return held
 
@@ -145,12 +132,7 @@ class ToolCallParser:
     """
 
     def __init__(self, form: ToolFormat, tools: Tools = (), opened: bool = False, may_call: bool = True):
-        """
-        Args:
-            tools: of the request.
-            opened: whether the prompt has begun the answer's thoughts.
-            may_call: whether calls are read; otherwise they are content.
-        """
+        """`opened`: the prompt has begun the answer's thoughts; `may_call`: whether calls are read, or are content."""
         self.count = 0
         self._form, self._may_call = form, may_call
         self._reader = form.answer_reader(tools, opened)
@@ -159,11 +141,9 @@ class ToolCallParser:
         self._ids: set[str] = set()
 
     def feed(self, text: str) -> AnswerDelta:
-        """What the text adds."""
         return self._delta(self._reader.feed(text))
 
     def finish(self) -> AnswerDelta:
-        """What was held back, at the end of the text; a last call needs no end mark in most formats."""
         found = self._delta(self._reader.finish())
         return found._replace(content=found.content + self._content.held)
 
@@ -202,7 +182,6 @@ class _TrimmedText:
         self._drops = False  # white space until something else comes
 
     def add(self, text: str) -> str:
-        """The text that is certain now."""
         whole = self.held + text
         if self._drops:
             whole = whole.lstrip()
@@ -216,7 +195,6 @@ class _TrimmedText:
 
 
 def has_opened_thoughts(form: ToolFormat, vocabulary: Vocabulary, prompt: Sequence[int]) -> bool:
-    """Whether a prompt ends with the mark that begins thoughts."""
     if form.thoughts is None:
         return False
     last = "".join(vocabulary.token(token)[0] for token in prompt[-_LAST_TOKENS:])

@@ -25,12 +25,7 @@ def finite(logprob: float | None) -> float | None:
 
 
 class OpenAIAnswer:
-    """The answer to one request: parts of its choices, which are streamed or merged.
-
-    Attributes:
-        more: further fields of the answer and of each chunk.
-        prompt_tokens, generated_tokens: for its usage.
-    """
+    """The answer to one request: parts of its choices, which are streamed or merged. `more`: its further fields."""
 
     kind = chunk_kind = prefix = ""  # `object` of the whole answer and of a chunk, beginning of `id`
 
@@ -49,11 +44,9 @@ class OpenAIAnswer:
         raise NotImplementedError
 
     def merge(self, choice: dict[str, Any], part: dict[str, Any]):
-        """Appends a part to a choice."""
         choice |= {name: part[name] for name in ("finish_reason", "stop_reason") if name in part}
 
     async def whole(self) -> dict[str, Any]:
-        """The answer, when all of it is there."""
         choices = self.empty_choices()
         async with aclosing(self.parts()) as parts:
             async for part in parts:
@@ -61,7 +54,6 @@ class OpenAIAnswer:
         return self._envelope(self.kind, choices) | {"usage": self._usage}
 
     async def chunks(self) -> Parts:
-        """The objects of a stream."""
         async with aclosing(self.parts()) as parts:
             async for part in parts:
                 chunk = self._envelope(self.chunk_kind, [part])

@@ -9,11 +9,11 @@ from starlette.responses import FileResponse, Response
 
 from megarl.serving import responses, schemas
 from megarl.serving.chat import chat
-from megarl.serving.chat_core import template_messages, template_tools
+from megarl.serving.chat_core import offered, template_messages
 from megarl.serving.completions import complete
 from megarl.serving.context import ServingContext
 from megarl.serving.errors import JSONResponse, RequestError, add_error_handlers, invalid
-from megarl.serving.generate import generate
+from megarl.serving.generate import GenerateAnswer
 from megarl.serving.middleware import BodyAndDisconnect, Observed, checked, has_key, one_length, same_origin
 
 PAGE = Path(__file__).with_name("page.html")
@@ -34,25 +34,18 @@ _STATUSES: dict[int | str, str] = {
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": responses.ErrorResponse, "description": text} for status, text in _STATUSES.items()
 }
-_EVENT = {
-    "type": "object",
-    "properties": {"data": {"type": "string", "description": "a JSON object, at last [DONE]"}},
-    "required": ["data"],
-}
+_DATA = {"data": {"type": "string", "description": "a JSON object, at last [DONE]"}}
+_EVENT = {"type": "object", "properties": _DATA, "required": ["data"]}
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
 _TOKENS = "$response.body#/tokens"
-_TOKENIZED: dict[int | str, dict[str, Any]] = {
-    200: {
-        "links": {
-            "Detokenize": {"operationId": "detokenize", "requestBody": {"tokens": _TOKENS}},
-            "Generate": {"operationId": "generate", "requestBody": {"input_ids": _TOKENS}},
-        }
-    }
+_LINKS = {
+    "Detokenize": {"operationId": "detokenize", "requestBody": {"tokens": _TOKENS}},
+    "Generate": {"operationId": "generate", "requestBody": {"input_ids": _TOKENS}},
 }
+_TOKENIZED: dict[int | str, dict[str, Any]] = {200: {"links": _LINKS}}
 
 
 def build_app(context: ServingContext):
-    """The ASGI application of the server."""
     config = context.config
     api = FastAPI(title="megarl", docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS)
     add_error_handlers(api)
@@ -79,14 +72,11 @@ def _add_generation(api: FastAPI, context: ServingContext):
     async def v1_chat_completions(request: schemas.ChatCompletionRequest):
         return await chat(context, request)
 
-    @api.post(
-        "/generate",
-        operation_id="generate",
-        response_model=responses.GenerateResult | list[responses.GenerateResult],
-        responses=_STREAMED,
-    )
+    generated = responses.GenerateResult | list[responses.GenerateResult]
+
+    @api.post("/generate", operation_id="generate", response_model=generated, responses=_STREAMED)
     async def generate_tokens(request: schemas.GenerateRequest):
-        return await generate(context, request)
+        return await context.respond(GenerateAnswer(context, request), request.stream)
 
     @api.post("/tokenize", response_model=responses.TokenizeResponse, responses=_TOKENIZED)
     async def tokenize(request: schemas.TokenizeRequest):
@@ -108,7 +98,7 @@ async def _tokenized(context: ServingContext, request: schemas.TokenizeRequest) 
     if request.prompt is not None:
         (tokens,) = await context.encode_texts([request.prompt], request.add_special_tokens)
     else:
-        tools = template_tools(request.tools) if request.tools else None
+        tools = offered([tool.function for tool in request.tools or ()])
         messages = template_messages(request.messages or [])
         tokens = await context.encode_chat(messages, tools, request.chat_template_kwargs)
     names = [context.vocabulary.token(token)[0] for token in tokens] if request.return_token_strs else None
@@ -153,7 +143,6 @@ def _add_information(api: FastAPI, context: ServingContext):
 
 def _add_admin(api: FastAPI, context: ServingContext):
     async def control(command: str, **fields: str):
-        """Has all replicas run a command, and says which weights they have then."""
         await context.pool.control(command, **fields)
         return JSONResponse({"status": "ok", **context.pool.weights})
 
@@ -171,10 +160,7 @@ def _add_admin(api: FastAPI, context: ServingContext):
 
 
 def _weights_path(folder: str | None, given: str) -> str:
-    """The resolved path of weights that may be loaded: inside the weights folder, also after following links.
-
-    RequestError 400 for any other path, whether it exists or not.
-    """
+    """The path of weights inside the weights folder, also after following links; RequestError 400 for any other one."""
     if folder is None:
         raise RequestError(404, "this server has no weights folder", code="no_weights_folder")
     root = Path(folder).resolve()

@@ -16,7 +16,6 @@ from megarl.serving.schemas import ChatCompletionRequest
 
 
 async def chat(context: ServingContext, request: ChatCompletionRequest) -> Response:
-    """Answers one request; RequestError if it is wrong or cannot run."""
     context.check_model(request.model)
     if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs: needs logprobs true", "top_logprobs")
@@ -48,7 +47,10 @@ class ServedChat(ChatAnswer):
         ]
 
     async def parts(self) -> Parts:
-        parsers = [self._parser() for _ in range(self._count)]
+        form, may_call = self._context.form, self._tools is not None
+        parsers: list[ToolCallParser | None] = [None] * self._count  # all of an answer is content
+        if may_call or form.has_apart:
+            parsers = [ToolCallParser(form, self._tools or (), self._opened, may_call) for _ in parsers]
         marks = self._context.form.answer_marks if parsers[0] is not None else ()
         texts = [AnswerText(self._context.vocabulary, self._rules, marks) for _ in range(self._count)]
         begun: set[int] = set()
@@ -65,13 +67,6 @@ class ServedChat(ChatAnswer):
                     part["delta"] = {"role": "assistant", "content": "", **part["delta"]}
                 if part["delta"] or part["finish_reason"] or part["logprobs"]:
                     yield part
-
-    def _parser(self) -> ToolCallParser | None:
-        """What separates an answer; None: all of it is content."""
-        form, may_call = self._context.form, self._tools is not None
-        if not may_call and not form.has_apart:
-            return None
-        return ToolCallParser(form, self._tools or (), self._opened, may_call)
 
     def _part(self, index: int, progress: AnswerProgress, parser: ToolCallParser | None) -> dict[str, Any]:
         found, first = [AnswerDelta(progress.text, "", [])], 0
@@ -95,7 +90,7 @@ def chat_logprobs(vocabulary: Vocabulary, progress: AnswerProgress) -> dict[str,
 
     tops = progress.top or [()] * len(progress.tokens)
     content = [
-        {**described(token, logprob), "top_logprobs": [described(*each) for each in top or ()]}
+        {**described(token, logprob), "top_logprobs": [described(other, value) for other, value in top or ()]}
         for token, logprob, top in zip(progress.tokens, progress.logprobs, tops, strict=True)
     ]
     return {"content": content} if content else None

@@ -7,33 +7,32 @@ from typing import Any
 from megarl.data.messages import template_message, with_tool_names
 from megarl.serving.answers import OpenAIAnswer
 from megarl.serving.errors import invalid
-from megarl.serving.schemas import AssistantMessage, ChatCompletionRequest, ToolDefinition, check_json
+from megarl.serving.schemas import AssistantMessage, ChatCompletionRequest, check_json
 
 
 def conversation(request: ChatCompletionRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """(messages, tools that may be called) of a request; None: no call may be made. RequestError 400."""
-    may_call = bool(request.tools) and request.tool_choice != "none"
-    return template_messages(request.messages), template_tools(request.tools or ()) if may_call else None
+    tools = [tool.function for tool in request.tools or ()]
+    return template_messages(request.messages), offered(tools, request.tool_choice)
 
 
 def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages of a validated request; contents become strings, arguments of tool calls become objects,
-    and results of tools get their names.
+    """Messages of a validated request as chat templates read them, with names of results of tools.
 
     RequestError 400 for arguments that are no JSON object.
     """
     return with_tool_names([_message(number, message) for number, message in enumerate(messages)])
 
 
-def template_tools(tools: Sequence[ToolDefinition]) -> list[dict[str, Any]]:
-    """Tools with what describes them; wishes to the server (`strict`, `cache_control`) and nulls are not shown."""
-    return [function_tool(tool.function.name, tool.function.description, tool.function.parameters) for tool in tools]
+def offered(tools: Sequence[Any] | None, choice: Any = None) -> list[dict[str, Any]] | None:
+    """Tools as chat templates read them, without nulls and wishes to the server; None: no call may be made."""
+    fields = [dict(name=tool.name, description=tool.description, parameters=tool.parameters) for tool in tools or ()]
+    shown = [{name: value for name, value in each.items() if value is not None} for each in fields]
+    return [{"type": "function", "function": each} for each in shown] if choice != "none" and shown else None
 
 
-def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """A tool as chat templates read it."""
-    fields = {"name": name, "description": description, "parameters": parameters}
-    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
+def joined_text(content: Any) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
 
 
 def _message(number: int, message: Any) -> dict[str, Any]:
@@ -78,14 +77,8 @@ class ChatAnswer(OpenAIAnswer):
         self._count, self._wants_logprobs = count, bool(request.logprobs)
 
     def empty_choices(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": "", "refusal": None},
-                "logprobs": {"content": []} if self._wants_logprobs else None,
-            }
-            for index in range(self._count)
-        ]
+        found = [dict(index=k, message=dict(role="assistant", content="", refusal=None)) for k in range(self._count)]
+        return [{**each, "logprobs": {"content": []} if self._wants_logprobs else None} for each in found]
 
     def merge(self, choice: dict[str, Any], part: dict[str, Any]):
         message, delta = choice["message"], part["delta"]

@@ -17,14 +17,12 @@ from megarl.serving.schemas import MAX_PROMPTS, CompletionRequest
 
 
 async def complete(context: ServingContext, request: CompletionRequest) -> Response:
-    """Answers one request; RequestError if it is wrong or cannot run."""
     context.check_model(request.model)
     prompts = await _prompts(context, request)
     return await context.respond(CompletionAnswer(context, request, prompts), request.stream)
 
 
 async def _prompts(context: ServingContext, request: CompletionRequest) -> list[list[int]]:
-    """The token ids of each prompt."""
     given: Any = request.prompt
     if isinstance(given, str) or (given and isinstance(given[0], int)) or not given:
         given = [given]
@@ -85,7 +83,6 @@ class CompletionAnswer(OpenAIAnswer):
         super().merge(choice, part)
 
     async def parts(self) -> Parts:
-        """See OpenAIAnswer."""
         texts = [AnswerText(self._context.vocabulary, self._rules) for _ in range(len(self._prompts) * self._count)]
         scores = self._scored_from < len(self._requests)
         late: dict[int, list[AnswerProgress]] = {}  # of choices whose prompt has no scores yet
@@ -125,13 +122,8 @@ class CompletionAnswer(OpenAIAnswer):
         if progress.fingerprint is not None:
             self.more = {"system_fingerprint": progress.fingerprint}
         logprobs = completion_logprobs(self._context.vocabulary, progress) if self._wants_logprobs else None
-        return {
-            "index": index,
-            "text": progress.text,
-            "logprobs": logprobs,
-            "finish_reason": progress.finish,
-            "stop_reason": progress.stop_reason,
-        }
+        ends = {"finish_reason": progress.finish, "stop_reason": progress.stop_reason}
+        return {"index": index, "text": progress.text, "logprobs": logprobs, **ends}
 
 
 def completion_logprobs(vocabulary: Vocabulary, progress: AnswerProgress) -> dict[str, list[Any]]:

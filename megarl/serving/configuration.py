@@ -26,49 +26,29 @@ MIN_KEY_LENGTH = 16  # characters
 
 @dataclass(frozen=True)
 class FrontendConfig:
-    """All that the HTTP process needs to know.
-
-    Attributes:
-        encoder: the policy's tokenizer and chat template.
-        max_model_length: tokens of prompt and response together.
-        max_response_length: default and limit of `max_tokens`.
-        settings: values of the server's flags.
-        api_keys, admin_keys: allowed keys; no API key: no key is needed; no admin key: there is no /admin.
-        model_name: of the served policy.
-        tool_format: name of the format of tool calls and thoughts.
-        thinking_text: what ends thoughts after a budget; None: the default of the format.
-        vocab_size: ids of prompts are smaller.
-        replicas: how many leaders will connect.
-        ranks_address: where they do: the path of a Unix socket, or host and port (0: any).
-    """
+    """All that the HTTP process needs to know."""
 
     encoder: Encoder
-    max_model_length: int
-    max_response_length: int
+    max_model_length: int  # tokens of prompt and response together
+    max_response_length: int  # default and limit of `max_tokens`
     settings: Serving = Serving()
-    api_keys: list[str] = field(default_factory=list)
-    admin_keys: list[str] = field(default_factory=list)
+    api_keys: list[str] = field(default_factory=list)  # none: no key is needed
+    admin_keys: list[str] = field(default_factory=list)  # none: there is no /admin
     model_name: str = ""
     tool_format: str = FALLBACK
-    thinking_text: str | None = None
+    thinking_text: str | None = None  # that ends thoughts after a budget; None: the default of the format
     vocab_size: int = 0
     replicas: int = 1
-    ranks_address: str | tuple[str, int] = ""
+    ranks_address: str | tuple[str, int] = ""  # a Unix socket's path, or host and port (0: any)
 
 
 class Keys(NamedTuple):
-    """The keys of `--api-key-file` and `--admin-key-file`."""
-
     api: list[str]
     admin: list[str]
 
 
 def check_server_flags(config: "RunConfig") -> Keys:
-    """Checks address, folder and routes of a server before any tokenizer or model is read. UsageError for wrong ones.
-
-    Returns:
-        The keys, whose files are read for this.
-    """
+    """Checks flags of a server before any tokenizer or model is read; returns the keys. UsageError for wrong ones."""
     s, rollout = config.settings, config.roles["rollout"].megatron
     api_keys = check_listening(s)
     admin_keys = _read_keys("--admin-key-file", s.admin_key_file)
@@ -96,7 +76,6 @@ def check_listening(settings: "Settings") -> list[str]:
 
 
 def frontend_config(config: "RunConfig", keys: Keys, encoder: Encoder) -> FrontendConfig:
-    """The configuration of a server with these flags. `encoder`: of the policy."""
     s = config.settings
     name = s.tool_call_parser if _is_built_in(s.tool_call_parser) else AUTO  # the HTTP process has no code of users
     form = name_of(name, encoder.template)

@@ -12,7 +12,7 @@ from megarl.errors import UsageError
 from megarl.serving.answers import start_stream
 from megarl.serving.configuration import FrontendConfig
 from megarl.serving.errors import JSONResponse, RequestError, echo, invalid
-from megarl.serving.metrics import ServerMetrics
+from megarl.serving.middleware import ServerMetrics
 from megarl.serving.replica_pool import ReplicaPool
 from megarl.tool_formats import FORMATS
 from megarl.tool_formats.thinking_budget import ThoughtReader
@@ -21,8 +21,6 @@ _LONG_TEXT = 20_000  # characters or ids; from here on work is done in a thread,
 
 
 class ServingContext:
-    """The state of the HTTP process."""
-
     def __init__(self, config: FrontendConfig):
         self.config, self.encoder = config, config.encoder
         self.vocabulary = Vocabulary(self.encoder.tokenizer)
@@ -41,20 +39,14 @@ class ServingContext:
         return self.config.max_model_length if capacity is None else min(capacity, self.config.max_model_length)
 
     def model_card(self) -> dict[str, Any]:
-        """The server's model, in OpenAI's words."""
         card = {"id": self.config.model_name, "object": "model", "created": self.created, "owned_by": "megarl"}
         return card | {"root": self.pool.weights.get("label", ""), "max_model_len": self.max_length}
 
     def tokenizer_info(self) -> dict[str, Any]:
         """Special tokens and chat template, for clients that tokenize with this server, such as lm-eval."""
         tokenizer, template = self.encoder.tokenizer, self.encoder.template
-        return {
-            "eos_token": tokenizer.eos_token,
-            "bos_token": tokenizer.bos_token,
-            "pad_token": None,
-            "vocab_size": self.config.vocab_size,
-            "chat_template": template.source if template else None,
-        }
+        tokens = {"eos_token": tokenizer.eos_token, "bos_token": tokenizer.bos_token, "pad_token": None}
+        return tokens | {"vocab_size": self.config.vocab_size, "chat_template": template.source if template else None}
 
     def check_model(self, name: str | None):
         """RequestError 404 for the name of another model; None is the server's model."""
@@ -63,16 +55,12 @@ class ServingContext:
             raise RequestError(404, message, "model", "model_not_found")
 
     async def encode_texts(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Ids of texts as training encodes them: special tokens' names are ordinary text.
-
-        `add_special_tokens`: with the BOS that training puts in front, if it does.
-        """
+        """Ids of texts as in training: special tokens' names are text. `add_special_tokens`: with training's BOS."""
         prefix = self.encoder.prefix_ids if add_special_tokens else ()
         encode, is_long = self.encoder.tokenizer.encode_batch, sum(map(len, texts)) > _LONG_TEXT
         return [[*prefix, *ids] for ids in (await asyncio.to_thread(encode, texts) if is_long else encode(texts))]
 
     async def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
         decode = self.encoder.tokenizer.decode
         return await asyncio.to_thread(decode, ids) if len(ids) > _LONG_TEXT else decode(ids)
 
@@ -92,7 +80,6 @@ class ServingContext:
             raise invalid(str(error).removeprefix(f"{template.flag}: "), "messages") from None
 
     async def respond(self, answer: Any, streams: bool | None) -> Response:
-        """The answer to a request, of its `chunks` or `whole`."""
         if streams:
             return await start_stream(answer.chunks(), self.config.settings.request_timeout)
         return JSONResponse(await answer.whole())

@@ -7,14 +7,8 @@ from typing import Any
 from starlette import responses
 from starlette.requests import Request
 
-TYPES = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "service_unavailable",
-}
+TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+TYPES |= {500: "server_error", 503: "service_unavailable"}
 
 _MAX_MESSAGE_LENGTH = 400  # characters
 _MAX_ECHO_LENGTH = 100  # characters of what a client sent
@@ -24,21 +18,13 @@ class JSONResponse(responses.JSONResponse):
     """Starlette's, which raises for a lone surrogate, as chat templates may hold one; it becomes its escape in JSON."""
 
     def render(self, content: Any) -> bytes:
-        """The body."""
         written = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         return written.encode(errors="backslashreplace")
 
 
 class RequestError(Exception):
-    """An error answer to one request.
-
-    Args:
-        status: of HTTP.
-        message: for the client, without secrets.
-        param: the request's field that is wrong.
-        code: a word for programs.
-        kind: OpenAI's `type`; by default that of the status.
-        headers: further headers of the answer.
+    """An error answer with this status of HTTP. `message`: without secrets; `param`: the request's field that is wrong;
+    `code`: a word for programs; `kind`: OpenAI's `type`.
     """
 
     def __init__(
@@ -82,7 +68,7 @@ def timed_out(seconds: float) -> RequestError:
 
 
 def internal() -> RequestError:
-    """The error of a fault of the server's own, status 500; says nothing of its cause."""
+    """Says nothing of the cause."""
     return RequestError(500, "internal error", code="internal_error")
 
 
@@ -96,7 +82,6 @@ def unknown_path(path: str, known: Iterable[str]) -> RequestError:
 
 
 def wrong_method(method: str, path: str, allowed: str) -> RequestError:
-    """The error of a method that a path does not have, status 405."""
     return RequestError(405, f"{echo(method)} {echo(path)}: allowed is {allowed}", headers={"Allow": allowed})
 
 
@@ -129,13 +114,12 @@ def validation_error(errors: Sequence[Any], body: Any = None) -> RequestError:
     if same[0]["type"] == "extra_forbidden":
         name = _clean(name, _MAX_ECHO_LENGTH)
         return invalid(f"{name}: unknown field; it is not supported", name, "unknown_field")
-    messages = list(dict.fromkeys(map(_message, same)))[:3]
+    said = ["it is missing" if e["type"] == "missing" else e["msg"].removeprefix("Value error, ") for e in same]
     given = "" if same[0]["type"] == "missing" else f" (got {echo(same[0].get('input'))})"
-    return invalid(f"{name}: {'; or: '.join(messages)}{given}", field, "invalid_value")
+    return invalid(f"{name}: {'; or: '.join(list(dict.fromkeys(said))[:3])}{given}", field, "invalid_value")
 
 
 def add_error_handlers(api: Any):
-    """Has a FastAPI application answer all errors as OpenAI does."""
     from fastapi.exceptions import RequestValidationError  # not for agents' endpoints, which need no FastAPI
     from starlette.exceptions import HTTPException
 
@@ -151,7 +135,8 @@ def add_error_handlers(api: Any):
     async def http_error(request: Request, error: HTTPException):
         path = request.url.path
         if error.status_code == 404:
-            return unknown_path(path, filter(None, map(_shown_path, api.routes))).response
+            shown = (each.path for each in api.routes if getattr(each, "include_in_schema", False))
+            return unknown_path(path, (each for each in shown if not each.startswith("/admin"))).response
         if error.status_code == 405:
             return wrong_method(request.method, path, (error.headers or {}).get("Allow", "another method")).response
         return RequestError(error.status_code, str(error.detail), headers=dict(error.headers or {})).response
@@ -161,21 +146,12 @@ def add_error_handlers(api: Any):
         return internal().response
 
 
-def _shown_path(route: Any) -> str | None:
-    """The path of a route that clients may know of."""
-    is_shown = getattr(route, "include_in_schema", False) and not route.path.startswith("/admin")
-    return route.path if is_shown else None
-
-
 def _location(error: Any) -> Sequence[str | int]:
     return error["loc"][1:] if error["loc"][:1] in (("body",), ("query",)) else error["loc"]
 
 
 def _path(error: Any, body: Any) -> tuple[str | int, ...]:
-    """Where an error is: the names of fields, and the numbers of objects in lists, from 0: `messages.1.content`.
-
-    The error's own location also has the names of the types that a value may have, which no client knows.
-    """
+    """Where an error is: `messages.1.content`. Its own location also has names of types, which no client knows."""
     location = _location(error)
     found: list[str | int] = []
     value, tagged = body, None
@@ -196,10 +172,6 @@ def _path(error: Any, body: Any) -> tuple[str | int, ...]:
 def _is_tag(value: Any, part: str | int) -> bool:
     """Whether a part of a location is the kind of an object, such as `text`, and not its field of that name."""
     return isinstance(value, dict) and part == value.get("type") and not isinstance(value.get(part), dict | list)
-
-
-def _message(error: Any) -> str:
-    return "it is missing" if error["type"] == "missing" else error["msg"].removeprefix("Value error, ")
 
 
 def _clean(text: str, max_length: int) -> str:

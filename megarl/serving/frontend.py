@@ -1,9 +1,7 @@
-"""The HTTP process, started by rank 0 (`frontend_process.py`).
+"""The HTTP process, started by rank 0 (`frontend_process.py`) with a FrontendConfig; `run_process` answers it.
 
-Rank 0 sends it a FrontendConfig. The answer is (URL for clients, address for leaders, key that leaders must know), or
-the text of what is wrong with the configuration. After that nothing is said on that connection; its end means that
-rank 0 is gone. The process ends with status 0 after "drain", 1 if a leader or rank 0 is lost, 2 for a wrong
-configuration. Signals that stop a run do nothing here, because rank 0 decides when to end.
+It ends with status 0 after "drain", 1 if a leader or rank 0 is lost, which the end of their connection says, 2 for a
+wrong configuration. Signals that stop a run do nothing here, because rank 0 decides when to end.
 """
 
 import asyncio
@@ -11,12 +9,12 @@ import logging
 import os
 import socket
 import sys
+from functools import partial
 from multiprocessing.connection import Connection, Listener
 
 from megarl.child_process import parent
 from megarl.serving import links
 from megarl.serving.app import build_app
-from megarl.serving.configuration import FrontendConfig
 from megarl.serving.context import ServingContext
 from megarl.serving.listening import HttpServer, run_process
 from megarl.serving.replica_messages import Drain, ToFrontend
@@ -29,8 +27,6 @@ log = logging.getLogger(__name__)
 
 
 class Frontend:
-    """The HTTP server, and the links to the leaders."""
-
     def __init__(self, context: ServingContext, http: socket.socket, listener: Listener, key: bytes):
         self.config, self.pool = context.config, context.pool
         self.status = 0
@@ -41,7 +37,6 @@ class Frontend:
         self._http = HttpServer(build_app(context), context.config.settings)
 
     async def serve(self, rank_0: Connection) -> int:
-        """Serves until told to end; returns the exit status."""
         links.follow_all(self._listener, self._key, links.kinds_of(ToFrontend), self._receive)
         asyncio.get_running_loop().add_reader(rank_0.fileno(), self._lost_rank_0, rank_0)
         await self._http.serve(sockets=self._sockets)
@@ -84,7 +79,7 @@ class Frontend:
         """Finishes what runs, at most `drain_seconds` long, then ends leaders and server."""
         try:
             async with asyncio.timeout(self.config.settings.drain_seconds):
-                await self.pool.idle()
+                await self.pool.idle.wait()
         except TimeoutError:
             log.warning("requests still ran after %g seconds", self.config.settings.drain_seconds)
             self.pool.fail("the server is shutting down")
@@ -93,7 +88,6 @@ class Frontend:
         self._end(self.config.settings.drain_seconds)
 
     def _fail(self, reason: str):
-        """Fails all requests, lets their answers leave, and ends with status 1."""
         if self._ends:
             return
         self._ends, self.status = True, 1
@@ -107,20 +101,15 @@ class Frontend:
 
 
 def main() -> int:
-    """Runs the process; returns its exit status."""
     rank_0 = parent(dies_with_thread=False)  # clients get an answer when rank 0 is gone
     sys.setswitchinterval(_SWITCH_SECONDS)
-    logging.basicConfig(level=logging.WARNING, format="megarl.serving: %(levelname)s: %(message)s", stream=sys.stderr)
+    return run_process(rank_0, "megarl.serving", lambda config: partial(_serve, ServingContext(config), rank_0))
 
-    def prepare(config: FrontendConfig):
-        context = ServingContext(config)
 
-        async def serve(http: socket.socket, listener: Listener, key: bytes) -> int:
-            return await Frontend(context, http, listener, key).serve(rank_0)
-
-        return serve
-
-    return run_process(rank_0, prepare)
+async def _serve(
+    context: ServingContext, rank_0: Connection, http: socket.socket, listener: Listener, key: bytes
+) -> int:
+    return await Frontend(context, http, listener, key).serve(rank_0)
 
 
 if __name__ == "__main__":

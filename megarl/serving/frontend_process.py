@@ -29,8 +29,6 @@ _KINDS = links.kinds_of(ToReplica)
 
 
 class FrontendProcess:
-    """The HTTP process as the ranks see it. Leaders have links with it, and tell the other ranks of their replicas."""
-
     def __init__(
         self,
         url: str,
@@ -40,13 +38,10 @@ class FrontendProcess:
         may_end: bool,
         drain_seconds: float,
     ):
-        """
-        Args:
-            link: of a leader.
-            child: on rank 0.
-            may_end: if the process ends, the last message says "stop"; else that is an error of the leader.
-            drain_seconds: that running requests have after `Drain`; a process that has not answered
-                `END_SECONDS` later counts as ended.
+        """`link`: of a leader; `child`: on rank 0.
+
+        `may_end`: if the process ends, the last message says "stop"; else that is an error of the leader. A process
+        that has not answered `drain_seconds` and `END_SECONDS` after `Drain` counts as ended.
         """
         self._url, self._link, self._child = url, link, child
         self._role_groups, self._may_end = role_groups, may_end
@@ -54,14 +49,12 @@ class FrontendProcess:
         self._signals: list[int] = []
 
     def announce(self, name: str):
-        """Says on rank 0 where the server is."""
         if self._child:
             print(f"megarl: serving {name} at {self._url}", flush=True)
 
     # -- signals -----------------------------------------------------------------------------------------------------
 
     def take_signals(self):
-        """From now on SIGTERM and SIGINT end the server."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note if self._child else signal.SIG_IGN)  # launchers send it to all ranks
 
@@ -111,7 +104,6 @@ class FrontendProcess:
             self._link.send(message)
 
     def close_link(self):
-        """Closes the leader's link after what was sent."""
         if self._link:
             self._link.close(FLUSH_SECONDS)
 
@@ -122,13 +114,7 @@ def start_frontend(
 ) -> Iterator[FrontendProcess]:
     """Starts the HTTP process on rank 0 and connects each replica's leader with it. A collective of the world.
 
-    Args:
-        vocab_size: the model's.
-        may_end: the ranks go on if the HTTP process ends.
-
-    Raises:
-        UsageError: the address cannot be used.
-        RuntimeError: the process has failed although it may not.
+    UsageError for an address that cannot be used. `may_end`: the ranks go on without it; else a failure of it raises.
     """
     replicas = len(role_groups.replicas)
     config = dataclasses.replace(config, model_name=model_name, vocab_size=vocab_size, replicas=replicas)
@@ -145,16 +131,8 @@ def start_process(
 ) -> tuple[str, links.Link | None, Child | None]:
     """Starts an HTTP process (`listening.run_process`) on rank 0, and connects each replica's leader with it.
 
-    A collective of the world. UsageError if its configuration is wrong.
-
-    Args:
-        stack: ends it.
-        module: that it runs.
-        config: for it; its `ranks_address` is set here.
-        kinds: of the messages that it may send to leaders.
-
-    Returns:
-        Its URL; the link of a leader; the process on rank 0.
+    A collective of the world. UsageError if `config`, whose `ranks_address` is set here, is wrong. `kinds`: of its
+    messages to leaders. Returns its URL; the link of a leader; the process on rank 0, which the stack ends.
     """
     child: Child | None = None
     found: list[Any] = [None]

@@ -3,8 +3,6 @@
 from contextlib import aclosing
 from typing import Any
 
-from starlette.responses import Response
-
 from megarl.serving import sampling
 from megarl.serving.answers import Parts, finite
 from megarl.serving.context import ServingContext
@@ -14,15 +12,7 @@ from megarl.serving.replica_pool import Submission
 from megarl.serving.schemas import GenerateRequest
 
 
-async def generate(context: ServingContext, request: GenerateRequest) -> Response:
-    """Answers one request; RequestError if it is wrong or cannot run."""
-    answer = GenerateAnswer(context, request)
-    return await context.respond(answer, request.stream)
-
-
 class GenerateAnswer:
-    """The answer to a request with one or several prompts: one response to each."""
-
     def __init__(self, context: ServingContext, request: GenerateRequest):
         self._context, self._request = context, request
         self._is_batch = bool(request.input_ids) and isinstance(request.input_ids[0], list)
@@ -37,10 +27,9 @@ class GenerateAnswer:
         settings = request.sampling_params
         sampling.check_stops(context, settings.stop)
         lengths = [context.response_length(prompt, settings.max_tokens) for prompt in self._prompts]
+        top, routes = request.top_logprobs, request.return_routes
         self._requests = [
-            sampling.generation(
-                context, settings, prompt, length, key, request.top_logprobs, request.return_routes, settings.stop
-            )
+            sampling.generation(context, settings, prompt, length, key, top, routes, settings.stop)
             for prompt, length, key in zip(self._prompts, lengths, self._keys, strict=True)
         ]
 
@@ -72,7 +61,6 @@ class GenerateAnswer:
         return results if self._is_batch else results[0]
 
     async def chunks(self) -> Parts:
-        """The parts of all responses as they come."""
         with Submission(self._context.pool, self._requests, self._request.session) as running:
             async for index, update in running.updates():
                 if update.routes is not None:
@@ -92,13 +80,6 @@ class GenerateAnswer:
         return part | {"system_fingerprint": update.fingerprint}
 
     def _result(self, index: int) -> dict[str, Any]:
-        """A result without tokens."""
-        return {
-            "index": index,
-            "output_ids": [],
-            "logprobs": [] if self._request.return_logprobs else None,
-            "top_logprobs": [] if self._request.top_logprobs else None,
-            "versions": [],
-            "finish_reason": None,
-            "system_fingerprint": None,
-        }
+        found: dict[str, Any] = {"index": index, "output_ids": [], "versions": [], "finish_reason": None}
+        found |= {"logprobs": [] if self._request.return_logprobs else None, "system_fingerprint": None}
+        return found | {"top_logprobs": [] if self._request.top_logprobs else None}

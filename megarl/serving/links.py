@@ -22,7 +22,7 @@ from typing import Any, get_args
 HANDSHAKE_SECONDS = 30.0
 
 _MAX_PACKET_BYTES = 256 * 2**20
-_MAX_HANDSHAKES = 64  # at once
+MAX_HANDSHAKES = 64  # at once
 
 Message = Any  # a NamedTuple whose fields JSON can hold, or are dataclasses of such fields
 Kinds = Mapping[str, Callable[[list], Message]]  # what makes a message of its fields, by the name of its class
@@ -37,12 +37,10 @@ def kinds_of(union: UnionType) -> Kinds:
 
 
 def packet(messages: Iterable[bytes]) -> bytes:
-    """Encoded messages as one text."""
     return b"[%b]" % b",".join(messages)
 
 
 def encode(message: Message) -> bytes:
-    """A message as JSON."""
     return json.dumps([type(message).__name__, *message], separators=(",", ":"), default=vars).encode()
 
 
@@ -77,9 +75,9 @@ class Link:
         self._unsent.put(encode(message))
 
     def receive(self, seconds: float | None = None) -> list[Message]:
-        """The messages that have come, after waiting up to `seconds` for the first; None: without a limit.
+        """What has come, after waiting up to `seconds` for the first; a packet that has begun to come is awaited.
 
-        A packet that has begun to come is awaited. ConnectionError when the peer is gone, or sends something else.
+        ConnectionError when the peer is gone, or sends something else.
         """
         messages: list[Message] = []
         try:
@@ -112,11 +110,7 @@ class Link:
 
 
 def connect(address: Address, key: bytes) -> Connection:
-    """A leader's connection with the HTTP process.
-
-    Raises:
-        ConnectionError: nobody listens there, does not know the key, or does not answer in HANDSHAKE_SECONDS.
-    """
+    """A leader's connection. ConnectionError if nobody who knows the key answers in HANDSHAKE_SECONDS."""
     try:
         connection = Client(address)
         with _deadline(connection):
@@ -132,9 +126,7 @@ def follow_all(
 ):
     """Accepts the connections of leaders for ever, in a thread, and follows each one in a thread of its own.
 
-    Args:
-        kinds: what leaders may send.
-        received: runs on the loop that runs now, with a link and what has come; at last the reason why no more does.
+    `received` runs on the loop that runs now, with a link and what has come; at last the reason why no more does.
     """
     loop = asyncio.get_running_loop()
 
@@ -157,7 +149,7 @@ def accept_all(listener: Listener, key: bytes, connected: Callable[[Connection],
 
     Strangers get nothing, and keep nobody waiting who comes after them.
     """
-    free = threading.Semaphore(_MAX_HANDSHAKES)
+    free = threading.Semaphore(MAX_HANDSHAKES)
 
     def check(connection: Connection):
         try:

@@ -1,16 +1,16 @@
 """An HTTP process that rank 0 starts: its sockets, what it says to rank 0 at its start, its server and its connections.
 
-How many connections there may be, and how long one may be idle or send the head of a request, is limited. Without these
-limits connections that say nothing would use up the process's file descriptors, and then nobody, not even a health
-check, could reach the server.
+Connections that say nothing would use up the process's file descriptors, so their number and idle time are limited.
 """
 
 import asyncio
 import contextlib
 import functools
+import logging
 import resource
 import secrets
 import socket
+import sys
 from collections.abc import Callable, Coroutine
 from multiprocessing.connection import Connection, Listener
 from typing import Any
@@ -48,13 +48,14 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def run_process(rank_0: Connection, prepare: Callable[[Any], Callable[..., Coroutine[Any, Any, int]]]) -> int:
+def run_process(
+    rank_0: Connection, name: str, prepare: Callable[[Any], Callable[..., Coroutine[Any, Any, int]]]
+) -> int:
     """Gets a configuration from rank 0, listens to clients and leaders, says where, and serves; the exit status.
 
-    Args:
-        prepare: gets the configuration, which has `settings` and `ranks_address`; returns what serves, with the sockets
-            for clients and for leaders and the key that leaders must know, and returns the exit status.
+    `prepare`, of the configuration, gives what serves: (clients' socket, leaders' listener, their key) -> exit status.
     """
+    logging.basicConfig(level=logging.WARNING, format=f"{name}: %(levelname)s: %(message)s", stream=sys.stderr)
     try:
         config = rank_0.recv()
         http, url = listen_to_clients(config.settings)
@@ -97,28 +98,23 @@ def max_connections(wanted: int) -> int:
 
 
 class LimitedProtocol(H11Protocol):
-    """uvicorn's protocol with limits: one connection."""
-
     def __init__(self, limit: int, seconds: float, *args: Any, **named: Any):
-        """
-        Args:
-            limit: clients at a time; `RESERVED` more are answered at `OPEN_PATHS` and below /admin alone.
-            seconds: that a client may take until the head of its first request is there, and for that of each further
-                one from its first byte on; and for the rest of a body that the application did not read. Between
-                requests uvicorn closes idle connections.
+        """`limit`: of clients; `RESERVED` more are answered at `OPEN_PATHS` and below /admin alone.
+
+        `seconds`: until the head of the first request is there, of each further one from its first byte on, and for the
+        rest of a body that the application did not read. Between requests uvicorn closes idle connections.
         """
         super().__init__(*args, **named)
         self._limit, self._head_seconds = limit, seconds
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport):  # type: ignore[override]
-        """Closes the connection at once if there are too many."""
         super().connection_made(transport)
         if len(self.connections) > self._limit + RESERVED:
             transport.abort()
         elif len(self.connections) > self._limit:
             self.app, self._head_seconds = _reserved(self.app), min(self._head_seconds, RESERVED_SECONDS)
-        self.app = _while_open(_read_to_the_end(self.app, self._head_seconds), transport)
+        self.app = while_open(_read_to_the_end(self.app, self._head_seconds), transport)
         self._wait_for_head()
 
     def data_received(self, data: bytes):
@@ -165,7 +161,7 @@ def _reserved(app):
     return checked(app, check)
 
 
-def _while_open(app, transport: asyncio.Transport):
+def while_open(app, transport: asyncio.Transport):
     """The application, of which nothing is sent once the connection is closed; where it gives up, the connection ends.
 
     No client can fill the log so: asyncio logs each write to a connection that its client has reset, and uvicorn each
@@ -173,7 +169,6 @@ def _while_open(app, transport: asyncio.Transport):
     """
 
     async def answer(scope, receive, send):
-        """The ASGI application."""
         begun = ended = cancelled = False
 
         async def send_open(message):
@@ -201,7 +196,6 @@ def _read_to_the_end(app, seconds: float):
     """
 
     async def answer(scope, receive, send):
-        """The ASGI application."""
         if scope["type"] != "http":
             return await app(scope, receive, send)
         comes = b"expect" not in dict(scope["headers"])  # the body; after a refusal such a client sends none

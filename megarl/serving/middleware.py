@@ -1,6 +1,7 @@
-"""What surrounds every request: faults, keys, sizes of bodies, and clients that go away."""
+"""What surrounds every request: metrics, faults, keys, sizes of bodies, and clients that go away."""
 
 import asyncio
+import functools
 import hashlib
 import hmac
 import logging
@@ -9,16 +10,39 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
 from megarl.serving import routing
 from megarl.serving.errors import RequestError, echo, internal, invalid, timed_out
-from megarl.serving.metrics import ServerMetrics
 
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/", "/health", "/ready")  # need no key
 MAX_VALUES = 2**17  # lists, objects and fields of a body, or strings
 _STRUCTURE, _STRING = (b"[", b"{", b":"), re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+NO_KEY, BEARER = "a valid API key is needed: Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"}
 CLOSED_REQUEST = 499  # nginx's status of a client that went away; only metrics see it
+_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 60)
+
+
+class ServerMetrics:
+    """Counters, gauges and histograms; times are in seconds. Labels take few values, none from a client's text."""
+
+    def __init__(self):
+        registry = self.registry = CollectorRegistry(auto_describe=True)
+        to_first, between = "megarl_time_to_first_token_seconds", "megarl_time_between_tokens_seconds"
+        labels, counted = ["endpoint", "status"], "HTTP requests by endpoint and status"
+        self.requests = Counter("megarl_requests", counted, labels, registry=registry)
+        self.generated_tokens = Counter("megarl_generated_tokens", "Generated tokens", registry=registry)
+        self.prompt_tokens = Counter("megarl_prompt_tokens", "Tokens of the prompts to generate", registry=registry)
+        histogram = functools.partial(Histogram, registry=registry)
+        self.first_token = histogram(to_first, "From request to token", buckets=_FIRST)
+        self.between_tokens = histogram(between, "Between the tokens of a request", buckets=_BETWEEN)
+        self.running = Gauge("megarl_running_requests", "Requests that a replica has", ["replica"], registry=registry)
+        self.waiting = Gauge("megarl_waiting_requests", "Requests that no replica has taken", registry=registry)
+        self.free_blocks = Gauge("megarl_free_cache_blocks", "Free blocks of the cache", ["replica"], registry=registry)
+        self.version = Gauge("megarl_policy_version", "Version of the policy", ["replica"], registry=registry)
 
 
 class Observed:
@@ -50,16 +74,18 @@ class Observed:
             self._metrics.requests.labels(endpoint, str(status)).inc()
 
 
-def checked(app, check: Callable[[dict[str, Any]], None]):
-    """The application for requests that pass a check of their scope; others get the RequestError that it raises."""
+def checked(app, check: Callable[[dict[str, Any]], Any], refusal: Callable = lambda error, path: error.response):
+    """The application for requests that pass a check of their scope; others get the RequestError that it raises.
+
+    What `check` returns is the application instead, if it is not None. `refusal`: the answer of an error at a path.
+    """
 
     async def answer(scope, receive, send):
         try:
-            if scope["type"] == "http":
-                check(scope)
+            chosen = check(scope) if scope["type"] == "http" else None
         except RequestError as error:
-            return await error.response(scope, receive, send)
-        return await app(scope, receive, send)
+            return await refusal(error, scope["path"])(scope, receive, send)
+        return await (chosen or app)(scope, receive, send)
 
     return answer
 
@@ -75,15 +101,15 @@ def one_length(scope: dict[str, Any]):
 def same_origin(host: str) -> Callable[[dict[str, Any]], None]:
     """For servers without keys, on a loopback address: no web page of another origin may use them.
 
-    The browser of this machine's user can reach the server. A page whose name was made to resolve to the loopback
-    address says that name as Host; one of another origin says its own as Origin. `host`: that the server listens on.
+    A page whose name resolves to the loopback address says that name as Host; one of another origin says it as Origin.
     """
     hosts = {"localhost", "127.0.0.1", "::1", host.lower()}
 
     def check(scope: dict[str, Any]):
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         asked, origin = headers.get(b"host", ""), headers.get(b"origin")
-        if _name_of(asked) not in hosts:
+        name = asked.partition("]")[0][1:] if asked.startswith("[") else asked.partition(":")[0]  # without the port
+        if name.lower() not in hosts:
             problem = f"Host {echo(asked)}: without --api-key-file this server answers requests to localhost alone"
             raise RequestError(403, problem, code="foreign_origin")
         if origin is not None and origin.partition("://")[2] != asked:
@@ -93,15 +119,9 @@ def same_origin(host: str) -> Callable[[dict[str, Any]], None]:
     return check
 
 
-def _name_of(host: str) -> str:
-    """The name in a Host header, without the port."""
-    return host.partition("]")[0][1:].lower() if host.startswith("[") else host.partition(":")[0].lower()
-
-
 def has_key(api_keys: Sequence[str], admin_keys: Sequence[str]) -> Callable[[dict[str, Any]], None]:
     """Checks `Authorization: Bearer`: admin keys for /admin, which does not exist without them; API keys elsewhere.
-
-    The check says for the queue which client it is.
+    The queue gets to know which client it is.
     """
     api, admin = (list(map(_digest, map(str.encode, keys))) for keys in (api_keys, admin_keys))
 
@@ -111,9 +131,8 @@ def has_key(api_keys: Sequence[str], admin_keys: Sequence[str]) -> Callable[[dic
         if is_admin and not admin:
             raise RequestError(404, "not found")
         keys = admin if is_admin else [] if path in OPEN_PATHS else api
-        if keys and not _matches(_bearer(scope), keys):
-            problem, headers = "a valid API key is needed: Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"}
-            raise RequestError(401, problem, code="invalid_api_key", headers=headers)
+        if keys:
+            check_key(_digest(_bearer(scope)), keys, NO_KEY, BEARER)
         routing.client.set(_digest(_bearer(scope)) if keys else (scope.get("client") or ("",))[0].encode())
 
     return check
@@ -200,8 +219,7 @@ def _check_length(count: int, max_bytes: int):
 def is_plain(body: bytes | bytearray) -> bool:
     """Whether a JSON body has few enough lists, objects, fields and strings, without parsing it.
 
-    Parsing and validating holds the interpreter, and so all streams; a million fields take it seconds, while numbers
-    and long strings take little.
+    Parsing holds the interpreter, and so all streams: a million fields take it seconds, long strings little.
     """
     if body.count(b'"') - body.count(b'\\"') > 2 * MAX_VALUES:
         return False
@@ -216,7 +234,6 @@ def _digest(key: bytes) -> bytes:
 
 
 def _bearer(scope) -> bytes:
-    """The key of a request, or nothing."""
     for name, value in scope["headers"]:
         scheme, _, key = value.partition(b" ")
         if name == b"authorization" and scheme.lower() == b"bearer":
@@ -224,12 +241,10 @@ def _bearer(scope) -> bytes:
     return b""
 
 
-def _matches(key: bytes, keys: Sequence[bytes]) -> bool:
-    """Whether a key is one of those with these digests; takes the same time whichever it is."""
-    digest, found = _digest(key), False
-    for each in keys:
-        found |= hmac.compare_digest(digest, each)
-    return found
+def check_key(key: bytes, keys: Sequence[bytes], problem: str, headers: dict[str, str] | None = None):
+    """RequestError 401 for a key that is none of these; takes the same time whichever it is."""
+    if not sum(hmac.compare_digest(key, each) for each in keys):
+        raise RequestError(401, problem, code="invalid_api_key", headers=headers)
 
 
 def _location(error: BaseException) -> str:

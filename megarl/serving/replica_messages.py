@@ -67,14 +67,9 @@ class Ready(NamedTuple):
 
 
 class RequestUpdate(NamedTuple):
-    """What there is of one request since its last update.
+    """What there is of one request since its last update; `tokens`, `logprobs` and `top` are equally many.
 
-    Attributes:
-        tokens, logprobs, top: equally many; of a prompt's scores there are no `tokens`, and None for the first one.
-        finish: with the last update: "stop", "length", "abort" or "scored".
-        routes: with the last one, if they were asked for: shape and base64 data.
-        error: why the replica refuses the request.
-        version, label: of the policy that generated the tokens, and of its weights; the HTTP process adds them.
+    A prompt's scores have no `tokens`, and None for the first one. `finish`: "stop", "length", "abort" or "scored".
     """
 
     id: int
@@ -82,14 +77,13 @@ class RequestUpdate(NamedTuple):
     logprobs: Sequence[float | None] = ()
     top: Sequence[Sequence[tuple[int, float]] | None] | None = None
     finish: str | None = None
-    routes: dict[str, Any] | None = None
-    error: str | None = None
-    version: int = 0
+    routes: dict[str, Any] | None = None  # with the last one: shape and base64 data
+    error: str | None = None  # why the replica refuses the request
+    version: int = 0  # of the policy; the HTTP process adds it, and the label of its weights
     label: str = ""
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing follows for this request."""
         return self.finish is not None or self.error is not None
 
     @property

@@ -7,28 +7,15 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.serving import replica_messages as messages
 from megarl.serving.errors import RequestError, invalid, timed_out, unavailable
 from megarl.serving.links import Link
-from megarl.serving.metrics import ServerMetrics
-from megarl.serving.replica_messages import (
-    Abort,
-    Control,
-    Controlled,
-    Generate,
-    Ready,
-    Request,
-    RequestUpdate,
-    ToFrontend,
-    Updates,
-    Window,
-)
+from megarl.serving.middleware import ServerMetrics
 from megarl.serving.routing import FairQueue, ReplicaRouter
 
 
 @dataclass
 class ReplicaState:
-    """What the frontend knows about one replica."""
-
     number: int
     link: Link
     max_requests: int
@@ -41,16 +28,12 @@ class ReplicaState:
 
 @dataclass
 class _Control:
-    """A command that not all replicas have answered."""
-
     missing: set[int]  # replicas
     done: asyncio.Future
     errors: list[str] = field(default_factory=list)
 
 
 class ReplicaPool:
-    """All replicas and all their requests."""
-
     def __init__(self, replicas: int, max_queue: int, seconds: float, metrics: ServerMetrics):
         """`seconds`: that a request or a command may take."""
         self.expected, self.max_queue, self.seconds, self.metrics = replicas, max_queue, seconds, metrics
@@ -60,11 +43,11 @@ class ReplicaPool:
         self.lost: str | None = None  # why no request can run any more
         self._ids = itertools.count(1)
         self._control_numbers = itertools.count(1)
-        self._waiting: FairQueue[tuple[Request, Submission]] = FairQueue()
+        self._waiting: FairQueue[tuple[messages.Request, Submission]] = FairQueue()
         self._router = ReplicaRouter()
         self._controls: dict[int, _Control] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()  # set while no request runs or waits
+        self.idle.set()
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -75,13 +58,13 @@ class ReplicaPool:
 
     @property
     def weights(self) -> dict[str, Any]:
-        """Policy version and label of the first replica's weights; empty before it has connected."""
         first = self.replicas.get(0)
         return {"version": first.version, "label": first.label} if first else {}
 
-    def add(self, link: Link, ready: ToFrontend) -> ReplicaState:
+    def add(self, link: Link, ready: messages.ToFrontend) -> ReplicaState:
         """Takes a leader in, after its `Ready`; ConnectionError if that is wrong or the replica has a leader."""
-        if not isinstance(ready, Ready) or ready.replica in self.replicas or not 0 <= ready.replica < self.expected:
+        missing = set(range(self.expected)) - self.replicas.keys()
+        if not isinstance(ready, messages.Ready) or ready.replica not in missing:
             raise ConnectionError("a leader began with a wrong message")
         replica = ReplicaState(ready.replica, link, ready.max_requests, ready.capacity, ready.version, ready.label)
         self.replicas[replica.number] = replica
@@ -127,7 +110,7 @@ class ReplicaPool:
         for replica in self.replicas.values():
             aborted = [number for number in ids if replica.outstanding.pop(number, None)]
             if aborted:
-                replica.link.send(Abort(aborted))
+                replica.link.send(messages.Abort(aborted))
         self._assign()
 
     def fail(self, reason: str):
@@ -144,17 +127,10 @@ class ReplicaPool:
                 control.done.set_exception(unavailable(reason))
         self._note_load()
 
-    async def idle(self):
-        """Waits until no request runs or waits."""
-        await self._idle.wait()
-
     def _assign(self):
         while self._waiting:
-            room = {
-                replica.number: len(replica.outstanding)
-                for replica in self.replicas.values()
-                if len(replica.outstanding) < replica.max_requests
-            }
+            open_ones = [each for each in self.replicas.values() if len(each.outstanding) < each.max_requests]
+            room = {each.number: len(each.outstanding) for each in open_ones}
             if not room:
                 break
             number, (request, submission) = self._waiting.pop()
@@ -164,13 +140,12 @@ class ReplicaPool:
         self._note_load()
 
     def _note_load(self):
-        """Sets the gauges, and whether the pool is idle."""
         self.metrics.waiting.set(len(self._waiting))
         is_idle = not self._waiting
         for replica in self.replicas.values():
             self.metrics.running.labels(replica.number).set(len(replica.outstanding))
             is_idle = is_idle and not replica.outstanding
-        self._idle.set() if is_idle else self._idle.clear()
+        self.idle.set() if is_idle else self.idle.clear()
 
     # -- control -------------------------------------------------------------------------------------------------
 
@@ -182,7 +157,7 @@ class ReplicaPool:
         self._controls[number] = control
         if command in ("pause", "resume"):
             self.is_paused = command == "pause"
-        self._send_all(Control(command, number, **fields))
+        self._send_all(messages.Control(command, number, **fields))
         try:
             async with asyncio.timeout(self.seconds):
                 await control.done
@@ -196,23 +171,23 @@ class ReplicaPool:
             raise invalid(control.errors[0], code="control_failed")
 
     def stop(self):
-        self._send_all(Control("stop"))
+        self._send_all(messages.Control("stop"))
 
-    def _send_all(self, message: Control):
+    def _send_all(self, message: messages.Control):
         for replica in self.replicas.values():
             replica.link.send(message)
 
     # -- what leaders say ----------------------------------------------------------------------------------------
 
-    def receive(self, replica: ReplicaState, message: ToFrontend):
+    def receive(self, replica: ReplicaState, message: messages.ToFrontend):
         """Takes one message of a leader in; ConnectionError for a malformed one. `Drain` is not handled here."""
-        if isinstance(message, Updates):
+        if isinstance(message, messages.Updates):
             self._observe(replica, message.version, message.blocks)
             for each in message.updates:
                 self._hand_on(replica, each)
-        elif isinstance(message, Controlled):
+        elif isinstance(message, messages.Controlled):
             self._receive_answer(replica, message)
-        elif isinstance(message, Window):
+        elif isinstance(message, messages.Window):
             replica.is_open, replica.label = message.is_open, message.label
             self._observe(replica, message.version)
         self._assign()
@@ -220,14 +195,14 @@ class ReplicaPool:
     def _hand_on(self, replica: ReplicaState, fields: Sequence[Any]):
         """Hands on the fields of a `RequestUpdate`, unless its request was aborted meanwhile."""
         try:
-            update = RequestUpdate._make(fields)._replace(version=replica.version, label=replica.label)
+            update = messages.RequestUpdate._make(fields)._replace(version=replica.version, label=replica.label)
         except TypeError:
             raise ConnectionError("it sent a malformed message") from None
         take = replica.outstanding.pop if update.is_last else replica.outstanding.get
         if submission := take(update.id, None):
             submission.take(update if update.error is None else invalid(update.error))
 
-    def _receive_answer(self, replica: ReplicaState, answer: Controlled):
+    def _receive_answer(self, replica: ReplicaState, answer: messages.Controlled):
         replica.label = answer.label
         self._observe(replica, answer.version)
         control = self._controls.get(answer.number)
@@ -249,23 +224,20 @@ class ReplicaPool:
 class Submission:
     """One HTTP request's requests to replicas, as a context: leaving it ends those that still run.
 
-    `updates` gives what the leaders say, until each has finished. A consumer that is slow makes the updates wait here;
-    they are at most `max_tokens` for each request.
+    Updates that a slow consumer has not taken wait here.
     """
 
-    def __init__(self, pool: ReplicaPool, requests: Sequence[Request], session: str | None):
-        """`session`: whose requests one replica gets while it has room; None: of none."""
+    def __init__(self, pool: ReplicaPool, requests: Sequence[messages.Request], session: str | None):
         self.requests, self.session, self._pool = requests, session, pool
-        self._came: asyncio.Queue[RequestUpdate | RequestError] = asyncio.Queue()
+        self._came: asyncio.Queue[messages.RequestUpdate | RequestError] = asyncio.Queue()
         self._indices: dict[int, int] = {}  # id -> index of the request, of those that have not finished
         self._last: dict[int, float] = {}  # id -> when its last tokens came
         self._start = time.monotonic()
         self._deadline = asyncio.get_running_loop().time() + pool.seconds
 
     def __enter__(self) -> "Submission":
-        """Submits. Raises RequestError as `ReplicaPool.submit`."""
         self._indices = {number: index for index, number in enumerate(self._pool.submit(self))}
-        prompts = (len(request.prompt) for request in self.requests if isinstance(request, Generate))
+        prompts = (len(request.prompt) for request in self.requests if isinstance(request, messages.Generate))
         self._pool.metrics.prompt_tokens.inc(sum(prompts))
         return self
 
@@ -273,18 +245,16 @@ class Submission:
         self._pool.abort(list(self._indices))
         self._indices.clear()
 
-    def take(self, came: RequestUpdate | RequestError):
-        """Takes what a leader says about a request, or why one fails."""
+    def take(self, came: messages.RequestUpdate | RequestError):
         self._came.put_nowait(came)
 
     def end(self, index: int):
-        """Ends one request early, that with this index."""
         ended = [number for number, each in self._indices.items() if each == index]
         self._pool.abort(ended)
         for number in ended:
             del self._indices[number]
 
-    async def updates(self) -> AsyncIterator[tuple[int, RequestUpdate]]:
+    async def updates(self) -> AsyncIterator[tuple[int, messages.RequestUpdate]]:
         """(index of the request, update), in the order of their arrival. RequestError if one fails, or time is up."""
         while self._indices:
             try:

@@ -16,28 +16,14 @@ import torch.distributed as dist
 
 from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.comm.role_mesh import RoleGroups
-from megarl.data.detokenizer import Vocabulary
-from megarl.data.stop_strings import StopMatcher
+from megarl.data.detokenizer import StopMatcher, Vocabulary
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.inference.generation import GenerationRequest, TokenChunk
 from megarl.observe import activity
+from megarl.serving import replica_messages as messages
 from megarl.serving.frontend_process import FrontendProcess
-from megarl.serving.replica_messages import (
-    Abort,
-    Control,
-    Controlled,
-    Drain,
-    Generate,
-    Ready,
-    Request,
-    RequestUpdate,
-    ScorePrompt,
-    ToReplica,
-    Updates,
-    Window,
-)
 from megarl.serving.served_engine import PauseMode, ServedEngine, score_sequences, together
 from megarl.tool_formats import FORMATS
 from megarl.tool_formats.thinking_budget import ThinkingBudget, ThoughtReader
@@ -48,8 +34,6 @@ COUPLED_SECONDS = 0.01  # the same if other replicas may need this one's experts
 
 
 class ReplicaService:
-    """One replica of a generation service, on each of its ranks."""
-
     def __init__(
         self,
         engine: ServedEngine,
@@ -60,14 +44,7 @@ class ReplicaService:
         label: str,
         tokenizer: Tokenizer,
     ):
-        """
-        Args:
-            engine: paused, without requests.
-            model: the engine's model, for scores.
-            vocab_size: the model's.
-            label: name of the weights.
-            tokenizer: in whose texts stop strings and thoughts are looked for.
-        """
+        """`engine`: paused, without requests; `model`: its model, for scores; `label`: name of the weights."""
         self.engine, self.model, self.role_groups, self.frontend = engine, model, role_groups, frontend
         self.vocab_size, self.label = vocab_size, label
         self._matcher: Callable[[tuple[str, ...]], StopMatcher] = functools.lru_cache(64)(
@@ -75,32 +52,27 @@ class ReplicaService:
         )
         self._vocabulary = Vocabulary(tokenizer)
         self._waiting: deque[tuple[int, GenerationRequest]] = deque()
-        self._scores: deque[ScorePrompt] = deque()
-        self._controls: deque[Control] = deque()  # not done yet
+        self._scores: deque[messages.ScorePrompt] = deque()
+        self._controls: deque[messages.Control] = deque()  # not done yet
         self._routes_wanted: set[int] = set()
         self._is_stopped = self._is_draining = False
         self._reported_blocks = engine.rollout_engine.free_blocks
 
     def open(self):
-        """Tells the HTTP process that this replica is there."""
         engine = self.engine.rollout_engine
         number, version = self.role_groups.dp_rank, self.engine.version
         assert number is not None  # the engine is on members of the role alone
-        ready = Ready(number, engine.max_requests, engine.capacity, engine.free_blocks, version, self.label)
+        ready = messages.Ready(number, engine.max_requests, engine.capacity, engine.free_blocks, version, self.label)
         self.frontend.send(ready)
 
     def run(self, is_draining: Callable[[], bool] = lambda: False):
-        """Serves until the HTTP process says stop. A collective of the role.
-
-        Args:
-            is_draining: whether the service is to end once its requests have; one rank's answer suffices.
-        """
+        """Serves until the HTTP process says stop, which one rank's `is_draining` begins. A collective of the role."""
         self.engine.resume()
         while not self._is_stopped:
             activity.tick()
             if is_draining() and not self._is_draining:
                 self._is_draining = True
-                self.frontend.send(Drain())
+                self.frontend.send(messages.Drain())
             for message in self.frontend.receive(self._patience()):
                 self._take(message)
             self._admit()
@@ -109,21 +81,18 @@ class ReplicaService:
         self.frontend.close_link()
 
     def answer_waiting(self):
-        """Answers the requests that have come so far; those that come meanwhile wait for the next call.
-
-        A collective of the replica, and of replicas that share experts.
-        """
+        """Answers what has come so far. A collective of the replica, and of those that share its experts."""
         for message in self.frontend.receive(0.0):
             self._take(message)
         self._tell_window(is_open=True)
         self.engine.resume()
-        late: list[Request] = []
+        late: list[messages.Request] = []
         while self._has_work():
             for message in self.frontend.receive(0.0):
-                if isinstance(message, Generate | ScorePrompt):
+                if isinstance(message, messages.Generate | messages.ScorePrompt):
                     late.append(message)
                     continue
-                if isinstance(message, Abort):
+                if isinstance(message, messages.Abort):
                     late = [each for each in late if each.id not in message.ids]
                 self._take(message)
             self._admit()
@@ -134,58 +103,48 @@ class ReplicaService:
             self._take(message)
 
     def _tell_window(self, is_open: bool):
-        self.frontend.send(Window(is_open, self.engine.version, self.label))
+        self.frontend.send(messages.Window(is_open, self.engine.version, self.label))
 
     def _has_work(self) -> bool:
-        """Whether something is to be done here, or on a replica that shares experts with this one."""
         has_work = bool(self._waiting or self._scores or self._controls) or self.engine.needs_steps
         return any(self._agree(False, False, has_work))
 
     def _patience(self) -> float:
-        """Seconds to wait for a message: 0 if there is work."""
         if self.engine.needs_steps or self._scores or self._controls:
             return 0.0
         return COUPLED_SECONDS if self.engine.rollout_engine.is_coupled else IDLE_SECONDS
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
-    def _take(self, message: ToReplica):
-        """Notes what a message asks for."""
+    def _take(self, message: messages.ToReplica):
         match message:
-            case Generate():
+            case messages.Generate():
                 self._take_request(message)
-            case ScorePrompt():
+            case messages.ScorePrompt():
                 self._scores.append(message)
-            case Abort():
+            case messages.Abort():
                 self._abort(set(message.ids))
-            case Control():
+            case messages.Control():
                 self._controls.append(message)
 
-    def _take_request(self, asked: Generate):
+    def _take_request(self, asked: messages.Generate):
         engine = self.engine.rollout_engine
         length, max_length = len(asked.prompt) + asked.max_tokens, min(engine.max_length, engine.capacity)
         if not asked.prompt or length > max_length:
             fits = f"prompt and max_tokens are {length} tokens; at most {max_length} fit"
-            self._send([RequestUpdate(asked.id, error=fits if asked.prompt else "an empty prompt")])
+            self._send([messages.RequestUpdate(asked.id, error=fits if asked.prompt else "an empty prompt")])
             return
-        ends: dict[str, Any] = {"stops": self._matcher(tuple(asked.stops))} if asked.stops else {}
+        options: dict[str, Any] = {"stops": self._matcher(tuple(asked.stops))} if asked.stops else {}
         if asked.thinking is not None:
-            ends["thinking"] = self._budget(*asked.thinking)
-        request = GenerationRequest(
-            prompt=asked.prompt,
-            key=asked.key,
-            max_new_tokens=asked.max_tokens,
-            sampling=SamplingSettings(**{name: getattr(asked, name) for name in SAMPLING}),
-            end_ids=tuple(asked.end_ids),
-            top_logprobs=asked.top_logprobs,
-            **ends,
-        )
+            limit, tokens, form = asked.thinking
+            reader = ThoughtReader(self._vocabulary, FORMATS[form])
+            options["thinking"] = ThinkingBudget(limit, "", tuple(tokens), reader)
+        options["sampling"] = SamplingSettings(**{name: getattr(asked, name) for name in SAMPLING})
+        options |= {"end_ids": tuple(asked.end_ids), "top_logprobs": asked.top_logprobs}
+        request = GenerationRequest(asked.prompt, asked.key, asked.max_tokens, **options)
         if asked.routes:
             self._routes_wanted.add(asked.id)
         self._waiting.append((asked.id, request))
-
-    def _budget(self, limit: int, tokens: list[int], format: str) -> ThinkingBudget:
-        return ThinkingBudget(limit, "", tuple(tokens), ThoughtReader(self._vocabulary, FORMATS[format]))
 
     def _abort(self, numbers: set[int]):
         self._waiting = deque(item for item in self._waiting if item[0] not in numbers)
@@ -193,10 +152,10 @@ class ReplicaService:
         self._routes_wanted -= numbers
         self.engine.abort(numbers)
 
-    def _send(self, updates: list[RequestUpdate], version: int | None = None):
+    def _send(self, updates: list[messages.RequestUpdate], version: int | None = None):
         """Sends what there is of requests. `version`: of the policy; None: the one that the engine has now."""
         version = self.engine.version if version is None else version
-        self.frontend.send(Updates(version, self._reported_blocks, updates))
+        self.frontend.send(messages.Updates(version, self._reported_blocks, updates))
 
     def _report(self, chunks: list[TokenChunk]):
         """Sends the new tokens of requests, and how much of the cache is free if only that has changed."""
@@ -206,7 +165,7 @@ class ReplicaService:
         self._reported_blocks = free
         self._send([self._update_of(chunk) for chunk in chunks], chunks[0].version if chunks else None)
 
-    def _update_of(self, chunk: TokenChunk) -> RequestUpdate:
+    def _update_of(self, chunk: TokenChunk) -> messages.RequestUpdate:
         number, tokens, logprobs, top, finish, routes, _ = chunk
         found = None
         if finish and number in self._routes_wanted:
@@ -214,7 +173,7 @@ class ReplicaService:
             if routes is not None:
                 data = base64.b64encode(routes.cpu().numpy().astype("<i2").tobytes()).decode()
                 found = {"shape": list(routes.shape), "data": data}
-        return RequestUpdate(number, tokens, logprobs, top, finish, found)
+        return messages.RequestUpdate(number, tokens, logprobs, top, finish, found)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -259,7 +218,7 @@ class ReplicaService:
 
     # -- control -----------------------------------------------------------------------------------------------------
 
-    def _control(self, asked: Control):
+    def _control(self, asked: messages.Control):
         """Runs a command. All replicas run the same ones, in the same order."""
         error = None
         match asked.command:
@@ -272,7 +231,7 @@ class ReplicaService:
                 self.engine.resume()
             case "weights":
                 error = self._change_weights(str(asked.path))
-        self.frontend.send(Controlled(asked.number, error, self.engine.version, self.label))
+        self.frontend.send(messages.Controlled(asked.number, error, self.engine.version, self.label))
 
     def _pause(self, mode: PauseMode):
         if mode == "abort":

@@ -41,7 +41,6 @@ class FairQueue[T]:
         return number, request
 
     def discard(self, number: int):
-        """Takes a request out if it waits."""
         name = self._client_of.pop(number, None)
         if name is not None:
             del self._of_client[name][number]
@@ -50,20 +49,12 @@ class FairQueue[T]:
 
 
 class ReplicaRouter:
-    """Remembers which replica has seen which sessions and prompts; its memory is bounded."""
-
     def __init__(self):
         self._sessions: collections.OrderedDict[str, int] = collections.OrderedDict()
         self._blocks: collections.OrderedDict[int, int] = collections.OrderedDict()  # hash -> bits of replicas
 
     def choose(self, prompt: Sequence[int], session: str | None, outstanding: Mapping[int, int]) -> int:
-        """The replica for a request; remembers it.
-
-        Args:
-            prompt: its tokens.
-            session: requests of one session go to one replica while that has room; None: no session.
-            outstanding: requests of each replica that has room, at least one.
-        """
+        """The replica for a request; remembers it. `outstanding`: requests of each replica that has room."""
         hashes = _block_hashes(prompt)
         chosen = self._sessions.get(session) if session is not None else None
         if chosen is None or chosen not in outstanding:
@@ -80,7 +71,6 @@ class ReplicaRouter:
         return chosen
 
     def forget(self):
-        """Forgets prompts, when new weights have emptied the caches."""
         self._blocks.clear()
 
     def _by_prompt(self, hashes: Sequence[int], outstanding: Mapping[int, int]) -> int:
@@ -96,7 +86,6 @@ class ReplicaRouter:
 
 
 def _block_hashes(prompt: Sequence[int]) -> list[int]:
-    """For each full block the hash of the prompt up to its end."""
     hashes, previous = [], 0
     for start in range(0, len(prompt) - BLOCK + 1, BLOCK):
         previous = hash((previous, *prompt[start : start + BLOCK]))

@@ -34,7 +34,6 @@ def stop_rules(context: ServingContext, fields: OpenAIFields) -> StopRules:
 
 
 def check_stops(context: ServingContext, stops: Sequence[str]):
-    """RequestError 400 for too many stop strings."""
     if len(stops) > context.config.settings.max_stops:
         raise invalid(f"stop: at most {context.config.settings.max_stops} strings are allowed", "stop")
 
@@ -66,7 +65,6 @@ def choices(context: ServingContext, fields: OpenAIFields) -> int:
 
 
 def check_top_logprobs(context: ServingContext, count: int, param: str):
-    """RequestError 400 if more alternatives are wanted than the server gives."""
     if count > context.config.settings.max_top_logprobs:
         raise invalid(f"{param} {count}: allowed are at most {context.config.settings.max_top_logprobs}", param)
 
@@ -78,9 +76,8 @@ def stream_keys(seed: int | None, prompts: int, count: int) -> list[int]:
 
 
 def stream_key(seed: int, prompt: int, choice: int) -> int:
-    """The signed 64-bit key of the random stream of one choice for one prompt of a request with this seed.
-
-    It equals `token_sampling.stream_keys(seed, SERVE_STEP, prompt, choice)`, without torch.
+    """The signed 64-bit key of the random stream of one choice for one prompt of a request with this seed:
+    `token_sampling.stream_keys(seed, SERVE_STEP, prompt, choice)`, without torch.
     """
     key = _splitmix64(seed + _GOLDEN_GAMMA)
     for counter in (SERVE_STEP, prompt, choice):
@@ -110,10 +107,7 @@ def generation(
     routes: bool = False,
     stops: Sequence[str] = (),
 ) -> Generate:
-    """What a replica is asked for one response. RequestError 400 for a wrong stop token.
-
-    `stops`: texts that end the response, with their tokens in it.
-    """
+    """What a replica is asked for one response, whose text has its `stops`. RequestError 400 for wrong stop tokens."""
     size = context.config.vocab_size
     end_ids = fields.stop_token_ids or []
     if end_ids and max(end_ids) >= size:

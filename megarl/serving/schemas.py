@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchem
 
 from megarl.data.chat import RESERVED
 from megarl.serving.errors import echo
+from megarl.tool_formats.calls import inside
 
 MAX_TEXT_LENGTH = 2**24  # characters
 MAX_TOKENS = 2**24
@@ -52,7 +53,7 @@ def check_json(value: Any) -> Any:
         count += sum(map(len, level))
         if count > _MAX_FREE_VALUES:
             raise ValueError(f"more than {_MAX_FREE_VALUES} values")
-        level = [each for outer in level for each in _children(outer)]
+        level = [each for outer in level for each in inside(outer)]
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
@@ -64,10 +65,6 @@ def _check_template_values(value: dict[str, Any]) -> dict[str, Any]:
     if reserved := RESERVED & value.keys():
         raise ValueError(f"{echo(min(reserved))} is a field of the request")
     return value
-
-
-def _children(value: dict | list) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else value
 
 
 Text = Annotated[str, Field(max_length=MAX_TEXT_LENGTH)]
@@ -149,7 +146,6 @@ class OpenAIFields(SamplingFields):
 
     @property
     def stops(self) -> list[str]:
-        """The stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property

@@ -40,11 +40,8 @@ class ServedEngine:
         routes: bool = False,
         load_weights: Callable[[str], None] | None = None,
     ):
-        """
-        Args:
-            end_ids: of requests without own ones.
-            routes: last chunks have the experts that were chosen for the tokens.
-            load_weights: loads a folder's weights into the engine's model; None: `update_weights` is not allowed.
+        """`end_ids`: of requests without own ones; `routes`: last chunks have the tokens' experts; `load_weights`: of a
+        folder, into the engine's model.
         """
         self.rollout_engine, self.version = engine, 0  # of the weights
         self._end_ids, self._routes, self._load_weights = end_ids, routes, load_weights
@@ -57,7 +54,6 @@ class ServedEngine:
 
     @property
     def is_paused(self) -> bool:
-        """Whether it generates nothing until `resume`."""
         return self._session is None
 
     @property
@@ -97,14 +93,9 @@ class ServedEngine:
 
     def _last_chunk(self, number: int, completion: Completion) -> TokenChunk:
         start, top = self._responses.pop(number).new, completion.top_logprobs
-        return TokenChunk(
-            number=number,
-            tokens=completion.tokens[start:],
-            logprobs=completion.logprobs[start:],
-            top_logprobs=top and top[start:],
-            finish_reason="stop" if completion.finished else "length",
-            routes=completion.routes,
-        )
+        tokens, logprobs, finish = completion.tokens[start:], completion.logprobs[start:], completion.finished
+        reason = "stop" if finish else "length"
+        return TokenChunk(number, tokens, logprobs, top and top[start:], reason, completion.routes)
 
     def pause(self, mode: PauseMode = "keep") -> list[TokenChunk]:
         """Frees the cache until `resume`; returns the rest (wait) or the end (abort) of all requests."""
@@ -121,7 +112,6 @@ class ServedEngine:
         return chunks
 
     def resume(self):
-        """Goes on with all requests."""
         if self._session is None:
             session = self.rollout_engine.session(self._end_ids, SamplingSettings(), self._routes)
             self._session = self._leave_session.enter_context(session)
@@ -129,11 +119,7 @@ class ServedEngine:
                 self._session.add(number, response.go_on())
 
     def update_weights(self, path: str):
-        """Loads weights from a folder; running requests go on with them. Collective.
-
-        Raises:
-            UsageError: no such folder, or weights of another model; the old ones stay.
-        """
+        """Loads weights from a folder; running requests go on with them. Collective. UsageError: the old ones stay."""
         if self._load_weights is None:
             raise RuntimeError("this server was made without a source of weights")
         was_paused = self.is_paused
@@ -161,11 +147,9 @@ def together(requests: Sequence[ScorePrompt], max_tokens: int) -> int:
 
 
 def score_sequences(model, pg_collection, vocab_size: int, requests: list[ScorePrompt]) -> list[RequestUpdate]:
-    """Scores sequences by the forward pass of training, in one pass, with the bits that the rollout gives the same
-    tokens.
+    """Scores sequences, all of one temperature, in one forward pass of training, with the bits of the rollout.
 
-    All ranks of a replica call it with the same requests, of the same temperature. Replicas that share experts call it
-    together, those without requests with none.
+    All ranks of a replica call it alike. Replicas that share experts call it together, if need be without requests.
     """
     if requests:
         lengths = torch.tensor([len(request.prompt) for request in requests])
@@ -185,8 +169,8 @@ def score_sequences(model, pg_collection, vocab_size: int, requests: list[ScoreP
     (((logprobs, tokens, tops), _),) = forward_only(model, microbatches, forward, pg_collection)
     if not requests:
         return []
-    rows = zip(*(values.cpu().split(lengths.tolist()) for values in (logprobs, tokens, tops)), strict=True)
-    return [_scores(request, *row) for request, row in zip(requests, rows, strict=True)]
+    logprobs, tokens, tops = (values.cpu().split(lengths.tolist()) for values in (logprobs, tokens, tops))
+    return list(map(_scores, requests, logprobs, tokens, tops))
 
 
 def _scores(request: ScorePrompt, logprobs, tokens, tops) -> RequestUpdate:

@@ -48,8 +48,7 @@ def read_json_values(text: str, separator: str, most: int) -> tuple[list[Any], s
 def call_of(value: Any, arguments: tuple[str, ...] = ("arguments",)) -> WrittenCall:
     """A call written as a JSON object with a name and `arguments`, in the first of these fields that it has.
 
-    Raises:
-        ValueError: why it is none, in a line for the policy.
+    ValueError: why it is none, in a line for the policy.
     """
     if not isinstance(value, dict):
         raise ValueError(f"a call must be a JSON object with name and {arguments[0]}")
@@ -90,14 +89,14 @@ def attempt(read: Callable[..., WrittenCall], *written: Any) -> WrittenCall | st
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether a JSON value has more levels of lists and objects."""
     level = [value]
     for _ in range(levels + 1):
-        level = [inner for each in level for inner in _inside(each)]
+        level = [inner for each in level for inner in inside(each)]
     return bool(level)
 
 
-def _inside(value: Any) -> list[Any]:
+def inside(value: Any) -> list[Any]:
+    """The values in a list or object."""
     return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
 
 

@@ -13,8 +13,8 @@ from megarl.data.messages import tool_call
 from megarl.errors import UsageError
 from megarl.tool_formats import FORMATS
 from megarl.tool_formats.calls import WrittenCall
-from megarl.tool_formats.reader import joined
-from megarl.tool_formats.tool_format import ToolFormat, user_format
+from megarl.tool_formats.reader import CONTENT, Grammar, Until, joined
+from megarl.tool_formats.tool_format import TextParser, ToolFormat
 
 if TYPE_CHECKING:  # it imports Jinja
     from megarl.data.chat import ChatTemplate
@@ -39,9 +39,18 @@ def load_format(name: str) -> ToolFormat:
     return user_format(plugins.keeping(caller, parser))
 
 
+def user_format(parser: TextParser) -> ToolFormat:
+    """The format that a user's function reads, whose grammar knows thoughts alone."""
+
+    def content(_) -> Grammar:
+        yield Until((), CONTENT)
+
+    return ToolFormat(content, parser=parser)
+
+
 def name_of(value: str, template: "ChatTemplate | None") -> str:
     """The name of a format for `--tool-call-parser`: of "auto", the one in which the chat template writes calls."""
-    return format_of(template) if value == AUTO else value
+    return value if value != AUTO else template and _found_format(template) or FALLBACK
 
 
 def unread_calls(value: str, template: "ChatTemplate | None") -> str | None:
@@ -52,11 +61,6 @@ def unread_calls(value: str, template: "ChatTemplate | None") -> str | None:
         return None  # it writes none
     formats = ", ".join(FORMATS)
     return f"--tool-call-parser {AUTO}: no format reads the calls that {template.flag} writes; name one of {formats}"
-
-
-def format_of(template: "ChatTemplate | None") -> str:
-    """The name of the format that reads a call which the template has written; `FALLBACK` if none does."""
-    return FALLBACK if template is None else _found_format(template) or FALLBACK
 
 
 @functools.lru_cache(maxsize=4)  # a start asks several times for the policy's, and the probe is rendered for each

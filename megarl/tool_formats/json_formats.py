@@ -4,7 +4,6 @@ Each is a grammar of `--tool-call-parser`, and its marks.
 """
 
 import re
-from typing import Any
 
 from megarl.tool_formats.calls import (
     MAX_CALLS,
@@ -29,7 +28,7 @@ MISTRAL_THOUGHTS = "[THINK]", "[/THINK]"
 def plain_json(tools) -> Grammar:
     """The whole turn is a JSON object with name and arguments, or a list of them, perhaps in a code fence.
 
-    Other JSON is content, such as an answer `[1, 2]`.
+    Other JSON is content.
     """
     if (yield Begins(("{", "[", "```"))) is None:
         yield Until((), CONTENT)
@@ -40,7 +39,6 @@ def plain_json(tools) -> Grammar:
 
 
 def _plain_calls(whole: str) -> list[WrittenCall | str]:
-    """The calls of a text; empty: it is content."""
     fenced = _FENCE.match(whole)
     inner = fenced[1].strip() if fenced else whole
     if inner[:1] not in ("{", "["):
@@ -72,15 +70,12 @@ def llama(tools) -> Grammar:
 
 
 def _llama_calls(written: str, is_marked: bool) -> list[WrittenCall | str]:
-    """The calls of a text; empty: there is none."""
     values, problem = read_json_values(written, ";", MAX_CALLS + 1)
-    if not is_marked and not any(map(_has_llama_fields, values)) and not (problem and _LIKE_LLAMA_CALL.match(written)):
+    named = [value for value in values if isinstance(value, dict) and "name" in value]
+    is_call = any(field in value for value in named for field in _LLAMA_FIELDS)
+    if not is_marked and not is_call and not (problem and _LIKE_LLAMA_CALL.match(written)):
         return []
     return [attempt(call_of, value, _LLAMA_FIELDS) for value in values] + ([problem] if problem else [])
-
-
-def _has_llama_fields(value: Any) -> bool:
-    return isinstance(value, dict) and "name" in value and any(field in value for field in _LLAMA_FIELDS)
 
 
 def mistral(tools) -> Grammar:

@@ -1,20 +1,19 @@
-"""Formats with marks around each call: Hermes, Qwen3-Coder, GLM; and DeepSeek, Kimi, with a section around the calls.
+"""Formats with marks around each call: Hermes, Qwen3-Coder, GLM; DeepSeek, Kimi, with a section around the calls; and
+gpt-oss, with marks around each message.
 
 Each is a grammar of `--tool-call-parser`, and its marks.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, NamedTuple
 
 from megarl.tool_formats.calls import WrittenCall, attempt, call_of, checked, read_arguments, read_json
-from megarl.tool_formats.reader import CONTENT, Calls, Grammar, Until
+from megarl.tool_formats.reader import CONTENT, REASONING, Begins, Calls, Grammar, Said, ThoughtMarks, Until
 from megarl.tool_formats.typed_arguments import TextCursor, Tools, argument, parameters_of
 
 
 class SectionMarks(NamedTuple):
-    """Marks of the section, and of each call in it."""
-
     section: str
     section_end: str
     call: str
@@ -40,12 +39,7 @@ _NUMBER = re.compile(r":[0-9]+\Z")
 
 
 def enclosed(ends: Mapping[str, str], read: Callable[[str], WrittenCall]) -> Grammar:
-    """Reads calls without a section; the last one needs no end.
-
-    Args:
-        ends: the mark that ends a call, by the one that begins it.
-        read: the call of the text from its first mark on.
-    """
+    """Reads calls without a section, each between a mark and its end in `ends`; the last one needs no end."""
     while True:
         _, mark = yield Until(tuple(ends), CONTENT)
         if mark is None:
@@ -64,8 +58,7 @@ def hermes(tools) -> Grammar:
 def qwen_coder(tools: Tools) -> Grammar:
     """Qwen3-Coder: `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, each on a line.
 
-    A new line after `<parameter=key>`, and one before `</parameter>`, are no part of the value. A call may lack
-    `<tool_call>`, which these models tend to forget. `tools`: whose schemas say what is a string.
+    New lines around a value are no part of it. A call may lack `<tool_call>`, which these models tend to forget.
     """
     ends = {BEGIN: END, _FUNCTION: _FUNCTION_END}
     yield from enclosed(ends, lambda text: _qwen_call(text.removeprefix(BEGIN), tools))
@@ -90,10 +83,7 @@ def _qwen_call(written: str, tools: Tools) -> WrittenCall:
 
 
 def glm(tools: Tools) -> Grammar:
-    """GLM 4.5: `<tool_call>name`, `<arg_key>…</arg_key><arg_value>…</arg_value>` for each argument, `</tool_call>`.
-
-    `tools`: whose schemas say what is a string.
-    """
+    """GLM 4.5: `<tool_call>name`, `<arg_key>…</arg_key><arg_value>…</arg_value>` for each argument, `</tool_call>`."""
     yield from enclosed({BEGIN: END}, lambda text: _glm_call(text.removeprefix(BEGIN), tools))
 
 
@@ -117,12 +107,7 @@ def _glm_call(written: str, tools: Tools) -> WrittenCall:
 
 
 def sectioned(marks: SectionMarks, read: Callable[[str], WrittenCall]) -> Grammar:
-    """Reads calls, whether or not the policy has begun or ended their section. A call that has no end of its own ends
-    with the section, or with the next call.
-
-    Args:
-        read: the call of the text between its marks.
-    """
+    """Reads calls in a section, whose marks may lack. A call without an end ends with the section or the next call."""
     _, mark = yield Until((marks.section, marks.section_end, marks.call), CONTENT)
     while mark is not None:
         if mark != marks.call:
@@ -162,7 +147,7 @@ def _deepseek_call(written: str) -> WrittenCall:
 def kimi(tools) -> Grammar:
     """Kimi K2: `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`, in a section.
 
-    What stands before the arguments is the call's id, which the results of tools refer to.
+    Results of tools refer to the id before the arguments.
     """
     yield from sectioned(_KIMI, _kimi_call)
 
@@ -170,3 +155,55 @@ def kimi(tools) -> Grammar:
 def _kimi_call(written: str) -> WrittenCall:
     written_id, arguments = name_and_arguments(written, _KIMI_SEPARATOR)
     return read_arguments(_NUMBER.sub("", written_id.removeprefix("functions.")), arguments, written_id)
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+HARMONY_THOUGHTS = ThoughtMarks(
+    "<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant<|channel|>final<|message|>"
+)
+HARMONY_MARKS = (_START, _CHANNEL, _MESSAGE, "<|constrain|>", *_ENDS)
+_RECIPIENT = re.compile(r"(?:\s|<\|start\|>)to=([^\s<]+)")
+_ANALYSIS = re.compile(re.escape(_CHANNEL) + r"\s*analysis(?![^\s<])")
+
+
+def harmony(tools) -> Grammar:
+    """Harmony, of gpt-oss: a turn is several messages, each with a channel and perhaps a recipient.
+
+        <|channel|>analysis<|message|>…<|end|>
+        <|start|>assistant<|channel|>commentary to=functions.f json<|message|>{…}<|call|>
+
+    Analysis is thoughts, a message to a function is a call, all else is content. The prompt has opened the first one.
+    """
+    said: set[str] = set()
+    mark = _START if (yield Begins(("to=",))) else None
+    while True:
+        if mark != _START:
+            _, mark = yield Until((_START, _CHANNEL, _MESSAGE), CONTENT)
+            if mark is None:
+                return
+        header, begin = "", mark
+        if mark != _MESSAGE:
+            header, begin = yield Until((_MESSAGE, *_ENDS))
+        # A message that has no body is nothing.
+        mark = (yield from _message(mark + header, said)) if begin == _MESSAGE else begin
+        if mark is None:
+            return
+
+
+def _message(header: str, said: set[str]) -> Generator[Any, Any, str | None]:
+    """Reads a message's body. Returns the mark that ends it; None at the end of the text. `said`: kinds before it."""
+    recipient = _RECIPIENT.search(header)
+    if recipient is not None:
+        written, mark = yield Until((_START, *_ENDS))
+        name = recipient[1].removeprefix("functions.")
+        yield Calls(header + _MESSAGE + written, [attempt(read_arguments, name, written)])
+        return mark
+    kind = REASONING if _ANALYSIS.search(header) else CONTENT
+    if kind in said:
+        yield Said(kind, "\n")
+    said.add(kind)
+    _, mark = yield Until((_START, *_ENDS), kind)
+    return mark

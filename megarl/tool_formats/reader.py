@@ -72,13 +72,9 @@ class ThoughtMarks(NamedTuple):
 
 
 def thoughts(marks: tuple[str, str], opened: bool | None) -> Grammar:
-    """Reads the thoughts of a turn, if it has any.
+    """Reads the thoughts of a turn, between these marks. Those that it begins and does not end are all of it.
 
-    Thoughts that the turn begins and does not end are all of it, so calls in them are not made.
-
-    Args:
-        marks: that begin and end thoughts.
-        opened: whether the prompt has begun them; None: unknown, so all text before their end is thoughts.
+    `opened`: whether the prompt has begun them; None: unknown, so all text before their end is thoughts.
     """
     begin, end = marks
     begins = yield Begins((begin,))
@@ -106,13 +102,11 @@ class TurnReader:
         self._advance(None)
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that the text adds."""
         self._text += text
         self._read(is_end=False)
         return self._taken()
 
     def finish(self) -> list[Part]:
-        """The parts that were held back, at the end of the text."""
         self._read(is_end=True)
         if self._has_too_many:
             self._parts.append(Calls("", [TOO_MANY]))
@@ -236,7 +230,6 @@ class TurnParts(NamedTuple):
 
 
 def joined(parts: Iterable[Part]) -> TurnParts:
-    """The turn of all parts that a `TurnReader` has found."""
     reasoning: list[str] = []
     segments: list[list[str]] = [[]]
     found: list[WrittenCall | str] = []

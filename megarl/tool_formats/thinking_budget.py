@@ -16,8 +16,6 @@ _LAST_TOKENS = 64  # of a prompt: enough for a mark, one character each, and whi
 
 
 class ThoughtReader:
-    """Whether the thoughts of a turn are open, in the format of the policy."""
-
     def __init__(self, vocabulary: Vocabulary, form: ToolFormat):
         self.marks, self._vocabulary, self._form = form.thought_marks, vocabulary, form
         self.encode = functools.lru_cache(16)(self._encode)  # a request to a server may have thousands of answers
@@ -39,7 +37,6 @@ class ThoughtReader:
 
     @property
     def default_text(self) -> str:
-        """What ends thoughts if nothing else is given."""
         marks = self.marks
         return f"\n\nMy time to think is over, so I answer with what I have.\n{marks.end}{marks.after}"
 
@@ -62,10 +59,8 @@ class ThinkingBudget(NamedTuple):
     reader: ThoughtReader
 
     def forced(self, prompt: Sequence[int], response: Sequence[int]) -> range:
-        """The places of a turn's tokens, counted from its first one, that are forced: up to the end of `tokens`, also
-        if the turn has not come there; empty if it thinks no more, or has not come to the limit.
-
-        A turn that continues otherwise was written without the budget.
+        """The places of a turn's tokens that are forced, also those to which it has not come; empty before the limit,
+        or if it thinks no more. A turn that continues otherwise was written without the budget.
         """
         after = response[self.limit : self.limit + len(self.tokens)]
         is_due = len(response) >= self.limit and tuple(after) == self.tokens[: len(after)]

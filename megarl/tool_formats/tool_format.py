@@ -5,18 +5,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.tool_formats import harmony
 from megarl.tool_formats.calls import MAX_CALLS, WrittenCall
-from megarl.tool_formats.reader import (
-    CONTENT,
-    THINK,
-    Grammar,
-    GrammarRule,
-    ThoughtMarks,
-    TurnReader,
-    Until,
-    thoughts,
-)
+from megarl.tool_formats.marked_formats import HARMONY_THOUGHTS
+from megarl.tool_formats.reader import THINK, Grammar, GrammarRule, ThoughtMarks, TurnReader, thoughts
 from megarl.tool_formats.typed_arguments import Tools
 
 # A user's parser: text without thoughts -> (content, calls as (name, arguments), why what looks like a call is none).
@@ -47,13 +38,12 @@ class ToolFormat:
 
     @property
     def all_marks(self) -> tuple[str, ...]:
-        """`marks` with those of thoughts."""
         return self.marks + (self.thoughts or ())
 
     @property
     def thought_marks(self) -> ThoughtMarks:
         """What ends thoughts, for a thinking budget."""
-        return harmony.THOUGHTS if self.thoughts is None else ThoughtMarks(*self.thoughts)
+        return HARMONY_THOUGHTS if self.thoughts is None else ThoughtMarks(*self.thoughts)
 
     @property
     def answer_marks(self) -> tuple[str, ...]:
@@ -61,11 +51,10 @@ class ToolFormat:
         return self.all_marks if self.has_apart else self.marks
 
     def reader(self, tools: Tools = (), opened: bool | None = None) -> TurnReader:
-        """A reader of one turn. `opened`: whether the prompt has begun its thoughts; None: unknown."""
+        """`opened`: whether the prompt has begun the turn's thoughts; None: unknown."""
         return TurnReader(self._grammar(tools, opened))
 
     def answer_reader(self, tools: Tools, opened: bool) -> TurnReader:
-        """A reader of one answer of the server."""
         return self.reader(tools, opened) if self.has_apart else TurnReader(self.rule(tools))
 
     def call_ids(self, calls: Iterable[WrittenCall], turn: int) -> list[str]:
@@ -79,7 +68,6 @@ class ToolFormat:
         return list(found)
 
     def call_id(self, turn: int, index: int) -> str:
-        """The id of a call to which the policy gave none."""
         return f"call_{turn}_{index}" if self.id_length is None else f"c{turn % 10**3:03}{index % 10**5:05}"
 
     def accepts_id(self, written: str | None) -> bool:
@@ -92,13 +80,3 @@ class ToolFormat:
         if self.thoughts is not None:
             yield from thoughts(self.thoughts, opened)
         yield from self.rule(tools)
-
-
-def user_format(parser: TextParser) -> ToolFormat:
-    """The format that a user's function reads."""
-    return ToolFormat(_content, parser=parser)
-
-
-def _content(tools: Tools) -> Grammar:
-    """The grammar of turns without calls."""
-    yield Until((), CONTENT)

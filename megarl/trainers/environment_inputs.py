@@ -19,8 +19,6 @@ from megarl.serving.configuration import check_listening
 from megarl.serving.frontend_process import start_process
 from megarl.tool_formats.chosen_format import load_format, name_of, unread_calls
 
-if TYPE_CHECKING:
-    from megarl.environments.sessions.front import SessionsConfig
 if TYPE_CHECKING:  # it needs packages that other environments do not
     from megarl.environments.sessions.front import SessionsConfig
 

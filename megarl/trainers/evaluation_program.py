@@ -23,9 +23,11 @@ from megarl.trainers.prompt_inputs import read_encoded_prompts
 from megarl.trainers.reward_factory import RewardFactory
 from megarl.trainers.setup import check_required, check_save, read_inputs
 
-SETTINGS = ("eval_prompts", "evals", "eval_samples", "eval_responses", "eval_temperature", "top_k", "top_p", "min_p",
-            "reward", "max_prompt_length", "max_response_length", "stop", "stop_token_ids", "thinking_budget",
-            "thinking_budget_text", "environment", "max_turns", "max_turn_length", "seed")  # fmt: skip
+SETTINGS = (
+    "eval_prompts evals eval_samples eval_responses eval_temperature top_k top_p min_p reward max_prompt_length "
+    "max_response_length stop stop_token_ids thinking_budget thinking_budget_text environment max_turns "
+    "max_turn_length seed"
+).split()
 
 METRIC = re.compile("eval/(?:(.+?)/)??(reward/[^/]+|[^/]+)")  # task, metric; a term of --reward is a metric
 

@@ -5,7 +5,7 @@ metric is computed per prompt and then averaged over prompts, so it does not dep
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from megarl.algorithms.pass_at_k import maj_at_k, mean_at_k, pass_at_k
@@ -21,7 +21,7 @@ from megarl.flags.fields import parse_ints
 from megarl.groups import PromptGroups
 from megarl.measurements import ALLOWED_NAMES, MAX_TASKS, is_name
 from megarl.observe.timers import Timers
-from megarl.rewards import by_file
+from megarl.rewards.expression import expressions_of, rewards_of
 from megarl.roles.reward import Reward
 from megarl.rollout.remote_rollout import RemoteRollout
 from megarl.rollout.requests import PromptRequest, dp_assignment_of
@@ -75,9 +75,8 @@ def mean_metrics(prompts: list[dict[str, float]]) -> dict[str, float]:
     verifier then extracts none. The mean of a term is over the prompts whose reward has it.
     """
     means = {}
-    for name in max(prompts, key=len) | dict.fromkeys(
-        itertools.chain.from_iterable(prompts)
-    ):  # one may lack maj@k, another a term
+    every = itertools.chain.from_iterable(prompts)  # one may lack maj@k, another a term
+    for name in max(prompts, key=len) | dict.fromkeys(every):
         own = [prompt for prompt in prompts if name in prompt] if name.startswith("reward/") else prompts
         means[name] = fmean(prompt.get(name, 0.0) for prompt in own)
     return means
@@ -97,7 +96,7 @@ class Evaluator:
         self.prompts = prompts
         self.ks = eval_ks(settings)
         lines = range(min(len(tokens), settings.eval_samples))
-        self._running: StepBatch | None = None  # what is being scored
+        self.running: StepBatch | None = None  # what is being scored
         self._rows: list[dict] = []  # this rank's of the last evaluation, by sequence; a prompt's are on one rank
         limits = [prompts.response_limit(line) or settings.max_response_length for line in lines]
         self.requests = [
@@ -132,10 +131,10 @@ class Evaluator:
         step_batch = StepBatch(
             self.mesh, self.timers, dp_assignment, responses, EVAL_STEP, self.prompts, groups, s, in_evaluation=True
         )
-        self._running = step_batch
+        self.running = step_batch
         step_batch.dispatch("reward")
         self.reward.score(step_batch, for_training=False)
-        self._running, self._rows = None, step_batch.rows
+        self.running, self._rows = None, step_batch.rows
         step_batch.wait_sends()
         return itertools.groupby(self._rows, lambda row: row["sequence"] // n)
 
@@ -144,10 +143,6 @@ class Evaluator:
         n = self.settings.eval_responses
         rows = self._gather([(row["sequence"], row) for row in self._rows])
         return None if rows is None else [row | {"task": self.prompts[number // n].task} for number, row in rows]
-
-    def samples_so_far(self) -> Sequence[dict]:
-        """Rows of the responses that this rank holds, for an evaluation that a reward or an environment ends."""
-        return rows_so_far(self.reward, self._running, getattr(self.rollout, "episodes", None))
 
     def _gather(self, items: list[tuple]) -> list[tuple] | None:
         """The (number, …) pairs of all ranks, sorted, on rank 0 (None elsewhere)."""
@@ -204,8 +199,9 @@ class Evaluations:
         return metrics, samples
 
     def samples_so_far(self) -> Sequence[dict]:
-        """As of `Evaluator`, of the one that runs."""
-        return self._running.samples_so_far()
+        """Rows of the responses that this rank holds, for an evaluation that a reward or an environment ends."""
+        evaluator = self._running
+        return rows_so_far(evaluator.reward, evaluator.running, getattr(evaluator.rollout, "episodes", None))
 
 
 def named(metric: str, name: str | None) -> str:
@@ -236,8 +232,8 @@ def check_best_metric(settings: Settings, prompts: dict[str, PromptSet]):
 
 def _term_metrics(settings: Settings, prompts: PromptSet) -> dict[str, None]:
     """Names of the metrics of terms: a reward of one term has none besides its own mean."""
-    expressions = by_file.expressions_of(settings)
-    texts = by_file.rewards_of(settings, prompts.entries) or [settings.reward]
+    expressions = expressions_of(settings)
+    texts = rewards_of(settings, prompts.entries) or [settings.reward]
     of_several = [expressions[text] for text in texts if len(expressions[text]) > 1]
     return {f"reward/{term.name}": None for terms in of_several for term in terms}
 
@@ -252,7 +248,8 @@ def check_names(prompts: dict[str, PromptSet], lines: int):
     for key, found in prompts.items():
         if len(tasks_of[key]) > 1:
             _check_tasks(tasks_of[key] - {None}, f"{found.flag} {found.path}")
-    tasks = _tasks(tasks_of.get(EVAL_PROMPTS, ()))
+    # First parts of the tasks' names.
+    tasks = {task.partition("/")[0] for task in tasks_of.get(EVAL_PROMPTS, ()) if task is not None}
     for name in filter(None, map(name_of_eval, prompts)):
         if name in tasks:
             raise UsageError(
@@ -268,8 +265,3 @@ def _check_tasks(tasks: set[str], where: str):
             f"{where}: {len(tasks):,} tasks, of which each has metrics of its own; allowed are {MAX_TASKS}; move what "
             "is no task to another column"
         )
-
-
-def _tasks(tasks: Iterable[str | None]) -> set[str]:
-    """First parts of the tasks' names."""
-    return {task.partition("/")[0] for task in tasks if task is not None}

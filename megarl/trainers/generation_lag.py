@@ -49,9 +49,8 @@ def check_lead(s: Settings, roles: dict[str, RoleSettings]):
                 f"--generation-lag {lag}: the {name} shares ranks with the rollout and with a role that is trained; "
                 "allowed in --role-map is one of the two"
             )
-    needs_scores = {"--group-filter": s.group_filter != "none", "--pool-bounds": s.pool_bounds is not None,
-                    "--greedy-baseline": s.greedy_baseline,
-                    "--teacher-context": s.teacher_context == SIBLING}  # fmt: skip
+    needs_scores = {"--group-filter": s.group_filter != "none", "--pool-bounds": s.pool_bounds is not None}
+    needs_scores |= {"--greedy-baseline": s.greedy_baseline, "--teacher-context": s.teacher_context == SIBLING}
     if any(needs_scores.values()) and not leading.issuperset(roles["reward"].ranks):
         names = " and ".join(name for name, is_set in needs_scores.items() if is_set)
         raise UsageError(
@@ -100,9 +99,8 @@ def read_schedule(
 
 
 def _folder_of(path: str) -> Path:
-    """The folder of a schedule, or of a run with one."""
     folder = Path(path) / schedule.FOLDER if (Path(path) / schedule.FOLDER).is_dir() else Path(path)
-    if not any(folder.glob("replica_*.jsonl")):
+    if not any(folder.glob(schedule.FILES)):
         raise UsageError(
             f"--replay-schedule {path}: holds no schedule; allowed is the folder of a run with --generation-schedule "
             "recorded"
@@ -111,7 +109,7 @@ def _folder_of(path: str) -> Path:
 
 
 def _run_entry(config: RunConfig, data: dict[str, dict[str, str]]) -> dict:
-    """The schedule's line about the run: what decides its responses, besides the model."""
+    """The schedule's record about the run: what decides its responses, besides the model."""
     settings = {name: value for name, value in resume.settings_entry(config).items() if name != _NOT_COMPARED}
     hashes = {name: entry["sha256"] for name, entry in data.items() if not resume.is_held_out(name)}
     return json.loads(json.dumps({"seed": config.settings.seed, "data": hashes, "settings": settings}))

@@ -9,7 +9,7 @@ from megarl.comm.early_responses import judges_early
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
-from megarl.flags.group_rules import expected_responses, group_sizes
+from megarl.flags.combinations import expected_responses, group_sizes
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.observe.files import step_name
 from megarl.observe.terminal import printable
@@ -77,7 +77,6 @@ def _roles(config: RunConfig, tokens: int) -> list[tuple[str, str]]:
 
 
 def _trained(role: RoleSettings, tokens: int) -> str:
-    """What is trained of a role."""
     vocab_size = role.model_vocab_size(tokens)
     frozen = frozen_total(role.megatron, vocab_size, role.has_scalar_head)
     if not frozen:
@@ -87,7 +86,6 @@ def _trained(role: RoleSettings, tokens: int) -> str:
 
 
 def _teachers(config: RunConfig, tokens: int) -> list[tuple[str, str]]:
-    """A line for each of several teachers."""
     found = config.teachers
     models = [_model(role, tokens, role.run_folder) for role in found.models]
     return [(f"  {name}", models[number]) for name, number in zip(found.names, found.model_of, strict=True)]
@@ -95,8 +93,8 @@ def _teachers(config: RunConfig, tokens: int) -> list[tuple[str, str]]:
 
 def _layout(role: RoleSettings) -> str:
     sizes = parallel_sizes(role.megatron)
-    named = {"TP": sizes.tensor, "PP": sizes.pipeline, "CP": sizes.context, "EP": sizes.expert,
-             "DP": sizes.data(len(role.ranks))}  # fmt: skip
+    named = {"TP": sizes.tensor, "PP": sizes.pipeline, "CP": sizes.context, "EP": sizes.expert}
+    named["DP"] = sizes.data(len(role.ranks))
     return ", ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "one replica"
 
 
@@ -159,8 +157,8 @@ def _training(config: RunConfig, done: int) -> list[tuple[str, str]]:
         if group_sizes(s) != {s.samples_per_prompt}:
             size = f"{s.minibatch_groups or s.prompts_per_step:,} prompts"
         rows.append(("algorithm", losses))
-        rows.append(("step", f"{s.prompts_per_step:,} prompts, {responses:,} responses of at most "
-                             f"{s.max_response_length:,} tokens, mini-batches of {size}"))  # fmt: skip
+        limits = f"at most {s.max_response_length:,} tokens, mini-batches of {size}"
+        rows.append(("step", f"{s.prompts_per_step:,} prompts, {responses:,} responses of {limits}"))
     else:
         if config.command_line[0].endswith("preference"):
             rows.append(("algorithm", f"--preference-loss {s.preference_loss}"))
@@ -170,7 +168,6 @@ def _training(config: RunConfig, done: int) -> list[tuple[str, str]]:
 
 
 def _run(config: RunConfig, events: RunEvents) -> list[tuple[str, str]]:
-    """What the run does and leaves, step by step."""
     s = config.settings
     run = f"{events.last - events.first + 1:,} steps"
     run += f", {events.first:,} to {events.last:,}, from {s.load}" if s.load else ""
@@ -183,8 +180,8 @@ def _run(config: RunConfig, events: RunEvents) -> list[tuple[str, str]]:
     rows = [("run", run), ("evaluation", evaluations if events.evaluates else "none (--eval-prompts)")]
     if events.saves:
         rows.append(("checkpoints", _steps(events.checkpoints(), events.save_interval) + best))
-        rows += [(name, f"an export with each checkpoint, {name}/{step_name(events.last)} the last")
-                 for name in events.exports]  # fmt: skip
+        for name in events.exports:
+            rows.append((name, f"an export with each checkpoint, {name}/{step_name(events.last)} the last"))
     return rows + ([("trackers", s.trackers)] if s.save else [])
 
 

@@ -4,6 +4,7 @@ between the updates of the policy (`--serve-policy`).
 
 import contextlib
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from megarl.arguments import RunConfig
 from megarl.checkpoint import folders
 from megarl.checkpoint.pretrained import FactorWeights, PretrainedWeights, checkpoint_weights, folder_weights
-from megarl.comm.role_mesh import RoleMesh
+from megarl.comm.role_mesh import RoleGroups, RoleMesh
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
 from megarl.mcore.model import gpt
@@ -41,55 +42,47 @@ class ServerInputs(PolicyInputs):
 
 
 def _model_name(path: Path) -> str:
-    """The name of a checkpoint's run, or of a Hugging Face folder."""
     path = path.resolve()
     return path.parents[1].name if path.parent.name == "checkpoints" else path.name
 
 
-class WeightLoader:
-    """Loads other weights into the served policy."""
+def _load_other(inputs: ServerInputs, policy: gpt.ModelChunks, groups: RoleGroups, rollout: Rollout, path: str):
+    """Loads the weights of a checkpoint or a Hugging Face folder into the served policy. A collective of the world.
 
-    def __init__(
-        self, config: RunConfig, inputs: ServerInputs, policy: gpt.ModelChunks, mesh: RoleMesh, rollout: Rollout
-    ):
-        self.role, self.inputs, self.policy, self.rollout = config.roles["actor"], inputs, policy, rollout
-        self.pg_collection = mesh["actor"].pg_collection
+    Raises:
+        UsageError: on all ranks, if some rank cannot read them; the old weights stay.
+    """
+    weights, error = None, None
+    try:
+        weights = _read_other(inputs, path)
+    except UsageError as problem:
+        error = str(problem)
+    except Exception as problem:  # a wrong file may raise anything; the server continues with the old weights
+        error = f"weights {path}: cannot be read ({type(problem).__name__}: {' '.join(str(problem).split())})"
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    if any(errors):
+        raise UsageError(next(filter(None, errors)))
+    folder = getattr(weights, "folder", None)
+    if folder is not None and (damaged := folders.find_damage([folder])):
+        raise UsageError(f"{folder}: damaged: {damaged[folder]}")
+    weights.load(policy, groups.pg_collection)
+    rollout.load_weights()
 
-    def load(self, path: str):
-        """Loads the weights of a checkpoint or a Hugging Face folder. A collective of the world.
 
-        Raises:
-            UsageError: on all ranks, if some rank cannot read them; the old weights stay.
-        """
-        weights, error = None, None
-        try:
-            weights = self._read(path)
-        except UsageError as problem:
-            error = str(problem)
-        except Exception as problem:  # a wrong file may raise anything; the server continues with the old weights
-            error = f"weights {path}: cannot be read ({type(problem).__name__}: {' '.join(str(problem).split())})"
-        errors: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error)
-        if any(errors):
-            raise UsageError(next(filter(None, errors)))
-        folder = getattr(weights, "folder", None)
-        if folder is not None and (damaged := folders.find_damage([folder])):
-            raise UsageError(f"{folder}: damaged: {damaged[folder]}")
-        weights.load(self.policy, self.pg_collection)
-        self.rollout.load_weights()
-
-    def _read(self, path: str) -> PretrainedWeights:
-        known = self.role.hf_model
-        if known is not None and (Path(path) / "config.json").is_file():
-            model = read_model(path, "weights", self.role.megatron.seq_length)
-            if model.flags != known.flags or model.vocab_size != known.vocab_size:
-                raise UsageError(f"weights {path}: config.json describes another model than the server has")
-            return folder_weights(dataclasses.replace(self.role, hf_model=model))
-        weights = checkpoint_weights(path, "weights", self.role, self.inputs.vocab_size)
-        lora = weights.lora if isinstance(weights, FactorWeights) else None
-        if lora != self.inputs.rollout_role().lora:
-            raise UsageError(f"weights {path}: the low-rank factors differ from those that the server was started with")
-        return weights
+def _read_other(inputs: ServerInputs, path: str) -> PretrainedWeights:
+    role = inputs.config.roles["actor"]
+    known = role.hf_model
+    if known is not None and (Path(path) / "config.json").is_file():
+        model = read_model(path, "weights", role.megatron.seq_length)
+        if model.flags != known.flags or model.vocab_size != known.vocab_size:
+            raise UsageError(f"weights {path}: config.json describes another model than the server has")
+        return folder_weights(dataclasses.replace(role, hf_model=model))
+    weights = checkpoint_weights(path, "weights", role, inputs.vocab_size)
+    lora = weights.lora if isinstance(weights, FactorWeights) else None
+    if lora != inputs.rollout_role().lora:
+        raise UsageError(f"weights {path}: the low-rank factors differ from those that the server was started with")
+    return weights
 
 
 def serve(config: RunConfig, timers: Timers):
@@ -100,8 +93,8 @@ def serve(config: RunConfig, timers: Timers):
         policy = inputs.load(mesh["actor"])
         rollout = Rollout(config.settings, inputs.rollout_role(), mesh, policy, inputs.tokenizer, timers)
         rollout.load_weights()
-        loader = WeightLoader(config, inputs, policy, mesh, rollout)
-        engine = ServedEngine(rollout.engine, inputs.tokenizer.end_ids, config.settings.serve_routes, loader.load)
+        load = functools.partial(_load_other, inputs, policy, mesh["actor"], rollout)
+        engine = ServedEngine(rollout.engine, inputs.tokenizer.end_ids, config.settings.serve_routes, load)
         service = ReplicaService(
             engine, rollout.model, role_groups, frontend, inputs.vocab_size, inputs.label, inputs.tokenizer
         )

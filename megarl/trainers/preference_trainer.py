@@ -17,9 +17,7 @@ from megarl.batch import Batch
 from megarl.checkpoint import resume
 from megarl.data.columns import LABELLED, REWARD
 from megarl.data.conversations import Encoder
-from megarl.data.examples import Examples
-from megarl.data.labelled_responses import LabelledResponses
-from megarl.data.preferences import response_pairs
+from megarl.data.examples import Examples, LabelledResponses, response_pairs
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError, flag_of
 from megarl.flags.preferences import preference_options
@@ -255,5 +253,4 @@ def _counts(labels: Tensor) -> Tensor:
 
 
 def _part(batch: Batch, which: int) -> Batch:
-    """The own or the mismatched sequences of a batch."""
     return batch.select((batch.sequence_ids % 2 == which).nonzero().flatten())

@@ -9,8 +9,7 @@ from megarl.arguments import RunConfig
 from megarl.batch import Batch
 from megarl.data.columns import REWARD
 from megarl.data.conversations import Encoder
-from megarl.data.examples import Examples
-from megarl.data.preferences import preference_pairs
+from megarl.data.examples import Examples, preference_pairs
 from megarl.data.prompts import PromptSet
 from megarl.mcore.model.gpt import value_head_of
 from megarl.observe.terminal import REWARD_FIELDS

@@ -4,13 +4,8 @@ from pathlib import Path
 
 from megarl.arguments import RoleSettings, RunConfig, Settings
 from megarl.checkpoint import factors, folders, resume
-from megarl.checkpoint.pretrained import (
-    PretrainedWeights,
-    checkpoint_weights,
-    find_pretrained,
-    with_stored_factors,
-)
-from megarl.data.context_template import read_context_template
+from megarl.checkpoint.pretrained import PretrainedWeights, checkpoint_weights, find_pretrained, with_stored_factors
+from megarl.data.places import read_context_template
 from megarl.errors import UsageError
 from megarl.flags.distillation import SIBLING
 from megarl.mcore.model import pipeline_layout
@@ -39,7 +34,9 @@ class RLInputs:
         _check_rollout(s, config.roles)
         _check_replay(config)
         _check_debug_flags(s, config.roles["actor"])
-        _check_refreshes(s, config.roles)
+        if s.reference_update_interval and "reference" in config.roles:
+            flag = f"--reference-update-interval {s.reference_update_interval}"
+            check_same_model(flag, config.roles["actor"], config.roles["reference"])
         check_environment_flags(s)
         self.reward_factory = RewardFactory(config)
         keys = check_server_flags(config) if s.serve_policy else None
@@ -74,10 +71,15 @@ class RLInputs:
             _check_stored_reference(s, config.roles, self.manifest)
             waiting_groups.check(self.manifest, s, "prompts" in resume.changed_data(self.manifest, self.data))
         self.schedule = read_schedule(config, self.data, self.resume, self.manifest)
-        if s.debug_train_only or s.debug_rollout_only:
-            _check_debug_folder(s, self.resume)
+        is_own = s.save and self.resume is not None and self.resume.resolve().parent.parent == Path(s.save).resolve()
+        if is_own and (s.debug_train_only or s.debug_rollout_only):  # it would set aside the run that it starts from
+            raise UsageError(f"--save {s.save}: is the run of --load; give a debug run another folder")
         self.rollout_facts = self._rollout_facts(config) if s.save_rollouts or s.load_rollouts else {}
-        self.saved_rollouts = self._saved_rollouts(s) if s.load_rollouts else None
+        self.saved_rollouts = None
+        if s.load_rollouts:
+            steps = range(1 + self.manifest.get("step", 0), s.train_iters + 1)
+            longest = s.max_prompt_length + s.max_response_length
+            self.saved_rollouts = SavedRollouts(s.load_rollouts, steps, self.rollout_facts, longest)
         self.frozen_policy = self._frozen_policy(config) if s.debug_rollout_only else None
 
     def _read_teachers_lines(self, config: RunConfig):
@@ -97,23 +99,16 @@ class RLInputs:
     def _rollout_facts(self, config: RunConfig) -> dict:
         """What the manifest of a saved rollout says about the run, and what a run that loads it compares."""
         s, actor = config.settings, config.roles["actor"]
-        names = ("seed", "temperature", "prompts_per_step", "samples_per_prompt", "greedy_baseline", "partial_rollouts",
-                 "environment")  # fmt: skip
+        names = "seed temperature prompts_per_step samples_per_prompt greedy_baseline partial_rollouts environment"
         routes = None
         if s.router_replay == "rollout":
             args = actor.megatron
             routes = {"layers": moe_layers(actor), "topk": args.moe_router_topk, "experts": args.num_experts}
         vocab_size = actor.model_vocab_size(self.tokenizer.vocab_size)
-        settings = {name: getattr(s, name) for name in names}
+        settings = {name: getattr(s, name) for name in names.split()}
         return settings | {"vocab_size": vocab_size, "data": self.data, "routes": routes}
 
-    def _saved_rollouts(self, s: Settings) -> SavedRollouts:
-        first = 1 + self.manifest.get("step", 0)
-        longest, steps = s.max_prompt_length + s.max_response_length, range(first, s.train_iters + 1)
-        return SavedRollouts(s.load_rollouts, steps, self.rollout_facts, longest)
-
     def _frozen_policy(self, config: RunConfig) -> PretrainedWeights:
-        """The weights of `--debug-rollout-only`."""
         s, actor = config.settings, config.roles["actor"]
         if s.load:
             return checkpoint_weights(s.load, "--load", actor, actor.model_vocab_size(self.tokenizer.vocab_size))
@@ -137,12 +132,6 @@ def _check_debug_flags(s: Settings, actor: RoleSettings):
             raise UsageError(
                 "--debug-rollout-only: needs weights to generate with, in --load, --pretrained-checkpoint or --hf-model"
             )
-
-
-def _check_debug_folder(s: Settings, resumed: Path | None):
-    """UsageError if a run for debugging would set aside the run that it starts from."""
-    if s.save and resumed is not None and resumed.resolve().parent.parent == Path(s.save).resolve():
-        raise UsageError(f"--save {s.save}: is the run of --load; give a debug run another folder")
 
 
 def _check_rollout(s: Settings, roles: dict[str, RoleSettings]):
@@ -171,13 +160,6 @@ def _check_replay(config: RunConfig):
             "--router-replay-reference: the reference replays the actor's routes; allowed are the actor's "
             "--num-experts, --moe-router-topk and --moe-layer-freq"
         )
-
-
-def _check_refreshes(s: Settings, roles: dict[str, RoleSettings]):
-    """UsageError if the reference cannot take the actor's weights, because it is another model."""
-    if not s.reference_update_interval or "reference" not in roles:
-        return
-    check_same_model(f"--reference-update-interval {s.reference_update_interval}", roles["actor"], roles["reference"])
 
 
 def _check_stored_reference(s: Settings, roles: dict[str, RoleSettings], manifest: dict):

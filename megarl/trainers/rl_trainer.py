@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from megarl.arguments import RunConfig
 from megarl.checkpoint import folders, resume
@@ -69,7 +69,9 @@ class RLTrainer(Trainer):
             self._token_samples = TokenSamples(count, self.tokenizer, is_forced)
         self._batch: StepBatch | None = None
         if self.folder:
-            samples.keep_for_failure(self.folder, self._rows_so_far)
+            # Of a step that the user's code ends.
+            so_far = lambda: rows_so_far(self.reward, self._batch, self.rollout.episodes, self._rows())  # noqa: E731
+            samples.keep_for_failure(self.folder, so_far)
         self._accuracy_before: float | None = None  # on held-out prompts, on rank 0
         self._accuracy_after: float | None = None
         self._load_pretrained()
@@ -154,7 +156,6 @@ class RLTrainer(Trainer):
         )
 
     def _models(self) -> dict:
-        """This rank's models by role, without teachers."""
         actor, critic = self.actor.trainable_model, self.critic.trainable_model
         models = {"actor": actor, "critic": critic, "reference": self.reference.frozen_model}
         return {name: model for name, model in models.items() if model}
@@ -170,7 +171,6 @@ class RLTrainer(Trainer):
         self.teacher.load(self.inputs.teachers)
 
     def _copy_teacher_output(self):
-        """Gives the actor its rows of the teachers' output layers, with `--distill loss`."""
         is_involved = self.mesh["teacher"].is_member or self.mesh["actor"].is_member
         if self.settings.distill == LOSS and is_involved:
             policy = self.actor.trainable_model
@@ -233,7 +233,8 @@ class RLTrainer(Trainer):
 
         It first saves the metrics and samples of the iteration, since the evaluation overwrites those of the roles.
         """
-        self._wait_sends(self.lead)
+        while len(self._sent) > self.lead:  # until those of earlier iterations are on their way
+            self._sent.popleft().wait_sends()
         self._records.add(step, self._record())
         if not self.ends_step:
             return
@@ -256,11 +257,6 @@ class RLTrainer(Trainer):
         with self.actor.averaged(), self.rollout.other_weights():
             return self.evaluator.evaluate()[0]
 
-    def _wait_sends(self, most: int):
-        """Waits until the batches of at most that many iterations are on their way."""
-        while len(self._sent) > most:
-            self._sent.popleft().wait_sends()
-
     def _record(self) -> StepRecord:
         """What this rank knows of the iteration's batch. A collective of the reward role's leaders."""
         sources = (*self._metric_sources(), self.reward)
@@ -273,10 +269,6 @@ class RLTrainer(Trainer):
     def _rows(self) -> list[dict]:
         """Rows of the samples file of what this rank has scored in the iteration."""
         return self.batcher.rows or ([] if self._batch is None else self._batch.rows)
-
-    def _rows_so_far(self) -> Sequence[dict]:
-        """Rows of the responses that this rank holds, for a step that the user's code ends."""
-        return rows_so_far(self.reward, self._batch, self.rollout.episodes, self._rows())
 
     def log(self, step: int):
         """Publishes the step's metrics and samples; rank 0 writes them once all ranks have ended the step."""
@@ -297,7 +289,9 @@ class RLTrainer(Trainer):
         manifest |= self._entries_of_other_ranks()
         with self.timers.phase("actor", "save"):
             files = self.batcher.files() | self._records.files(self.mesh, self.step)
-            self._note_refreshes()
+            interval, saved, self._saved = self.settings.reference_update_interval, self._saved, self.step
+            if interval and self.step // interval > saved // interval:  # it was refreshed after the last checkpoint
+                self.checkpoints.forget_frozen("reference")
             self.checkpoints.save(self.step, self._states(loading=False), manifest, files, self._frozen_states())
             if self.rollout.bank:
                 self.rollout.bank.discard(self.folder)
@@ -306,12 +300,6 @@ class RLTrainer(Trainer):
             if self.actor.trainable_model:
                 policy = self.actor.trainable_model
                 export(policy, self.inputs.encoder, self.folder, self.events.exports, self.step)
-
-    def _note_refreshes(self):
-        """Has the reference written anew if it was refreshed after the last checkpoint. The same on all ranks."""
-        interval, saved, self._saved = self.settings.reference_update_interval, self._saved, self.step
-        if interval and self.step // interval > saved // interval:
-            self.checkpoints.forget_frozen("reference")
 
     def close(self):
         """Ends the run: writes timeline and report, prints the final accuracy. Collective."""

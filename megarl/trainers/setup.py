@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from megarl.mcore.config import optimizer_flags, recurrent_rules
 from megarl.mcore.kernels import native
 from megarl.observe.profiler import StepProfiler
 from megarl.observe.timers import Timers
-from megarl.observe.trackers import TrackerOptions, check_installed, parse_names
+from megarl.observe.trackers import check_installed
 from megarl.planning import parameter_rules
 from megarl.trainers.exports import check_exports
 from megarl.trainers.prompt_inputs import print_notes
@@ -91,7 +91,6 @@ def build_role_encoder(role: arguments.RoleSettings, settings: arguments.Setting
 
 @functools.cache
 def _warn_once(notice: str | None):
-    """Prints a line about a tokenizer that several roles may share."""
     if notice is not None:
         warn_as_first([notice])
 
@@ -113,8 +112,8 @@ def check_required(flags: dict[str, object]):
 
 def check_save(settings: arguments.Settings):
     """UsageError if a folder that the run writes to cannot be created or written to."""
-    folders_of = {"--save": settings.save, "--rollout-bank": settings.rollout_bank,
-                  "--tracker-folder": settings.tracker_folder}  # fmt: skip
+    s = settings
+    folders_of = {"--save": s.save, "--rollout-bank": s.rollout_bank, "--tracker-folder": s.tracker_folder}
     for flag, folder in folders_of.items():
         path = Path(folder or ".").absolute()
         existing = next(p for p in (path, *path.parents) if p.exists())
@@ -153,7 +152,10 @@ def read_inputs(
     with folders.recorded() as found:
         inputs = read()
     if config.check:
-        _report_check(config, inputs)
+        from megarl.trainers import input_summary
+
+        if os.environ.get("RANK", "0") == "0" and not os.environ.get(CHECKS_FIRST):  # set before a run
+            print("\n".join(input_summary.summary(config, inputs)), flush=True)
         raise SystemExit(0)
     gc.freeze()  # collecting garbage skips what imports and inputs have made
     gc.enable()
@@ -173,14 +175,6 @@ def read_inputs(
         dist.barrier()  # all ranks have read their inputs
     node_files.remove()
     return inputs, mesh, found
-
-
-def _report_check(config: arguments.RunConfig, inputs: Any):
-    """Prints what `--check` has understood, unless a launcher checks before a run."""
-    from megarl.trainers import input_summary
-
-    if os.environ.get("RANK", "0") == "0" and not os.environ.get(CHECKS_FIRST):
-        print("\n".join(input_summary.summary(config, inputs)), flush=True)
 
 
 def check_kernels(config: arguments.RunConfig):
@@ -233,10 +227,8 @@ def _say_random_weights(config: arguments.RunConfig, rank: int, notes: TextIO | 
     if rank != 0 or role is None or config.settings.load or role.lora_adapter:
         return
     if role.hf_model is None and role.megatron.pretrained_checkpoint is None:
-        print(
-            f"megarl: {role.name}: begins with random weights: no --hf-model, --pretrained-checkpoint or --load",
-            file=notes, flush=True,
-        )  # fmt: skip
+        line = f"megarl: {role.name}: begins with random weights: no --hf-model, --pretrained-checkpoint or --load"
+        print(line, file=notes, flush=True)
 
 
 def create_role_mesh(config: arguments.RunConfig, timers: Timers, folder: Path | None = None) -> role_mesh.RoleMesh:
@@ -248,19 +240,6 @@ def create_role_mesh(config: arguments.RunConfig, timers: Timers, folder: Path |
     role_mesh.join_process_group(limit, role_mesh.NO_LIMIT)
     heartbeat.start(limit, timers, folder)
     return role_mesh.create_mesh(config.roles, role_mesh.NO_LIMIT)
-
-
-def tracker_options(settings: arguments.Settings, config: dict) -> TrackerOptions:
-    """Where the run's metrics go besides metrics.jsonl. `config`: all settings, as plain data."""
-    s = settings
-    return TrackerOptions(
-        names=parse_names(s.trackers),
-        project=s.tracker_project,
-        run=s.tracker_run,
-        folder=Path(s.tracker_folder) if s.tracker_folder else None,
-        offline=s.tracker_offline,
-        config=config,
-    )
 
 
 def step_profiler(config: arguments.RunConfig, mesh: role_mesh.RoleMesh, timers: Timers) -> StepProfiler | None:

@@ -12,9 +12,8 @@ from megarl.batch import ACTOR, TEACHER, Batch, fields_sent
 from megarl.comm import exchange
 from megarl.data.columns import SFT
 from megarl.data.conversations import Encoder
-from megarl.data.examples import Examples
+from megarl.data.examples import Examples, sft_examples
 from megarl.data.prompts import PromptSet
-from megarl.data.sft import sft_examples
 from megarl.flags.distillation import LOSS
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
@@ -114,7 +113,6 @@ class SFTTrainer(SupervisedTrainer):
         return loss
 
     def _by_teacher(self, scores: forward_pass.TaughtScores, microbatch: Batch) -> list[Tensor]:
-        """A micro-batch's share of the metrics of each teacher that is measured apart."""
         masks = masks_by_teacher(microbatch, microbatch.response_mask, self._measured)
         pairs = zip(masks, self._taught, strict=True)
         return [token_mean(values, mask, count) for mask, count in pairs for values in scores.distillation]

@@ -59,7 +59,6 @@ class StepReport(NamedTuple):
 
 
 def _scalar(value):
-    """A NumPy or torch scalar as a Python number."""
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         return value.item()
     raise TypeError(f"a report holds a {type(value).__name__}")
@@ -117,7 +116,6 @@ class AsyncMetrics:
         return complete
 
     def _take(self, step: int, rank: int) -> StepReport:
-        """Reads and deletes a rank's report."""
         key = self._key(step, rank)
         try:
             count = int(self._store.get(key))

@@ -105,15 +105,18 @@ class SupervisedTrainer(Trainer, abc.ABC):
         """Further files of this rank for a checkpoint, by name."""
         return {}
 
+    def train(self):
+        """The whole run. Each step: one mini-batch, its loss, one update."""
+        for step in self.steps():
+            batch = self.next_batch()
+            self.update(batch)
+            self.evaluate(step)
+            self.log(step)
+            self.save(step)
+        self.close()
+
     def trained_models(self) -> list[TrainableModel]:
         return [self.trainable_model]
-
-    def has_reached_target(self) -> bool:
-        """Whether the last evaluation has reached the run's target loss, or its target accuracy."""
-        loss, accuracy = self.settings.target_eval_loss, self.settings.target_eval_accuracy
-        if loss is not None and self.metrics["eval/loss"] <= loss:
-            return True
-        return accuracy is not None and self.metrics["eval/accuracy"] >= accuracy
 
     def update(self, examples: ExampleBatch):
         """One optimizer update on the mean loss of a batch; sets `metrics`."""
@@ -188,7 +191,9 @@ class SupervisedTrainer(Trainer, abc.ABC):
             with self.trainable_model.averaged() if s.evaluate_ema else contextlib.nullcontext():
                 self.metrics |= self.evaluate_batch(self._batch_of(self.inputs.held_out, lines))
             self._is_best = self.events.keeps_best and self.best.update(self.metrics, step)
-            if self.has_reached_target():
+            loss, accuracy = s.target_eval_loss, s.target_eval_accuracy
+            has_low_loss = loss is not None and self.metrics["eval/loss"] <= loss
+            if has_low_loss or accuracy is not None and self.metrics["eval/accuracy"] >= accuracy:
                 self.last_step = step
 
     def log(self, step: int):

@@ -30,14 +30,13 @@ def find_teachers(config: RunConfig, encoder: Encoder) -> list[PretrainedWeights
         return [_find_teacher(config, encoder) for _ in config.teachers.models]
     for role in config.teachers.models:
         _check_vocabularies(config, role, encoder)
-    return [_of_folder(role, encoder.tokenizer.vocab_size) for role in config.teachers.models]
-
-
-def _of_folder(role: RoleSettings, tokens: int) -> PretrainedWeights:
-    """The weights of one of several teachers."""
-    if role.run_folder is None:
-        return folder_weights(role)
-    return checkpoint_weights(role.run_folder, FLAG, role, role.model_vocab_size(tokens))
+    tokens = encoder.tokenizer.vocab_size
+    return [
+        checkpoint_weights(role.run_folder, FLAG, role, role.model_vocab_size(tokens))
+        if role.run_folder
+        else folder_weights(role)
+        for role in config.teachers.models
+    ]
 
 
 def _check_vocabularies(config: RunConfig, teacher: RoleSettings, encoder: Encoder):

@@ -26,11 +26,12 @@ from megarl.observe.metrics_file import MetricsWriter
 from megarl.observe.samples import write_samples
 from megarl.observe.terminal import RL_FIELDS, Progress
 from megarl.observe.timers import TIMELINE_FILE, Timers, last_events, reduce_times, write_timeline
+from megarl.observe.trackers import TrackerOptions, parse_names
 from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers.events import BestCheckpoint, events_of, is_due
 from megarl.trainers.launch import note_end
 from megarl.trainers.prompt_inputs import notes_of
-from megarl.trainers.setup import step_profiler, tracker_options
+from megarl.trainers.setup import step_profiler
 from megarl.trainers.step_reports import AsyncMetrics, StepReport
 
 
@@ -63,7 +64,6 @@ class Trainer(abc.ABC):
         self._started = time.perf_counter()
         self._times: dict[int, tuple[dict, float]] = {}  # by iteration: of each phase, of all
         self._async_metrics = AsyncMetrics(mesh, NO_LIMIT)
-        self._run_stop = RunStop(mesh.rank, config.settings.exit_grace)
         self._profiler = step_profiler(config, mesh, timers)
         if inputs.resume:
             ignored = resume.adopt_schedules(inputs.manifest, config)
@@ -96,7 +96,10 @@ class Trainer(abc.ABC):
             self.folder.mkdir(parents=True, exist_ok=True)
             earlier_run.begin_branch(self.folder, self.step, resumed, used)
             settings = settings_file.plain_settings(self._settings())
-            trackers = tracker_options(self.settings, settings)
+            s = self.settings
+            folder = Path(s.tracker_folder) if s.tracker_folder else None
+            names = parse_names(s.trackers)
+            trackers = TrackerOptions(names, s.tracker_project, s.tracker_run, folder, s.tracker_offline, settings)
             self._writer = MetricsWriter(self.folder, self.step if resumed else None, trackers)
             settings_file.write_settings(self.folder, settings)
 
@@ -130,13 +133,14 @@ class Trainer(abc.ABC):
         is saved.
         """
         self._started, first, iteration = time.perf_counter(), self.step + 1, self.step
-        self._run_stop.listen(self.step)
+        run_stop = RunStop(self.mesh.rank, self.settings.exit_grace, self.step)
+        run_stop.install()
         gc.freeze()  # collecting garbage skips what set-up has made, for all of the run
         is_stopping = False
         while self.step < self.last_step:
             ending = iteration + 1 - self.lead
             self.ends_step = ending > self.step
-            if self.ends_step and not self._run_stop.may_begin(ending):
+            if self.ends_step and not run_stop.may_begin(ending):
                 is_stopping = True
                 if self.mesh.rank == 0 and not self.may_stop(ending - 1):
                     print(f"megarl: step {ending} is trained on all the same: the schedule that the run follows needs"

@@ -83,8 +83,8 @@ def _losses(walk: Walk) -> dict:
 
 
 def _value_loss(walk: Walk) -> dict:
+    from megarl.algorithms.advantages import clipped_value_loss, explained_variance_moments
     from megarl.algorithms.aggregation import token_mean
-    from megarl.algorithms.value_function import clipped_value_loss, explained_variance_moments
 
     batch = _scored_batch()
     values = batch.values.clone().requires_grad_()

@@ -17,20 +17,12 @@ MOE = (
     " --moe-router-score-function sigmoid"
 )
 LAYOUTS = {
-    "dp2": (2, ""),
-    "dp4": (4, ""),
-    "tp2": (2, TP2),
-    "pp2": (2, PP2),
-    "cp2": (2, "--context-parallel-size 2"),
-    "tp2-sp": (2, f"{TP2} --sequence-parallel"),
-    "tp2-pp2": (4, f"{TP2} {PP2}"),
-    "pp2-untied": (2, f"{PP2} --untie-embeddings-and-output-weights"),
-    "tp4-two-groups": (4, TP4),
-    "tp4-sp-two-groups": (4, f"{TP4} --sequence-parallel"),
-    "tp2-one-group": (2, TP2),
-    "tp4-sp-one-group": (4, f"{TP4} --sequence-parallel"),
-    "tp2-pp2-one-group-norm": (4, f"{TP2} {PP2}"),
-}
+    "dp2": (2, ""), "dp4": (4, ""), "tp2": (2, TP2), "pp2": (2, PP2), "cp2": (2, "--context-parallel-size 2"),
+    "tp2-sp": (2, f"{TP2} --sequence-parallel"), "tp2-pp2": (4, f"{TP2} {PP2}"),
+    "pp2-untied": (2, f"{PP2} --untie-embeddings-and-output-weights"), "tp4-two-groups": (4, TP4),
+    "tp4-sp-two-groups": (4, f"{TP4} --sequence-parallel"), "tp2-one-group": (2, TP2),
+    "tp4-sp-one-group": (4, f"{TP4} --sequence-parallel"), "tp2-pp2-one-group-norm": (4, f"{TP2} {PP2}"),
+}  # fmt: skip
 MOE_LAYOUTS = {
     "tp2-sp": (2, f"{TP2} --sequence-parallel"),
     "pp2": (2, PP2),
@@ -90,32 +82,24 @@ def test_responses_do_not_depend_on_the_layout(layout, sampling, end):
     check(size, shape, flags, sampling, end, max(rounding, largest_gap_allowed()))
 
 
-@pytest.mark.parametrize("layout", by_default(MOE_LAYOUTS, ("tp2-ep2-sp-gather", "ep2")))
-def test_moe_models_generate_the_same_responses_in_every_layout(layout):
-    size, flags = MOE_LAYOUTS[layout]
-    check(size, MOE, flags, {"temperature": 1.2}, (3,), largest_gap_allowed())
+OTHERS = {  # kind of model -> shape, model, layouts
+    "experts": (MOE, "llama", MOE_LAYOUTS),
+    "latent": ("", "latent", LATENT_LAYOUTS),
+    "latent, experts": (MOE, "latent", LATENT_MOE_LAYOUTS),
+    "recurrent": ("", "recurrent", LATENT_LAYOUTS),
+    "mamba": ("", "mamba", LATENT_LAYOUTS),
+}
+CHOSEN = [("experts", "tp2-ep2-sp-gather"), ("latent", "tp2-sp"), ("latent, experts", "ep2"), ("recurrent", "tp2"),
+          ("mamba", "tp2-sp")]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", by_default(LATENT_LAYOUTS, ("tp2-sp",)))
-def test_latent_attention_generates_the_same_responses_in_every_layout(layout):
-    size, flags = LATENT_LAYOUTS[layout]
-    check(size, "", flags, {"temperature": 1.2}, (3,), largest_gap_allowed(), "latent")
-
-
-@pytest.mark.parametrize("layout", by_default(LATENT_MOE_LAYOUTS, ("ep2",)))
-def test_latent_attention_with_experts_generates_the_same_responses(layout):
-    size, flags = LATENT_MOE_LAYOUTS[layout]
-    check(size, MOE, flags, {"temperature": 1.2}, (3,), largest_gap_allowed(), "latent")
-
-
-@pytest.mark.parametrize("flags", [TP2, long(f"{TP2} --sequence-parallel"), long(PP2)])
-def test_recurrent_states_generate_the_same_responses_in_every_layout(flags):
-    check(2, "", flags, {"temperature": 1.2}, (3,), largest_gap_allowed(), "recurrent")
-
-
-@pytest.mark.parametrize("flags", [f"{TP2} --sequence-parallel", long(TP2), long(PP2)])
-def test_mamba_generates_the_same_responses_in_every_layout(flags):
-    check(2, "", flags, {"temperature": 1.2}, (3,), largest_gap_allowed(), "mamba")
+@pytest.mark.parametrize(
+    "kind, layout", by_default([(kind, layout) for kind in OTHERS for layout in OTHERS[kind][2]], CHOSEN)
+)
+def test_other_models_generate_the_same_responses_in_every_layout(kind, layout):
+    shape, model, layouts = OTHERS[kind]
+    size, flags = layouts[layout]
+    check(size, shape, flags, {"temperature": 1.2}, (3,), largest_gap_allowed(), model)
 
 
 def gaps_of_kinds(rank):

@@ -16,8 +16,8 @@ from tests.helpers.worlds import run_world
 
 def update(rank, flags: str, parts: int, value_head: bool, shape: str = "llama"):
     """(loss, gradient norm, sum of squared scores, whole weights before and after) of an update; equal on all ranks."""
+    from megarl.algorithms.advantages import clipped_value_loss
     from megarl.algorithms.aggregation import token_mean
-    from megarl.algorithms.value_function import clipped_value_loss
     from megarl.roles.trainable_model import TrainableModel
 
     roles = parse_roles(flags, dist.get_world_size(), shape)
@@ -106,26 +106,38 @@ def single_of(shape: str, flags: str) -> tuple:
     return run_world(update, 1, flags, 1, False, shape)[0]
 
 
-@pytest.mark.parametrize("layout", by_default(LATENT_LAYOUTS, ("tp2-sp", "cp2")))
-def test_latent_attention_learns_the_same_in_every_layout(layout):
-    """The weights of the latents are whole on every tensor-parallel rank; all heads share a latent."""
-    size, shape, flags = LATENT_LAYOUTS[layout]
-    for result in run_world(update, size, f"{shape} {flags}", 2, False, "latent"):
-        check_update(result, single_of("latent", shape))
-    before, after = single_of("latent", shape)[3:]
-    latent = [key for key in before if "_down_proj" in key or "kv_layernorm" in key]
-    assert latent and all((after[key] != before[key]).any() for key in latent)
+HYBRID_MOE = f"{MOE} --moe-layer-freq 1 --hybrid-layer-pattern ME*M --moe-latent-size 40"
+MAMBA_LAYOUTS = {
+    name: (
+        size,
+        shape.replace(MOE, f"{MOE} --moe-layer-freq 1 --hybrid-layer-pattern ME*M --moe-latent-size 40"),
+        flags,
+    )
+    for name, (size, shape, flags) in RECURRENT_LAYOUTS.items()
+    if name != "tp2-one-group"
+}
+# Model -> layouts, and parameters that must move: latents and norms are whole on every tensor-parallel rank; heads and
+# groups of recurrent layers are split, and with them all parameters of theirs.
+MODELS = {
+    "latent": (LATENT_LAYOUTS, "_down_proj kv_layernorm"),
+    "recurrent": (RECURRENT_LAYOUTS, "out_norm.weight conv1d.weight.key in_proj.weight.z linear_qkv.weight"),
+    "mamba": (MAMBA_LAYOUTS,
+              "norm.weight conv1d.weight.B conv1d.bias.C in_proj.weight.dt linear_qkv.weight fc1.weight"),
+}  # fmt: skip
+OF_MODELS = [("latent", "tp2-sp"), ("latent", "cp2"), ("recurrent", "sharded-cp2"), ("mamba", "tp2-sp")]
 
 
-@pytest.mark.parametrize("layout", by_default(RECURRENT_LAYOUTS, ("tp2", "sharded-cp2")))
-def test_recurrent_states_learn_the_same_in_every_layout(layout):
-    """Heads are split over tensor-parallel ranks; the norm of what they read is whole on every rank."""
-    size, shape, flags = RECURRENT_LAYOUTS[layout]
-    for result in run_world(update, size, f"{shape} {flags}", 2, False, "recurrent"):
-        check_update(result, single_of("recurrent", shape))
-    before, after = single_of("recurrent", shape)[3:]
-    for name in ("out_norm.weight", "conv1d.weight.key", "in_proj.weight.z", "linear_qkv.weight"):
-        own = [key for key in before if key.endswith(name)]
+@pytest.mark.parametrize(
+    "model, layout", by_default([(model, layout) for model in MODELS for layout in MODELS[model][0]], OF_MODELS)
+)
+def test_other_models_learn_the_same_in_every_layout(model, layout):
+    layouts, names = MODELS[model]
+    size, shape, flags = layouts[layout]
+    for result in run_world(update, size, f"{shape} {flags}", 2, False, model):
+        check_update(result, single_of(model, shape))
+    before, after = single_of(model, shape)[3:]
+    for name in names.split():
+        own = [key for key in before if name in key]
         assert own and all((after[key] != before[key]).any() for key in own), name
 
 
@@ -149,36 +161,6 @@ def test_sharded_recurrent_layers_of_16_bits_learn_as_whole_ones(layout, shape):
     assert any((after[key] != before[key]).any() for key in before if key.endswith("dt_bias"))
 
 
-MAMBA_LAYOUTS = {
-    name: (
-        size,
-        shape if shape != MOE else f"{MOE} --moe-layer-freq 1 --hybrid-layer-pattern ME*M --moe-latent-size 40",
-        flags,
-    )
-    for name, (size, shape, flags) in RECURRENT_LAYOUTS.items()
-    if name != "tp2-one-group"
-}
-
-
-@pytest.mark.parametrize("layout", by_default(MAMBA_LAYOUTS, ("tp2-sp",)))
-def test_mamba_learns_the_same_in_every_layout(layout):
-    """Heads and groups are split over tensor-parallel ranks, and with them all of a layer's parameters."""
-    size, shape, flags = MAMBA_LAYOUTS[layout]
-    for result in run_world(update, size, f"{shape} {flags}", 2, False, "mamba"):
-        check_update(result, single_of("mamba", shape))
-    before, after = single_of("mamba", shape)[3:]
-    for name in (
-        "norm.weight",
-        "conv1d.weight.B",
-        "conv1d.bias.C",
-        "in_proj.weight.dt",
-        "linear_qkv.weight",
-        "fc1.weight",
-    ):
-        own = [key for key in before if key.endswith(name)]
-        assert own and all((after[key] != before[key]).any() for key in own), name
-
-
 def small_gradients(rank, flags: str) -> dict:
     """Gradients of the vectors of a layer with recurrent states, whole, of the policy's log-probs and entropies."""
     from megarl.mcore.model.forward_pass import token_scores
@@ -190,8 +172,9 @@ def small_gradients(rank, flags: str) -> dict:
     (weights * (scores.logprobs + scores.entropy)).sum().backward()
     return {
         name: whole_tensor(name, parameter, parameter.grad, place.pg_collection.tp, True)
-        for name, parameter in model.named_parameters() if name.endswith(("A_log", "dt_bias", "out_norm.weight"))
-    }  # fmt: skip
+        for name, parameter in model.named_parameters()
+        if name.endswith(("A_log", "dt_bias", "out_norm.weight"))
+    }
 
 
 def test_small_gradients_of_recurrent_states_do_not_depend_on_the_layout():

@@ -22,7 +22,6 @@ from tests.helpers.programs import (
     program,
     rl_argv,
     samples,
-    timeless_rows,
     train,
 )
 from tests.helpers.tiers import by_default, long
@@ -119,18 +118,6 @@ def test_weight_sync_bytes_are_counted(name, moved, folder):
     for step in (1, 2, 3):
         sent = rows[step]["weights/sync_bytes"]
         assert parameters * 4 <= sent <= largest if moved else sent == 0
-
-
-@pytest.mark.long
-def test_a_run_resumes_with_another_rollout_placement(folder, tmp_path):
-    flags = f"--train-iters 4 --lr-decay-iters 4 --save-interval 2 {GRADED}"
-    train("rl", rl_argv(folder / "whole", flags))
-    load = f"{flags} --load {folder}/whole/checkpoints/step_00000002"
-    train("rl", rl_argv(tmp_path, f"{load} {ONE_RANK_EACH};rollout=2"), 3)
-    assert samples(tmp_path, 3) == samples(folder / "whole", 3)
-    found, expected = (timeless_rows(save, (3, 4)) for save in (tmp_path, folder / "whole"))
-    for step in (3, 4):
-        assert_close(found[step], expected[step], PLACED, 2e-5)
 
 
 def spoilt(rank: int, parsed):

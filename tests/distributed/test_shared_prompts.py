@@ -123,7 +123,7 @@ def one_rank(rank, shape: str, value_head: bool):
     return found
 
 
-@pytest.mark.parametrize("shape", ["llama", "gpt2", "latent", "recurrent", "mamba"])
+@pytest.mark.parametrize("shape", ["llama", long("gpt2"), "latent", long("recurrent"), "mamba"])
 @pytest.mark.parametrize("value_head", [False, True])
 def test_sharing_prefixes_changes_no_bit_of_a_forward(shape, value_head):
     for (shared, gradients), (alone, expected) in run_world(one_rank, 1, shape, value_head)[0]:

@@ -4,11 +4,7 @@ import contextlib
 import io
 from pathlib import Path
 
-from tests.helpers.programs import (
-    SHAPE,
-    inputs,
-    program,
-)
+from tests.helpers.programs import SHAPE, inputs, program
 from tests.helpers.worlds import run_world
 
 MODEL = SHAPE.replace(" --max-tokens-per-microbatch 40", "") + " --rollout-buffer-gb 0.001 --rollout-max-requests 8"

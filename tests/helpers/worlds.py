@@ -6,6 +6,7 @@ import faulthandler
 import functools
 import gc
 import importlib
+import inspect
 import os
 import pickle
 import random
@@ -66,6 +67,22 @@ def run_world(function, size: int, *args, timeout: float = SAFETY_SECONDS) -> li
         finally:
             for rank in ranks:
                 rank.kill()
+
+
+def on_each_rank(size: int = 1):
+    """Makes a test of a function of a rank, and of parameters and fixtures, in which each rank of a world asserts."""
+
+    def decorate(function):
+        @functools.wraps(function)
+        def test(**arguments):
+            run_world(functools.partial(function, **arguments), size)
+
+        signature = inspect.signature(function)
+        given = [*signature.parameters.values()][1:]
+        test.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]  # pytest reads it
+        return test
+
+    return decorate
 
 
 @functools.cache

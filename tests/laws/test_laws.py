@@ -62,7 +62,7 @@ KILLED = (
 )  # fmt: skip
 TRAINED_AGAIN = (
     "waiting groups", "ppo", "routes ahead", "routes of two stages", "greedy baselines, a filter", "sizes, partial",
-    "turns of experts", "partial rollouts, a filter", "carried turns of experts",
+    "turns of experts", "partial rollouts, a filter", "carried turns of experts", "thoughts", "thoughts in turns",
 )  # fmt: skip
 PLAYED = (
     "turns", "waiting groups", "opening turns of two stages", "turns ahead", "branching agent", "mixture", "drafts",

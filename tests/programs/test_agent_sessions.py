@@ -14,17 +14,13 @@ import pytest
 from megarl.errors import UsageError
 from megarl.replay import prepared
 from tests.helpers.envs.session_driver import free_port
+from tests.helpers.envs.sum_environments import EPISODES
 from tests.helpers.programs import environment, inputs, metrics, rl_argv, samples, timeless, train
 from tests.helpers.rollout.engine_records import generated
 from tests.helpers.rollout.replays import played
 from tests.helpers.tiers import long
 from tests.helpers.worlds import RankFailed
 
-FLAGS = (
-    "--advantage rloo --kl-coefficient 0 --train-iters 2 --save-interval 1 --max-response-length 18 --max-turns 3"
-    " --max-turn-length 4 --max-tokens-per-microbatch 100 --rollout-max-requests 64 --environment-timeout 60"
-    " --save-rollouts"
-)
 KEY = "0123456789abcdef"
 
 
@@ -43,7 +39,7 @@ def driver(kind: str = "sums", key: str = "") -> Iterator[str]:
 
 
 def run(save: Path, flags: str, size: int = 1) -> Path:
-    train("rl", rl_argv(save, f"{FLAGS} {flags}"), size)
+    train("rl", rl_argv(save, f"{EPISODES} {flags}"), size)
     return save
 
 

@@ -4,22 +4,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.envs.sum_environments import EPISODES
 from tests.helpers.programs import metrics, program, rl_argv, train
 from tests.helpers.rollout.engine_records import asked_and_written, generated, recorded, turns_in_rows
 from tests.helpers.worlds import RankFailed, run_world
 
 AGENTS = "tests.helpers.envs.agents"
-FLAGS = (
-    "--advantage rloo --kl-coefficient 0 --train-iters 2 --save-interval 1 --max-response-length 18 --max-turns 3"
-    " --max-turn-length 4 --max-tokens-per-microbatch 100 --rollout-max-requests 64 --environment-timeout 60"
-    " --save-rollouts"
-)
 BRANCHES = "--max-turns 8 --max-response-length 80 --max-prompt-length 20 --max-tokens-per-microbatch 400"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --router-replay rollout"
 
 
 def run(save: Path, agent: str, flags: str = "", size: int = 1) -> Path:
-    argv = rl_argv(save, f"{FLAGS} --environment {AGENTS}:{agent} {flags}", warm_start=EXPERTS not in flags)
+    argv = rl_argv(save, f"{EPISODES} --environment {AGENTS}:{agent} {flags}", warm_start=EXPERTS not in flags)
     train("rl", argv, size)
     return save
 
@@ -27,7 +23,7 @@ def run(save: Path, agent: str, flags: str = "", size: int = 1) -> Path:
 def test_every_turn_of_a_branching_agent_is_trained_on_once_as_the_engine_has_written_it(tmp_path):
     from megarl import train_rl  # noqa: F401  imported once, before the fork
 
-    flags = f"{FLAGS} --environment {AGENTS}:late_branching {BRANCHES} --train-iters 1"
+    flags = f"{EPISODES} --environment {AGENTS}:late_branching {BRANCHES} --train-iters 1"
     parsed = program("rl", rl_argv(tmp_path / "run", flags), 1)
     run_world(recorded, 1, parsed, tmp_path / "seen.json")
     trained = [list(turn) for fields in generated(tmp_path / "run").values() for turn in turns_in_rows(*fields)]
@@ -43,7 +39,7 @@ def groups_of(run: Path) -> list[list[tuple]]:
     return [rows[i : i + 2] for i in range(0, len(rows), 2)]
 
 
-@pytest.mark.long  # by default agents with partial rollouts are over-sampled, too (test_carried_agents.py)
+@pytest.mark.long  # by default agents with partial rollouts are over-sampled, too (test_agent_episode.py)
 @pytest.mark.parametrize("agent, late, flags", [
     ("branching", "late_branching", BRANCHES), ("sums", "late_sums", "--max-turn-length 6"),
 ])  # fmt: skip

@@ -63,8 +63,9 @@ def wrong_values(draw: random.Random) -> list[Case]:
         found.append(Case("type", program, (f"{flag}={draw.choice(values)}",), flag))
         if kind in (int, float) and field.metadata["check"]:
             least = "-inf" if field.name == "reward_fallback" else "-1"
-            found.append(Case("range", program, (f"{flag}={draw.choice([least, least, 'nan'][: 3 - (kind is int)])}",),
-                              flag))  # fmt: skip
+            found.append(
+                Case("range", program, (f"{flag}={draw.choice([least, least, 'nan'][: 3 - (kind is int)])}",), flag)
+            )
     return found
 
 
@@ -133,6 +134,14 @@ TOGETHER = [  # flags that contradict each other
     "--debug-train-only --debug-rollout-only", "--debug-train-only --load-rollouts x --serve-policy",
     "--profile-ranks 0", "--profile-steps 5-2", "--profile-steps 1 --profile-ranks 4",
     "--profile-steps 1 --profile-ranks all",
+]  # fmt: skip
+OTHERS = [  # of other programs
+    ("sft", "--max-position-embeddings 9"), ("sft", "--target-eval-loss 1"), ("sft", "--export-hf --save none"),
+    ("sft", "--global-batch-size 0"), ("sft", "--max-tokens-per-microbatch 9"), ("sft", "--save-interval -3"),
+    ("reward", "--reward-max-position-embeddings 9"), ("reward", "--eval-interval 2"),
+    ("reward", "--max-tokens-per-microbatch 19"),
+    ("rl", "--critic-max-position-embeddings 9"),
+    ("rl", "--position-embedding-type learned_absolute --max-position-embeddings 9"),
 ]  # fmt: skip
 
 
@@ -213,19 +222,22 @@ def files(folder: Path, draw: random.Random) -> list[Case]:
     taken = ["--prompts", "--eval-prompts", "--tokenizer-model", "--chat-template", "--config"]
     found += [
         Case("path", "rl", (flag, str(path)), flag)
-        for flag in taken for path in (empty, garbage, nothing, folder / "folder", "/dev/null")
+        for flag in taken
+        for path in (empty, garbage, nothing, folder / "folder", "/dev/null")
         if (flag, path) not in (("--chat-template", empty), ("--chat-template", "/dev/null"))  # an empty template
-    ]  # fmt: skip
+    ]
     taken = ["--load", "--pretrained-checkpoint", "--hf-model", "--critic-pretrained-checkpoint"]
     found += [
         Case("path", "rl", (flag, str(path)), flag.replace("--critic-", "--"))
-        for flag in taken for path in (empty, garbage, nothing, folder / "folder")
-    ]  # fmt: skip
+        for flag in taken
+        for path in (empty, garbage, nothing, folder / "folder")
+    ]
     found += [
         Case("path", "rl", ("--debug-train-only", "--load-rollouts", str(path)), f"--load-rollouts {path}: ")
         for path in (empty, garbage, nothing, folder / "folder")
     ]
     found.append(Case("path", "rl", ("--save", str(garbage / "run")), "--save"))
+    found.append(Case("line", "sft", ("--max-response-length", "2"), "train.jsonl:19: the response has 3 tokens"))
     for suffix in ("parquet", "arrow", "json", "jsonl.gz", "jsonl.zst"):
         for name, content in (
             ("garbage", BINARY),
@@ -262,6 +274,7 @@ def cases(folder: Path) -> list[Case]:
         *(case("megatron", tokens, re.findall("--([a-z0-9-]+)", tokens)[-1]) for tokens in MEGATRON),
     ]
     flags += [case("layout", tokens, "--", size=size) for tokens, size in LAYOUTS]
+    flags += [case("together", tokens, "--", program) for program, tokens in OTHERS]
     flags += [Case("role map", "rl", ("--role-map", text), "--role-map", 4) for text in ROLE_MAPS]
     flags += [case("together", tokens, "--") for tokens in TOGETHER]
     return [dataclasses.replace(one, is_flags=True) for one in flags] + files(folder, draw)

@@ -31,6 +31,7 @@ from tests.helpers.folders.hf_damage import (
     text,
     without,
 )
+from tests.helpers.tiers import by_default
 
 Q, DOWN, HEAD = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"
 A_LOG, DT_BIAS = "model.layers.1.linear_attn.A_log", "model.layers.0.linear_attn.dt_bias"
@@ -148,7 +149,7 @@ INDICES = {
     "wrong file": (index(lambda names: names | {ELSEWHERE: SECOND}), [f"puts {ELSEWHERE} into {SECOND}", "not hold"]),
     "not in its file": (tensors(lambda held: held.pop(ELSEWHERE), FIRST), [f"puts {ELSEWHERE} into", "not hold"]),
     "in both files": (tensors(lambda held: held.update({ELSEWHERE: torch.ones(64)}), SECOND), ["holds", FIRST]),
-}  # fmt: skip
+}
 
 # case -> the same
 FAMILIES = {
@@ -224,7 +225,7 @@ def refused(tmp_path, case, files, damage, needles):
     return line
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", by_default(FILES, [*FILES][::3]))
 def test_damaged_weights(name, tmp_path):
     assert f"--hf-model {tmp_path}" in refused(tmp_path, "llama2", 1, *FILES[name])
 
@@ -234,16 +235,19 @@ def test_an_error_is_no_longer_than_a_screen(tmp_path):
     assert len(refused(tmp_path, "llama2", 1, damage, [])) < 3000
 
 
-@pytest.mark.parametrize("name", INDICES)
+@pytest.mark.parametrize("name", by_default(INDICES, [*INDICES][::3]))
 def test_damaged_indices(name, tmp_path):
     assert f"--hf-model {tmp_path}" in refused(tmp_path, "llama2", 2, *INDICES[name])
 
 
-@pytest.mark.parametrize("case, name", [(case, name) for case, damages in FAMILIES.items() for name in damages])
+OF_FAMILIES = [(case, name) for case, damages in FAMILIES.items() for name in damages]
+
+
+@pytest.mark.parametrize("case, name", by_default(OF_FAMILIES, [(case, [*FAMILIES[case]][0]) for case in FAMILIES]))
 def test_damaged_weights_of_other_families(case, name, tmp_path):
     assert f"--hf-model {tmp_path}" in refused(tmp_path, case, 1, *FAMILIES[case][name])
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", by_default(TOKENIZERS, [*TOKENIZERS][::3]))
 def test_damaged_tokenizers(name, tmp_path):
     assert f"--hf-model {tmp_path}" in refused(tmp_path, "llama2", 1, *TOKENIZERS[name])

@@ -97,7 +97,7 @@ MXFP4 = {
     "signed": (replace(BLOCKS, lambda b: b.to(torch.int8)), [f"{BLOCKS} has type I8; allowed is U8"]),
     "NaN": (tensors(set_exponent), [f"{SCALES} holds a scale that is not finite"]),
     "both": (tensors(lambda held: held.update({EXPERTS: torch.ones(8, 96, 64)})), [f"both {EXPERTS} and {BLOCKS}"]),
-}  # fmt: skip
+}
 
 
 def refused(tmp_path, folder, needles):
@@ -108,25 +108,22 @@ def refused(tmp_path, folder, needles):
     assert all(needle in line for needle in [f"megarl: error: --hf-model {folder}", *needles]), line
 
 
-@pytest.mark.parametrize("name", by_default(FP8, ["gptq", "no scales", "a row less", "NaN"]))
-def test_fp8(name, tmp_path):
-    damage, needles = FP8[name]
-    folder = hf_folders.write_folder("llama2", tmp_path / "folder")
-    in_order(fp8(BLOCK), damage)(folder)
-    refused(tmp_path, folder, needles)
+QUANTIZED = {  # kind -> the folder that it is a change of, the change, damages
+    "fp8": ("llama2", fp8(BLOCK), FP8),
+    "fp8 with one scale": ("llama2", FP8_OF_LIBRARIES["compressed-tensors"], WHOLE),
+    "mxfp4": ("gpt_oss", in_order(widen_experts, mxfp4), MXFP4),
+}
+CHOSEN = {"fp8": ("gptq", "no scales", "a row less", "NaN"), "fp8 with one scale": ("four bits", "NaN"),
+          "mxfp4": ("fewer scales", "NaN")}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", by_default(WHOLE, ["four bits", "NaN"]))
-def test_fp8_with_one_scale(name, tmp_path):
-    damage, needles = WHOLE[name]
-    folder = hf_folders.write_folder("llama2", tmp_path / "folder")
-    in_order(FP8_OF_LIBRARIES["compressed-tensors"], damage)(folder)
-    refused(tmp_path, folder, needles)
-
-
-@pytest.mark.parametrize("name", by_default(MXFP4, ["fewer scales", "NaN"]))
-def test_mxfp4(name, tmp_path):
-    damage, needles = MXFP4[name]
-    folder = hf_folders.write_folder("gpt_oss", tmp_path / "folder")
-    in_order(widen_experts, mxfp4, damage)(folder)
+@pytest.mark.parametrize("kind, name", by_default(
+    [(kind, name) for kind, (_, _, damages) in QUANTIZED.items() for name in damages],
+    [(kind, name) for kind, names in CHOSEN.items() for name in names],
+))  # fmt: skip
+def test_damaged_quantized_folders(kind, name, tmp_path):
+    case, quantize, damages = QUANTIZED[kind]
+    damage, needles = damages[name]
+    folder = hf_folders.write_folder(case, tmp_path / "folder")
+    in_order(quantize, damage)(folder)
     refused(tmp_path, folder, needles)

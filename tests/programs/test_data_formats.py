@@ -4,16 +4,13 @@ import functools
 import json
 from pathlib import Path
 
-import pyarrow
 import pytest
 import yaml
-from pyarrow import parquet
 
 from megarl.checkpoint import folders
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
-from tests.helpers.forked_programs import error_line, launch
 from tests.helpers.models.lora_models import stored_tensors
 from tests.helpers.programs import (
     GRADED,
@@ -32,6 +29,7 @@ from tests.helpers.programs import (
     train,
     write_lines,
 )
+from tests.helpers.texts.prompt_tables import write_parquet
 from tests.helpers.worlds import run_world
 
 
@@ -51,11 +49,6 @@ def verl(rows: list[dict]) -> list[dict]:
          "reward_model": {"style": "rule", "ground_truth": row["answer"]}}
         for i, row in enumerate(rows)
     ]  # fmt: skip
-
-
-def write_parquet(path: Path, rows: list[dict]) -> Path:
-    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -121,15 +114,6 @@ def test_a_filtered_run_resumes_with_the_same_prompts_only(filtered_run, folder)
     parsed = program("rl", rl_argv(folder / "no", f"{flags} --prompts {path} --max-prompt-length 4"), 1)
     (message,) = run_world(refused, 1, parsed)
     assert message.startswith(f"--eval-prompts {path}: has other content than the checkpoint of --load")
-
-
-def test_without_the_filter_a_long_prompt_is_an_error(filtered_run, folder, tmp_path):
-    long = folder / "long.jsonl"
-    line = error_line(launch(tmp_path, rl_argv(tmp_path / "run", f"--prompts {long}")))
-    assert f"--prompts {long}:1: the prompt has 12 tokens; --max-prompt-length allows 6" in line
-    only = write_parquet(tmp_path / "only.parquet", [LONG] * 3)
-    line = error_line(launch(tmp_path, rl_argv(tmp_path / "run", f"--prompts {only} --filter-long-prompts")))
-    assert f"--max-prompt-length 6: each of the 3 prompts of --prompts {only} has more tokens" in line
 
 
 @pytest.mark.parametrize("name, unit, longer", [("sft", "examples", "6 + 4"), ("reward", "pairs", "10")])

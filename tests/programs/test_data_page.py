@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from megarl.data import columns
-from megarl.data.fields import FIELD_TYPES
+from megarl.data.prompt import FIELD_TYPES
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
 from tests.helpers.forked_programs import launch

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.envs.sum_environments import FOLDER
+from tests.helpers.envs.sum_environments import EPISODES, FOLDER
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.forked_programs import accepted, launch, refusal
 from tests.helpers.programs import in_world, inputs, metrics, program, rl_argv, samples, timeless, train
@@ -20,16 +20,11 @@ from tests.helpers.tiers import long
 from tests.helpers.worlds import RankFailed, run_world
 
 SUMS = "tests.helpers.envs.sum_environments"
-FLAGS = (
-    "--advantage rloo --kl-coefficient 0 --train-iters 2 --save-interval 1 --max-response-length 18 --max-turns 3"
-    " --max-turn-length 4 --max-tokens-per-microbatch 100 --rollout-max-requests 64 --environment-timeout 60"
-    " --save-rollouts"
-)
+GREETS = "tests.helpers.envs.greeting_environments:Greets"
 
 
 def run(save: Path, environment: str, flags: str = "", size: int = 1) -> Path:
-    """A run of two steps; returns its folder."""
-    argv = rl_argv(save, f"{FLAGS} --environment {SUMS}:{environment} {flags}", warm_start="experts" not in flags)
+    argv = rl_argv(save, f"{EPISODES} --environment {SUMS}:{environment} {flags}", warm_start="experts" not in flags)
     train("rl", argv, size)
     return save
 
@@ -57,21 +52,13 @@ def assert_same_text(found: Path, expected: Path):
 
 def test_a_check_measures_prompts_with_what_their_environments_add(tmp_path):
     """Others are in tests/unit/trainers/test_first_prompts.py."""
-    flags = (
-        "--environment tests.helpers.envs.greeting_environments:Greets --max-turns 2 --max-tokens-per-microbatch 500"
-    )
+    flags = f"--environment {GREETS} --max-turns 2 --max-tokens-per-microbatch 500"
     (note,) = (line for line in accepted(rl_argv(tmp_path, f"{flags} --max-prompt-length 200")) if "at most" in line
                and "--environment" in line)  # fmt: skip
     longest = int(re.search(r"prompts have at most (\d+) tokens with the first message of --environment", note)[1])
-    assert (
-        refusal(rl_argv(tmp_path, f"{flags} --max-prompt-length {longest - 1}"))
-        .rstrip()
-        .endswith(
-            f": the prompt has {longest} tokens with the first message of --environment "
-            "tests.helpers.envs.greeting_environments:Greets; "
-            f"--max-prompt-length allows {longest - 1}; --filter-long-prompts drops such lines"
-        )
-    )
+    refused = refusal(rl_argv(tmp_path, f"{flags} --max-prompt-length {longest - 1}")).rstrip()
+    said = f": the prompt has {longest} tokens with the first message of --environment {GREETS}; --max-prompt-length"
+    assert refused.endswith(f"{said} allows {longest - 1}; --filter-long-prompts drops such lines")
     save = tmp_path / "run"
     train("rl", rl_argv(save, f"{flags} --max-prompt-length {longest} --train-iters 1 --reward format"))
     assert metrics(save)[1]["environment/failures"] == 0
@@ -88,7 +75,7 @@ def test_a_run_has_turns_with_rewards_and_no_gap():
 def test_sequences_and_masks_are_those_that_a_spy_on_the_engine_rebuilds(tmp_path):
     from megarl import train_rl  # noqa: F401  imported once, before the fork
 
-    flags = f"{FLAGS} --environment {SUMS}:LateSums --train-iters 1"
+    flags = f"{EPISODES} --environment {SUMS}:LateSums --train-iters 1"
     parsed = program("rl", rl_argv(tmp_path / "run", flags), 1)
     run_world(recorded, 1, parsed, tmp_path / "seen.json")
     turns: dict[int, list] = {}
@@ -140,7 +127,7 @@ def test_what_fails_for_good_is_left_out_and_stops_the_run_above_the_limit(tmp_p
     found = run(tmp_path / "run", "OnceOnlySums", "--environment-max-failures 1")
     failures = [metrics(found)[step]["environment/failures"] for step in (1, 2)]
     assert 0 < sum(failures) < 24 and all(count % 2 == 0 for count in failures)  # whole groups of two
-    flags = f"{FLAGS} --environment {SUMS}:OnceOnlySums --environment-max-failures 0"
+    flags = f"{EPISODES} --environment {SUMS}:OnceOnlySums --environment-max-failures 0"
     status, _, err = launch(tmp_path, rl_argv(tmp_path / "stopped", flags))
     file = tmp_path / "stopped" / "samples" / "failed_step_00000001_rank_0.jsonl"
     line = rf"environments failed in .*-failures allows 0 of them.*broken.*; the samples of the step are in {file}\n"
@@ -166,7 +153,7 @@ def counted(rank: int, parsed, save: Path, answers: int | None):
     in_world(rank, "rl", parsed)
 
 
-COUNTED = f"{FLAGS} --environment {SUMS}:CountedSums --rollout-max-requests 4 --rollout-dispatch static"
+COUNTED = f"{EPISODES} --environment {SUMS}:CountedSums --rollout-max-requests 4 --rollout-dispatch static"
 
 
 @pytest.mark.parametrize("answers, size", [long((1, 1)), (12, 1), long((5, 2))])

@@ -172,8 +172,9 @@ def test_under_torchrun_too_the_cause_is_the_last_line(reward, status, tmp_path,
 
 
 def test_a_plug_in_that_exits_fails_the_run(tmp_path, capfd):
-    status = faults.run(argv(tmp_path, "--train-iters 2"), 2, lambda: (
-        faults.in_phase(("reward", "score"), 1, lambda: sys.exit(0))))  # fmt: skip
+    status = faults.run(
+        argv(tmp_path, "--train-iters 2"), 2, lambda: faults.in_phase(("reward", "score"), 1, lambda: sys.exit(0))
+    )
     assert status == 1
     assert capfd.readouterr().err.startswith("megarl: rank 0 failed in reward/score of step 1: SystemExit: 0 (")
     found = status_of(tmp_path)

@@ -18,7 +18,7 @@ from tests.helpers.programs import (
     timeless,
     train,
     write_lines,
-)  # fmt: skip
+)
 from tests.helpers.tiers import long
 from tests.helpers.worlds import RankFailed, run_world
 

@@ -27,7 +27,6 @@ FLAGS = {
                ["--judge-tensor-model-parallel-size: unknown flag; the judge is the model of the role reward: "
                 "--reward-tensor-model-parallel-size"]),
     "weights of a role": ("--reward-pretrained-checkpoint x", ["--reward-pretrained-checkpoint", "--judge-load"]),
-    "requests": ("--judge-max-requests 0", ["--judge-max-requests 0: allowed is a number above 0"]),
     "no tokenizer": ("--reward-tokenizer-model no/such", ["--reward-tokenizer-model no/such: no such file"]),
 }  # fmt: skip
 

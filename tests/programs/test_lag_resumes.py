@@ -99,10 +99,11 @@ REFUSED = [  # source, role map, flags, message: from a checkpoint with batches 
     ("fixed", TWO, "--generation-lag 3", "; allowed is --generation-lag 2"),
     ("fixed", TOGETHER, "--generation-lag 0", "; allowed is --generation-lag 2"),
     ("fixed", TOGETHER, "", "--generation-lag 2: needs a rollout in --role-map on other ranks than the actor"),
-    ("fixed", ONE, RECORDED, WAITING), ("recorded", ONE, FIXED, WAITING),
+    ("fixed", ONE, RECORDED, WAITING),
+    ("recorded", ONE, FIXED, WAITING),
     ("recorded", TWO, "--generation-lag 1", "; allowed is --generation-lag 2"),
     ("carried, recorded", ONE, f"{FIXED} --generation-lag 1", "; allowed is --generation-lag 2"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name, roles, more, message", REFUSED)

@@ -21,8 +21,9 @@ from tests.helpers.tiers import long
 
 # Ranks of actor, critic, reward and reference; the actor's expert-parallel size; chunks of a step.
 SPLIT = {
-    "quickstart": ([[0, 1], [2, 3], [2, 3], [2, 3]], 1), "moe_quickstart": ([[0, 1], [2], [3], [3]], 2),
-}  # fmt: skip
+    "quickstart": ([[0, 1], [2, 3], [2, 3], [2, 3]], 1),
+    "moe_quickstart": ([[0, 1], [2], [3], [3]], 2),
+}
 
 
 @pytest.mark.parametrize("arguments, variables, says", [

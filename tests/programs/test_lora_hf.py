@@ -166,6 +166,7 @@ def test_an_adapter_starts_another_run(run, data, tmp_path):
     assert metrics(tmp_path)[1]["kl/reference"] > 0  # the reference is the base
 
 
+@pytest.mark.long
 def test_an_evaluation_needs_the_folder(run, data, tmp_path):
     case, save = run
     words = ["--hf-model", data / case, "--load", save, "--eval-prompts", data / "train.jsonl", "--save", tmp_path]

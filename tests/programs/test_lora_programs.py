@@ -1,6 +1,5 @@
 """Programs with low-rank factors: exact resume in any layout, and checkpoints of factors that other programs load."""
 
-import functools
 import json
 import math
 
@@ -34,16 +33,12 @@ STEPS = "--train-iters 2 --save-interval 1 --ppo-epochs 2"
 TP2 = "--tensor-model-parallel-size 2"
 
 
-@functools.cache
-def full_run(folder):
-    """A run of two steps on one rank."""
-    train("rl", rl_argv(folder, f"{GRADED} {LORA} {STEPS}"))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return full_run(tmp_path_factory.mktemp("lora") / "run")
+    """The folder of a run of two steps on one rank."""
+    folder = tmp_path_factory.mktemp("lora") / "run"
+    train("rl", rl_argv(folder, f"{GRADED} {LORA} {STEPS}"))
+    return folder
 
 
 def assert_same_checkpoints(one, other):
@@ -103,16 +98,7 @@ def test_other_weights_under_the_factors_are_refused(run, tmp_path):
 # -- other programs ----------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def tuned(folder):
-    """A supervised run with factors, from the warm start."""
-    train("sft", sft_argv(folder, f"{LORA_OF_ACTOR} --train-iters 4 --pretrained-checkpoint {inputs()}/sft"))
-    return folder
-
-
 LORA_OF_ACTOR = "--lora-rank 2 --lora-alpha 8"
-
-
 SAMPLED = f"{GRADED} --eval-responses 4 --eval-temperature 1"
 
 
@@ -141,7 +127,8 @@ def test_an_evaluation_loads_factors_in_any_layout(tmp_path):
 @pytest.mark.long
 def test_factors_on_top_of_factors(tmp_path):
     """A run starts from a checkpoint of factors: its first policy is that one, and the factors under it stay."""
-    first = tuned(tmp_path / "first")
+    first = tmp_path / "first"
+    train("sft", sft_argv(first, f"{LORA_OF_ACTOR} --train-iters 4 --pretrained-checkpoint {inputs()}/sft"))
     again = "--train-iters 1 --lr 0 --weight-decay 0 --kl-coefficient 0.1"
     argv = rl_argv(tmp_path / "second", f"{GRADED} {LORA_OF_ACTOR} {again} --pretrained-checkpoint {first}")
     train("rl", [*argv, "--advantage", "grpo"])
@@ -167,19 +154,15 @@ def test_a_reward_model_and_a_critic_from_factors(tmp_path, size, sharded):
 # -- 16 bits -----------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def run_of_16_bits(folder):
-    """A run of two steps whose rollout is on the actor's ranks and layout."""
-    train("rl", rl_argv(folder, f"{IN_16_BITS} --eval-prompts {inputs()}/heldout.jsonl --eval-interval 2"))
-    return folder
-
-
 IN_16_BITS = f"{SAMPLED} {LORA} {STEPS} --bf16"
 
 
 @pytest.fixture(scope="module")
 def half(tmp_path_factory):
-    return run_of_16_bits(tmp_path_factory.mktemp("lora") / "half")
+    """The folder of a run of two steps whose rollout is on the actor's ranks and layout."""
+    folder = tmp_path_factory.mktemp("lora") / "half"
+    train("rl", rl_argv(folder, f"{IN_16_BITS} --eval-prompts {inputs()}/heldout.jsonl --eval-interval 2"))
+    return folder
 
 
 def test_16_bits(half, tmp_path):

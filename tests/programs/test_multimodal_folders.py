@@ -44,7 +44,7 @@ def test_damaged_multimodal_folders(name, tmp_path):
 UNFIT = {
     "a score": ("reward", "--export-hf", "exports with a scalar head are those of language models"),
     "gates and an exported adapter": ("sft", "--lora-rank 2 --export-peft", "gates of attention in tensors"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", by_default(UNFIT, ["a score", "gates and an exported adapter"]))

@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from tests.helpers.forked_programs import refusal
 from tests.helpers.programs import GRADED, metrics, rl_argv, samples, train
 from tests.helpers.tiers import by_default
 
@@ -38,9 +37,9 @@ def test_log_probs_of_the_rollout_change_no_bit_where_it_has_those_of_training(u
 RUNS = {
     "interpolated": "--old-logprobs interpolate --ppo-epochs 2 --minibatch-size 8",
     "rejected, normalized": "--rollout-rejection token-k1=0.9:1.1 mean-abs=0.5 --rollout-correction tis"
-                            " --rollout-correction-normalize",
+    " --rollout-correction-normalize",
     "all rejected": "--rollout-rejection mean-abs=1e-9 --policy-loss vespo",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", by_default(RUNS, ("rejected, normalized",)))
@@ -58,18 +57,3 @@ def test_stale_responses(name, tmp_path):
     else:
         assert last["rejection/fraction"] < 1 and last["rejection/token_k1"] > 0 and last["actor/grad_norm"] > 0
         assert last["correction/applied_mean"] != 1
-
-
-REFUSED = {
-    "--old-logprobs interpolate": "--old-logprobs interpolate: moves tokens of older policies; needs",
-    "--old-logprobs rollout --rollout-correction tis": "--rollout-correction tis: weighs by π_old/μ, which",
-    "--old-logprobs rollout --rollout-rejection mean-abs=1": "--rollout-rejection mean-abs=1: compares the rollout",
-    "--policy-loss dppo-tv --rollout-correction mis": "--rollout-correction mis: would weigh twice: --policy-loss",
-    "--rollout-rejection mean=1": "--rollout-rejection mean=1: allowed is NAME=BOUND",
-    "--kl-coefficient 0.1 --kl-estimator k3-unbiased": "--kl-estimator k3-unbiased: needs --kl-in loss",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("flags", REFUSED)
-def test_what_is_refused(flags):
-    assert f"error: {REFUSED[flags]}" in refusal(rl_argv("none", f"{ALONE} {flags}"))

@@ -13,7 +13,6 @@ from megarl.batch import ACTOR, GENERATED, fields_sent
 from megarl.comm import exchange
 from megarl.comm.announcements import Announcements
 from megarl.comm.step_batch import StepBatch
-from megarl.errors import UsageError
 from megarl.flags.settings import Settings
 from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
@@ -24,14 +23,7 @@ from tests.helpers.programs import in_world, program, rl_argv
 from tests.helpers.worlds import run_world
 from tools.bench import overlap
 
-GRADED = "--reward tests.helpers.programs:graded_reward"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
-
-
-# -- a batch generated ahead -------------------------------------------------------------------------------------
-
-AHEAD = f"{GRADED} --role-map actor=0;critic=0;reward=1;reference=1;rollout=1 --rollout-correction tis"
-AHEAD += " --lr-decay-iters 3"
 
 
 # -- meetings of a step ------------------------------------------------------------------------------------------
@@ -89,18 +81,6 @@ def test_ranks_that_generate_and_ranks_that_train_meet_where_the_list_says(tmp_p
     )
     found = run_world(meetings, 2, program("rl", rl_argv(tmp_path, flags, warm_start=False), 2))
     assert found == [MEETINGS] * 2
-
-
-# -- flags -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("flags, needle", [
-    ("--generation-lag 1 --rollout-correction tis", "--generation-lag 1: needs a rollout in --role-map on other ranks"),
-])  # fmt: skip
-def test_overlap_needs_disjoint_ranks(flags, needle, tmp_path):
-    with pytest.raises(UsageError) as caught:
-        RLInputs(program("rl", rl_argv(tmp_path, flags), 4))
-    assert str(caught.value).startswith(needle) and "\n" not in str(caught.value)
 
 
 # -- no blocking -------------------------------------------------------------------------------------------------

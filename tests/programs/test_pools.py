@@ -52,10 +52,11 @@ def test_prompts_are_drawn_by_their_latest_groups(whole):
             in_a_row[group[0]["prompt"]] = in_a_row.get(group[0]["prompt"], 0) + 1 if share <= 0.3 else 0
         retired = [prompt for prompt in latest if in_a_row[prompt] >= 3]
         counts = {
-            "easy": sum(share >= 0.7 for share in latest.values()), "retired": len(retired),
+            "easy": sum(share >= 0.7 for share in latest.values()),
+            "retired": len(retired),
             "hard": sum(share <= 0.3 for prompt, share in latest.items() if prompt not in retired),
             "unseen": 11 - len(latest),
-        }  # fmt: skip
+        }
         assert {name: row[f"pools/{name}_fraction"] for name in counts} == {n: c / 11 for n, c in counts.items()}
     assert counts["easy"] and counts["hard"] + counts["retired"] and max(map(drawn.count, drawn)) > 2
 

@@ -92,8 +92,6 @@ VARIANTS = {recipe: (recipe, "") for recipe in MODELS} | {
     "dppo-kl": ("dppo", "--policy-loss dppo-kl"),
     "luspo": ("gspo", "--policy-loss luspo"),
     "fipo": ("dapo", "--policy-loss fipo --advantage pass-at-k"),
-    "gdpo": ("gdpo", ""),
-    "m2po": ("m2po", ""),
     "clip-cov": ("dapo", "--policy-loss clip-cov --clip-cov-least 0.1 --clip-cov-share 0.2"),
     "otb": ("rloo", "--advantage otb"),
     "otb, two ranks": ("dr_grpo", "--advantage otb"),

@@ -1,6 +1,5 @@
 """Recorded runs that are killed at random instants: no line of the schedule is lost, and its replay has their bytes."""
 
-import builtins
 import os
 import random
 import signal
@@ -12,17 +11,27 @@ from typing import NamedTuple
 import pytest
 
 from megarl.checkpoint import folders
-from megarl.rollout import schedule, waiting_groups
+from megarl.rollout import response_log, schedule, waiting_groups
 from megarl.rollout.schedule import Recording
-from tests.helpers.rollout.recorded_runs import ONE, RECORDED, RUNS, TWO, assert_same, clocked, lines_of, parsed_of, run
+from tests.helpers.rollout.recorded_runs import (
+    ONE,
+    RECORDED,
+    RUNS,
+    TWO,
+    assert_same,
+    clocked,
+    parsed_of,
+    records_of,
+    run,
+)
 from tests.helpers.waiting import wait_until
 from tests.helpers.worlds import RankFailed, run_world
 
 STEPS, INTERVAL, KILLS, HALF = 20, 3, 5, 8  # HALF: a step whose line only one replica writes
 FLAGS = f"--train-iters {STEPS} --lr-decay-iters {STEPS} --save-interval {INTERVAL}"
 EVENTS = {  # what a rank counts -> rank -> how often in about three steps
-    "line of the schedule": {1: 3, 2: 3},
-    "half a line of the schedule": {1: 3, 2: 3},
+    "record of the schedule": {1: 3, 2: 3},
+    "half a record of the schedule": {1: 3, 2: 3},
     "change of a file": {0: 30, 1: 7, 2: 7},
     "message": {0: 12, 1: 12, 2: 12},
     "transfer of weights": {0: 4, 1: 4, 2: 4},
@@ -82,35 +91,18 @@ class Instants:
         from megarl.trainers.step_reports import AsyncMetrics
 
         sys.addaudithook(self.on_audit)
-        self.before(schedule.Schedule, "append", "line of the schedule")
+        self.before(schedule.Schedule, "append", "record of the schedule")
         for owner, name in ((Announcements, "send"), (Announcements, "take"), (AsyncMetrics, "publish")):
             self.before(owner, name, "message")
         for name in ("send_copy", "run"):
             self.before(WeightSync, name, "transfer of weights")
-        schedule.open = self.open
+        response_log.append = self.append
 
-    def open(self, *args, **kwargs):
-        """A file of the schedule: an event is in the middle of each line."""
-        file, reach = builtins.open(*args, **kwargs), self.reach
-        write = file.write
-
-        class Halves:
-            def __enter__(self):
-                return self
-
-            def __exit__(self, *_):
-                file.close()
-
-            def __getattr__(self, name):
-                return getattr(file, name)
-
-            def write(self, text: str):
-                write(text[: len(text) // 2])
-                file.flush()
-                reach("half a line of the schedule")
-                write(text[len(text) // 2 :])
-
-        return Halves()
+    def append(self, descriptor: int, record: bytes):
+        """Writes a record; an event is in its middle."""
+        os.write(descriptor, record[: len(record) // 2])
+        self.reach("half a record of the schedule")
+        os.write(descriptor, record[len(record) // 2 :])
 
 
 def generated_through(save: Path) -> int:
@@ -143,11 +135,11 @@ def killed(rank: int, parsed, save: Path, kill: Kill, seed: int):
 
 def killed_at_a_line(rank: int, parsed, save: Path, replica: int, seed: int):
     """Runs a program until a replica is about to write its line of HALF, and the other one has written its own."""
-    append, other = schedule.Schedule.append, save / schedule.FOLDER / f"replica_{1 - replica:05d}.jsonl"
+    append, other = schedule.Schedule.append, save / schedule.FOLDER / f"replica_{1 - replica:05d}.log"
 
     def appended(self, record, of_replica, replicas):
         if (record.round[0], of_replica) == (HALF, replica):
-            assert wait_until(lambda: f'"step": {HALF},' in other.read_text())
+            assert wait_until(lambda: f'"step": {HALF},'.encode() in other.read_bytes())
             os.kill(os.getpid(), signal.SIGKILL)
         append(self, record, of_replica, replicas)
 
@@ -171,18 +163,18 @@ def test_a_run_that_is_killed_at_random_instants_has_the_bytes_of_its_schedule(n
     run(save, TWO, f"{flags} {RECORDED}{load_of(save)}", seed=KILLS + 1)
     found = rounds_of(save)
     assert known.items() <= found.items() and {step for step, _ in found} == {*range(1, STEPS + 1)}
-    places = [(line["step"], line["round"], line["replica"]) for line in lines_of(save)]
+    places = [(each["step"], each["round"], each["replica"]) for each in records_of(save)]
     assert sorted(places) == [(*number, replica) for number in sorted(found) for replica in (0, 1)]
     assert_same(run(tmp_path / "replay", ONE, f"{flags} --replay-schedule {save}"), save, STEPS)
 
 
 @pytest.mark.long
-def test_lines_of_two_killed_attempts_do_not_become_a_round(tmp_path):
+def test_records_of_two_killed_attempts_do_not_become_a_round(tmp_path):
     """The first attempt leaves the line of one replica, the second that of the other."""
     flags = f"{RUNS['over-sampling'][0]} --train-iters {HALF + 1} --save-interval {INTERVAL}"
     for replica in (0, 1):
         kill_a_run(tmp_path, flags, killed_at_a_line, replica, replica + 1)
         assert {step for step, _ in rounds_of(tmp_path)} == {*range(1, HALF)} and load_of(tmp_path)
-        assert [line["replica"] for line in lines_of(tmp_path) if line["step"] == HALF] == [1 - replica]
+        assert [each["replica"] for each in records_of(tmp_path) if each["step"] == HALF] == [1 - replica]
     run(tmp_path, TWO, f"{flags} {RECORDED}{load_of(tmp_path)}", seed=3)
     assert_same(run(tmp_path / "replay", ONE, f"{flags} --replay-schedule {tmp_path}"), tmp_path, HALF + 1)

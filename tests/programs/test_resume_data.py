@@ -93,8 +93,9 @@ def test_another_seed_or_tokenizer_is_refused(run, tmp_path):
         f"({inputs()}/tokenizer.model)"
     )
     template = tmp_path / "template.jinja"
-    template.write_text("{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
-                        "{% endfor %}")  # fmt: skip
+    template.write_text(
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    )
     assert message(sft_argv(tmp_path, f"{base} --chat-template {template}")).startswith(
         f"--chat-template {template}: has other content than the checkpoint"
     )

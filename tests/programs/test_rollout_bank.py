@@ -11,7 +11,7 @@ import pytest
 from megarl.errors import UsageError
 from tests.helpers.programs import in_world, metrics, program, rl_argv, samples, timeless
 from tests.helpers.rollout.thinkers import BUDGET, FILES, TEXT, with_thinkers
-from tests.helpers.tiers import by_default
+from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import RankFailed, run_world
 
 FLAGS = "--advantage grpo --kl-coefficient 0 --train-iters 2 --save-interval 1 --rollout-max-requests 4"
@@ -111,20 +111,14 @@ def test_a_killed_generation_is_completed(case, folder, tmp_path):
     assert not list(tmp_path.glob("run-bank/*")), "nothing is kept once a step has its checkpoint"
 
 
-@pytest.mark.long
-def test_another_layout_uses_what_replicas_have_generated(folder, tmp_path):
-    (expected, _), save = whole(folder, ""), tmp_path / "run"
-    files = kill(save, STATIC, 2, (1, 2, 3))
-    assert [path.name for path in files][-1] == "00001-000.log"
-    assert resume(save, "")[2] <= COUNT - 3
+@pytest.mark.parametrize("size", [long(1), 2])
+def test_replicas_draw_what_the_bank_lacks(size, folder, tmp_path):
+    (expected, _), save = whole(folder, STATIC if size == 2 else "", size), tmp_path / "run"
+    assert kill(save, STATIC, 2, (1, 2, 3))[-1].name == "00001-000.log"
+    assert resume(save, "", size)[2] <= COUNT - 3
     assert samples(save, 2) == samples(expected, 2)
-
-
-def test_replicas_draw_what_the_bank_lacks(folder, tmp_path):
-    (expected, _), save = whole(folder, STATIC, 2), tmp_path / "run"
-    kill(save, STATIC, 2, (1, 2, 3))
-    assert resume(save, "", 2)[2] <= COUNT - 3
-    assert_same_results(save, expected)
+    if size == 2:
+        assert_same_results(save, expected)
 
 
 def test_damaged_records_are_generated_again(folder, tmp_path, capfd):

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import shutil
 import time
 from pathlib import Path
@@ -12,7 +11,6 @@ import torch.distributed as dist
 
 from megarl.batch import generated_fields
 from megarl.flags.settings import Settings
-from tests.helpers.checkpoints import WAITING
 from tests.helpers.forked_programs import launch
 from tests.helpers.pages import documents
 from tests.helpers.programs import (
@@ -21,13 +19,11 @@ from tests.helpers.programs import (
     ROOT,
     assert_close,
     in_world,
-    inputs,
     metrics,
     program,
     rl_argv,
     samples,
     train,
-    write_lines,
 )
 from tests.helpers.rollout.engine_records import saved_fields
 from tests.helpers.worlds import run_world
@@ -36,21 +32,11 @@ STEPS = "--train-iters 3 --save-interval 1 --lr-decay-iters 9"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 AHEAD = "--role-map actor=0;critic=0;reward=1;reference=1;rollout=1 --rollout-correction tis --generation-lag 1"
 COARSE = "--reward tests.helpers.programs:coarse_reward"
-TURNS = (
-    "--advantage rloo --kl-coefficient 0 --environment tests.helpers.envs.sum_environments:Sums --max-turns 3"
-    " --max-turn-length 4 --max-response-length 18 --max-tokens-per-microbatch 100"
-)
 FILE = "replica_00000.log"
 RUNS = {  # ranks, flags
     "ppo": (1, GRADED),
     "ahead with experts": (2, f"{GRADED} {AHEAD} {EXPERTS} --router-replay rollout"),
     "experts in two stages": (2, f"{GRADED} --pipeline-model-parallel-size 2 {EXPERTS} --router-replay rollout"),
-    "waiting and partial": (2, f"{WAITING} --max-sampling-rounds 2 --rollout-max-requests 4"),
-    "environment with experts": (
-        1,
-        f"{TURNS} --credit turns {EXPERTS} --router-replay rollout --over-sampling 2"
-        " --partial-rollouts --rollout-correction tis",
-    ),
     "baselines and filter": (1, f"--advantage remax --greedy-baseline --group-filter reward {COARSE}"),
 }
 
@@ -138,93 +124,34 @@ def test_the_python_of_the_page_reads_a_step(folder, tmp_path, monkeypatch):
 
 # -- what is refused -----------------------------------------------------------------------------------------------
 
-ONLY = "--debug-train-only"
 
-
-def error_of(folder: Path, argv: list[str]) -> str:
-    """The error of a run that is refused; warnings, as of the engine's flags, may come before it."""
-    status, _, err = launch(folder, argv)
+def refused(folder: Path, flags: str) -> str:
+    """The one line of a run on the rollouts of "ppo" that is refused before any work; warnings may come before it."""
+    run = saved(folder, "ppo")
+    flags = f"{STEPS} {GRADED} --debug-train-only --load-rollouts {run} {flags}"
+    status, _, err = launch(folder, rl_argv(folder / "refused", flags))
     *warnings, line = err.splitlines()
     assert status == 2 and line.startswith("megarl: error: "), err
     assert all(warning.startswith("megarl: warning: ") for warning in warnings)
+    assert not (folder / "refused").exists()
     return line
 
 
-def refused(folder: Path, flags: str) -> str:
-    """The one line of a run on the rollouts of "ppo" that is refused before any work."""
+def test_steps_that_are_not_there_and_the_runs_own_folder_are_refused(folder):
+    """What else does not fit: tests/unit/rollout/test_rollout_files.py."""
     run = saved(folder, "ppo")
-    argv = rl_argv(folder / "refused", f"{STEPS} {GRADED} {ONLY} --load-rollouts {run} {flags}")
-    line = error_of(folder, argv)
-    assert not (folder / "refused").exists()
-    return line.replace(f"{run}/rollouts/", "").replace(str(run), "RUN")
-
-
-@pytest.mark.parametrize("flags, needle", [
-    ("--train-iters 5", "--load-rollouts RUN: has no step 4, but steps 1-3; the run takes 1-5, those after the"),
-    ("--load-rollouts /dev", "--load-rollouts /dev: holds no rollouts; allowed is the folder of a run with"),
-    ("--samples-per-prompt 3 --minibatch-size 3", "step_00000001: was written with --samples-per-prompt 2; this run"),
-    ("--prompts-per-step 4", "step_00000001: was written with --prompts-per-step 6; this run has 4"),
-    ("--max-response-length 1", "step_00000001: has sequences of 8 tokens; --max-prompt-length + --max-response-len"),
-    ("--greedy-baseline --advantage remax", "step_00000001: was written without --greedy-baseline"),
-    ("--environment guess-number", "step_00000001: was written without --environment"),
-    (f"{EXPERTS} --router-replay rollout --pretrained-checkpoint=", "has routes of no layers; --router-replay"),
-])  # fmt: skip
-def test_rollouts_that_do_not_fit_are_refused_in_one_line(flags, needle, folder):
-    assert needle in refused(folder, flags)
-
-
-def test_rollouts_of_an_environment_are_refused_without_one(folder):
-    flags = f"{STEPS} {ONLY} --load-rollouts {saved(folder, 'environment with experts')}"
-    line = error_of(folder, rl_argv(folder / "refused", f"{flags} --max-response-length 18"))
-    assert line.endswith("step_00000001: was written with --environment")
-
-
-def test_other_prompts_and_the_runs_own_folder_are_refused(folder, tmp_path):
-    lines = (inputs() / "train.jsonl").read_text().splitlines()
-    write_lines(tmp_path / "fewer.jsonl", [json.loads(line) for line in lines[1:]])
-    assert "was written with another --prompts (" in refused(folder, f"--prompts {tmp_path}/fewer.jsonl")
-    run = saved(folder, "ppo")
-    line = error_of(folder, rl_argv(run, f"{STEPS} {GRADED} {ONLY} --load-rollouts {run}/rollouts"))
+    assert f"--load-rollouts {run}: has no step 4, but steps 1-3; the run" in refused(folder, "--train-iters 5")
+    line = refused(folder, f"--save {run} --load-rollouts {run}/rollouts")
     assert f"--load-rollouts {run}/rollouts: is in the earlier run of --save {run}" in line
 
 
-def flip(path: Path):
-    """Changes one byte."""
-    data = bytearray(path.read_bytes())
+def test_content_without_its_checksum_is_refused(folder, tmp_path):
+    step = shutil.copytree(saved(folder, "ppo") / "rollouts", tmp_path / "copy") / "step_00000002"
+    data = bytearray((step / FILE).read_bytes())
     data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def damaged(folder: Path, target: Path, change) -> Path:
-    """A copy of the rollouts of "ppo" with one file changed by `change(path)`."""
-    shutil.copytree(saved(folder, "ppo") / "rollouts", target)
-    change(target / "step_00000002")
-    return target
-
-
-DAMAGE = {
-    "manifest": (lambda step: (step / "manifest.json").write_text("{"), "manifest.json is damaged"),
-    "size": (lambda step: os.truncate(step / FILE, 100), f"{FILE} has 100 bytes, and was written with"),
-    "missing": (lambda step: (step / FILE).unlink(), f"{FILE} is missing"),
-    "content": (lambda step: flip(step / FILE), f"{FILE} is damaged (its content does not have its checksum)"),
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_damaged_rollouts_are_refused_in_one_line(kind, folder, tmp_path):
-    change, needle = DAMAGE[kind]
-    rollouts = damaged(folder, tmp_path / "copy", change)
-    line = refused(folder, f"--load-rollouts {rollouts}")
-    assert f"--load-rollouts {rollouts}/step_00000002: {needle}" in line
-
-
-def test_groups_that_wait_must_be_there(folder):
-    """Step 2 was filled with groups that step 1 had left: its rollout is of no use without them."""
-    run = saved(folder, "waiting and partial")
-    start = saved(folder, "ppo") / "checkpoints" / "step_00000001"
-    flags = f"{STEPS} {RUNS['waiting and partial'][1]} {ONLY} --load-rollouts {run} --load {start}"
-    line = error_of(folder, rl_argv(folder / "refused", flags))
-    assert "5 groups waited from earlier steps when step 2 was generated, and 0 do now" in line
+    (step / FILE).write_bytes(data)
+    says = f"--load-rollouts {step}: {FILE} is damaged (its content does not have its checksum)"
+    assert says in refused(folder, f"--load-rollouts {step.parent}")
 
 
 def generates_late(rank: int, parsed) -> list[bool]:

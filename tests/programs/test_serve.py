@@ -114,7 +114,6 @@ def test_a_seed_gives_one_answer_alone_and_among_many_clients(server):
 
 
 def ends(running) -> list[int]:
-    """The tokenizer's end tokens."""
     from megarl.data.tokenizers import build_tokenizer
 
     return list(build_tokenizer("SentencePieceTokenizer", str(inputs() / "tokenizer.model")).end_ids)

@@ -149,28 +149,14 @@ def children_of(pid: int) -> list:
     return sorted((child for child in children if child.name().startswith("python")), key=lambda child: child.pid)
 
 
-def test_cut_connections_free_the_cache():
-    cut_connections(100)
-
-
-@pytest.mark.long
-def test_a_thousand_cut_connections_free_the_cache():
-    cut_connections(1000)
-
-
-def cut_connections(count: int):
+@pytest.mark.parametrize("count", [100, long(1000)])
+def test_cut_connections_free_the_cache(count):
     with served(small_argv()) as running:
         host, port = running.url.removeprefix("http://").split(":")
         before = running.free_blocks()
         assert before > 0
         for number in range(count):
-            body = {
-                "prompt": [3, 4, 5],
-                "max_tokens": 112,
-                "stream": bool(number % 2),
-                "ignore_eos": True,
-                "n": 1 + number % 3,
-            }
+            body = dict(prompt=[3, 4, 5], max_tokens=112, stream=bool(number % 2), ignore_eos=True, n=1 + number % 3)
             data = json.dumps(body).encode()
             head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
             head = "\r\n".join([*head, f"Content-Length: {len(data)}", "", ""])

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megarl.checkpoint import resume
-from megarl.errors import UsageError
 from megarl.planning import traffic
 from megarl.roles.teacher_prompts import siblings
+from tests.helpers.forked_programs import refusal
 from tests.helpers.programs import (
     GRADED,
     assert_close,
@@ -151,11 +151,9 @@ def named(folder: Path) -> Path:
 
 
 def test_rewards_must_be_known_before_the_teacher_reads(folder, tmp_path):
-    from megarl.trainers.rl_inputs import RLInputs
-
     ahead = "--role-map actor=0;reward=0;teacher=1;rollout=1 --generation-lag 1 --rollout-correction tis"
-    with pytest.raises(UsageError, match="--teacher-context needs the scores of a batch before it is trained on"):
-        RLInputs(program("rl", argv_of(folder, tmp_path, f"--distill loss {GRADED} {ahead}"), 2))
+    line = refusal(argv_of(folder, tmp_path, f"--distill loss {GRADED} {ahead}"), size=2)
+    assert "--teacher-context needs the scores of a batch before it is trained on" in line
 
 
 def test_the_plan_counts_the_rewards_that_the_teacher_gets(folder, tmp_path):

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from tests.helpers.forked_programs import error_line, launch
+from tests.helpers.forked_programs import error_line, launch, refusal
 from tests.helpers.programs import GRADED, metrics, rl_argv, samples, timeless_rows, train
 from tests.helpers.tracked_runs import stored
 
@@ -65,7 +65,7 @@ WRONG = {
 
 @pytest.mark.parametrize("flags", WRONG)
 def test_wrong_flags_are_refused(flags, tmp_path):
-    assert WRONG[flags] in error_line(launch(tmp_path, rl_argv(tmp_path / "run", flags)))
+    assert WRONG[flags] in refusal(rl_argv(tmp_path / "run", flags))
 
 
 def test_a_package_that_is_missing_is_refused_before_work(tmp_path, monkeypatch):

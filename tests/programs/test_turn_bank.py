@@ -63,7 +63,7 @@ CASES = {
     "an agent": ("late_branching", BRANCHES, 1, (0, 2, 20)),
     "an agent with its own stop strings": ("stopping", "", 1, (0, 2, 8)),
     "an agent of two replicas": ("late_branching", BRANCHES, 2, (1, 2, 20)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", by_default(CASES, ("an environment",)))

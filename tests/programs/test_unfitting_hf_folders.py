@@ -10,6 +10,7 @@ from tests.helpers.folders import hf_folders
 from tests.helpers.folders.hf_damage import SINGLE, argv, line_of, smaller_vocabulary
 from tests.helpers.forked_programs import accepted, error_line, refusal
 from tests.helpers.programs import environment
+from tests.helpers.tiers import by_default
 from tests.helpers.worlds import SAFETY_SECONDS
 
 PPO = "--critic-lr 1e-3 --kl-coefficient 0.05"
@@ -21,17 +22,7 @@ MODULES = {"rl": "train_rl", "sft": "train_sft", "reward": "train_reward", "eval
 def folders(tmp_path_factory) -> Path:
     """A folder of folders that no test changes."""
     made = tmp_path_factory.mktemp("folders")
-    for case in (
-        "llama2",
-        "qwen2",
-        "qwen3",
-        "mixtral",
-        "qwen2_moe",
-        "glm4_moe",
-        "llama_reward",
-        "smollm2",
-        "deepseek_v2",
-    ):
+    for case in "llama2 qwen2 qwen3 mixtral qwen2_moe glm4_moe llama_reward smollm2 deepseek_v2".split():
         hf_folders.write_folder(case, made / case)
     smaller_vocabulary(112)(hf_folders.write_folder("llama2", made / "small"))
     (made / "file").write_text("no folder")
@@ -135,7 +126,10 @@ CONTRADICTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case, flags", [(case, flags) for case, each in CONTRADICTIONS.items() for flags in each])
+ROWS = [(case, flags) for case, each in CONTRADICTIONS.items() for flags in each]
+
+
+@pytest.mark.parametrize("case, flags", by_default(ROWS, [(case, CONTRADICTIONS[case][0]) for case in CONTRADICTIONS]))
 def test_flags_that_contradict_the_folder(case, flags, folders, tmp_path):
     line = line_of(tmp_path, folders / case, flags=flags)
     needles = [flags.split()[0], f"config.json of --hf-model {folders / case} describes", "leave the flag out"]

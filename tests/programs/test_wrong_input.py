@@ -13,6 +13,7 @@ from megarl.checkpoint import manifest
 from megarl.trainers import launch as launch_module
 from tests.helpers.forked_programs import accepted, check, error_line, launch, refusal
 from tests.helpers.programs import environment, inputs, rl_argv, sft_argv, train
+from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY_SECONDS
 
 
@@ -27,51 +28,18 @@ def checkpoint(tmp_path_factory) -> Path:
 # -- flags -------------------------------------------------------------------------------------------------------
 
 DISJOINT = "actor=0-1;critic=2;reward=3;reference={}"
+# What `test_bad_input.py` cannot check in one process: ranks, files, and a line of each program.
 FLAGS = {
     "unknown flag": ("--no-such-flag 3", 1, ["--no-such-flag", "unknown"]),
-    "misspelt flag": ("--kl-coeficient 0.1", 1, ["--kl-coeficient", "--kl-coefficient"]),
     "rank outside the world": (f"--role-map {DISJOINT.format(4)}", 4, ["--role-map", "4", "0-3"]),
-    "missing role": ("--role-map actor=0-1;critic=2;reward=3", 4, ["--role-map", "reference"]),
-    "heads not divisible": ("--tensor-model-parallel-size 4 --num-attention-heads 6 --hidden-size 48"
-                            " --num-query-groups 2", 4, ["--num-attention-heads 6", "--tensor-model-parallel-size 4"]),
-    "TP no divisor of the role": (f"--role-map {DISJOINT.format(3)} --critic-tensor-model-parallel-size 2", 4,
-                                  ["critic", "--tensor-model-parallel-size 2", "1 rank"]),
-    "negative clip": ("--clip-range -0.2", 1, ["--clip-range", "-0.2", "above 0"]),
-    "negative upper clip": ("--clip-range-high -1", 1, ["--clip-range-high", "-1", "above 0"]),
-    "negative value clip": ("--value-clip-range -0.2", 1, ["--value-clip-range", "-0.2", "above 0"]),
-    "not a number": ("--gamma high", 1, ["--gamma", "high"]),
-    "unknown reward": ("--reward exakt-match", 1, ["--reward", "exakt-match", "exact-match", "reasoning-gym"]),
-    "reward without function": ("--reward tests.helpers.programs:nothing", 1,
-                                ["--reward tests.helpers.programs:nothing"]),
-    "missing tokenizer": ("--tokenizer-model no/such.model", 1, ["--tokenizer-model no/such.model", "no such file"]),
-    "missing prompts": ("--prompts no/such.jsonl", 1, ["--prompts no/such.jsonl", "no such file"]),
-    "longer than positions": ("--max-position-embeddings 9", 1, ["--max-position-embeddings 9", "10"]),
-    "evaluation of nothing": ("--eval-interval 2", 1, ["--eval-interval 2", "--eval-prompts"]),
-    "prompt too long": ("--max-prompt-length 4", 1,
-                        ["train.jsonl:96: the prompt has 5 tokens", "--max-prompt-length allows 4"]),
-    "mini-batch too large": ("--minibatch-size 13", 1, ["--minibatch-size 13", "12"]),
-    "micro-batch too small": ("--max-tokens-per-microbatch 9", 1, ["--max-tokens-per-microbatch 9", "10"]),
     "micro-batch of a role too small": ("--critic-max-tokens-per-microbatch 9", 1,
                                         ["--critic-max-tokens-per-microbatch 9", "10"]),
-    "routes of a dense model": ("--router-replay rollout", 1, ["--router-replay rollout", "no experts"]),
     "routes of another model": ("--num-experts 4 --router-replay rollout --router-replay-reference"
                                 " --reference-num-experts 8", 1, ["--router-replay-reference", "--num-experts"]),
-    "nothing to verify": ("--verify-weights", 1, ["--verify-weights", "no weight sync to verify"]),
-    "missing checkpoint": ("--load no/such", 1, ["--load no/such", "no such folder"]),
-    "missing weights": ("--pretrained-checkpoint no/such", 1, ["--pretrained-checkpoint no/such", "no such folder"]),
     "other shape": ("--hidden-size 64", 1, ["--pretrained-checkpoint", "[32, 32]", "[32, 64]"]),
-    "critic in the map": (f"--advantage rloo --role-map {DISJOINT.format(3)}", 4, ["--role-map", "'critic'"]),
-    "group of one": ("--advantage reinforce++-baseline --samples-per-prompt 1 --minibatch-size 6", 1,
-                     ["--samples-per-prompt 1", "--advantage reinforce++-baseline"]),
-    "unknown estimator": ("--advantage gea", 1, ["--advantage gea", "gae, grpo", "package.module:function"]),
     "missing reward model": ("--reward model --reward-model no/such", 1, ["--reward-model no/such", "no such folder"]),
     "missing reward tokenizer": ("--reward model --reward-model x --reward-tokenizer-model no/such", 1,
                                  ["--reward-tokenizer-model no/such", "no such file"]),
-    "missing template": ("--chat-template no/such.jinja", 1, ["--chat-template no/such.jinja"]),
-    "weights of the reward model": ("--reward model --reward-model x --reward-pretrained-checkpoint y", 1,
-                                    ["--reward-pretrained-checkpoint", "--reward-model"]),
-    "pattern without an end": ("--reward regex --reward-pattern (", 1, ["--reward-pattern ("]),
-    "missing config": ("--config no/such.yaml", 1, ["--config no/such.yaml"]),
 }  # fmt: skip
 
 
@@ -108,53 +76,7 @@ def test_a_policy_checkpoint_is_not_a_reward_model(checkpoint, tmp_path):
     assert "holds a policy" in refusal(rl_argv(tmp_path / "run", flags))
 
 
-# -- files -------------------------------------------------------------------------------------------------------
-
-
-def prompt_file(folder: Path, text: str) -> str:
-    path = folder / "prompts.jsonl"
-    path.write_text(text, encoding="utf-8")
-    return f"--prompts {path}"
-
-
-LINES = {
-    "malformed line": ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", answer}\n', [":2: malformed JSON"]),
-    "empty file": ("", ["prompts.jsonl", "no prompt"]),
-    "blank lines alone": ("\n\n", ["prompts.jsonl", "no prompt"]),
-    "long prompt": ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "10+10+10=", "answer": "30"}\n',
-                    [":2: the prompt has 9 tokens", "--max-prompt-length allows 6"]),
-    "no answer": ('{"prompt": "1+1="}\n', [":1:", "exact-match", "answer"]),
-    "unknown field": ('{"prompt": "1+1=", "anwser": "2"}\n', [":1: unknown field 'anwser'"]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", LINES)
-@pytest.mark.parametrize("flag", ["--prompts", "--eval-prompts"])
-def test_wrong_prompt_files(case, flag, tmp_path):
-    text, needles = LINES[case]
-    flags = prompt_file(tmp_path, text).replace("--prompts", flag)
-    line = refusal(rl_argv(tmp_path / "run", flags))
-    assert all(needle in line for needle in [f"{flag} {tmp_path}", *needles]), line
-
-
-def test_a_file_that_is_not_a_tokenizer(tmp_path):
-    (tmp_path / "bad.model").write_bytes(b"no model")
-    line = refusal(rl_argv(tmp_path / "run", f"--tokenizer-model {tmp_path}/bad.model"))
-    assert f"--tokenizer-model {tmp_path}/bad.model: not a SentencePiece model file" in line
-
-
-@pytest.mark.parametrize("text, needle", [
-    ("lr: [1e-3\nseed: 2\n", "not YAML"),
-    ("just words\n", "mapping"),
-    ("no-such-flag: 3\n", "--no-such-flag: unknown flag"),
-    ("no-such-flag: false\n", "--no-such-flag: unknown flag"),
-    ("clip-range: -1\n", "--clip-range -1"),
-])  # fmt: skip
-def test_wrong_config_files(text, needle, tmp_path):
-    (tmp_path / "run.yaml").write_text(text)
-    line = refusal(rl_argv(tmp_path / "run", f"--config {tmp_path}/run.yaml"))
-    assert needle in line
-
+# -- files -----------------------------------------------------------------------------------------------------
 
 SET = "is set in {file}; "
 RECORDED = "--generation-lag 1 --rollout-correction tis --generation-schedule recorded"
@@ -195,31 +117,9 @@ def test_a_save_path_that_cannot_be_a_folder(name, argv, tmp_path):
         assert f"--save {path}" in line
 
 
-@pytest.mark.parametrize("flags, needles", [
-    ("--prompts no/such.jsonl", ["--prompts no/such.jsonl", "no such file"]),
-    ("--max-response-length 2", ["train.jsonl:19: the response has 3 tokens", "--max-response-length allows 2"]),
-    ("--max-position-embeddings 9", ["--max-position-embeddings 9", "10"]),
-    ("--max-tokens-per-microbatch 9", ["--max-tokens-per-microbatch 9", "10"]),
-    ("--eval-interval 3", ["--eval-interval 3", "--eval-prompts"]),
-    ("--save-interval -3", ["--save-interval -3"]),
-    ("--global-batch-size 0", ["--global-batch-size 0"]),
-    ("--gamma 0.5", ["--gamma", "unknown"]),
-    ("--pretrained-checkpoint no/such", ["--pretrained-checkpoint no/such"]),
-])  # fmt: skip
-def test_wrong_input_to_supervised_training(flags, needles, tmp_path):
-    line = refusal(sft_argv(tmp_path / "run", flags), "sft")
-    assert all(needle in line for needle in needles), line
-
-
 SHAPE = "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --max-prompt-length 6 --max-response-length 4"
-MISSING = f"{SHAPE} --tokenizer-model no/such --prompts no/such"
 MISSING_POLICY = f"{SHAPE} --tokenizer-model no/such --load no/such"
-FLAGS_FIRST = {
-    "rl": (MISSING, ["--critic-max-position-embeddings 9", "--reward os:no_such", "--reward regex --reward-pattern (",
-                     "--reward format --reward-format [", "--environment no.such:thing",
-                     "--position-embedding-type learned_absolute --max-position-embeddings 9"]),
-    "sft": (MISSING, ["--max-position-embeddings 9", "--target-eval-loss 1", "--export-hf --save x"]),
-    "reward": (MISSING, ["--reward-max-position-embeddings 9", "--eval-interval 2", "--max-tokens-per-microbatch 19"]),
+FLAGS_FIRST = {  # the other programs': test_bad_input.py
     "evaluate": (f"{MISSING_POLICY} --eval-prompts no/such",
                  ["--max-position-embeddings 9", "--reward os:no_such", "--environment no.such:thing", "--eval-k 0",
                   "--rollout-server nowhere"]),
@@ -269,7 +169,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("case", DAMAGES)
-@pytest.mark.parametrize("flag", ["--load", "--pretrained-checkpoint"])
+@pytest.mark.parametrize("flag", ["--load", long("--pretrained-checkpoint")])
 def test_damaged_checkpoints(case, flag, tmp_path, checkpoint):
     damage, needle = DAMAGES[case]
     copy = damaged(tmp_path, checkpoint, damage)

@@ -51,28 +51,11 @@ DELTA_NET = {"num_hidden_layers": 4, "head_dim": 32, "linear_conv_kernel_dim": 4
 
 
 # Layers of one half each, with a name and further fields.
+EXPERTS = {"n_routed_experts": 8, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48}
 NEMOTRON_H: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("M-M*-", {}),
-    "nemotron_h_moe": (
-        "ME*MEM",
-        {
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "moe_shared_expert_intermediate_size": 48,
-            "routed_scaling_factor": 2.5,
-        },
-    ),
-    "nemotron_h_latent": (
-        "ME*E",
-        {
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 32,
-            "moe_shared_expert_intermediate_size": 48,
-            "moe_latent_size": 40,
-        },
-    ),
+    "nemotron_h_moe": ("ME*MEM", EXPERTS | {"num_experts_per_tok": 2, "routed_scaling_factor": 2.5}),
+    "nemotron_h_latent": ("ME*E", EXPERTS | {"num_experts_per_tok": 3, "moe_latent_size": 40}),
 }
 
 

@@ -124,11 +124,7 @@ def main(argv: list[str]) -> int:
         parser.add_argument(f"--{name}", type=Path, required=True)
     chosen = parser.parse_args(argv)
     (cli,) = chosen.openrlhf.rglob("openrlhf/cli/train_ppo_ray.py")
-    content = {
-        "trl": trl(chosen.trl),
-        "openrlhf": arguments(cli),
-        "slime": slime(chosen.slime),
-    }
+    content = {"trl": trl(chosen.trl), "openrlhf": arguments(cli), "slime": slime(chosen.slime)}
     STORED.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
     return 0
 

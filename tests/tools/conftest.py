@@ -11,3 +11,22 @@ def sums(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sums")
     assert make(folder, *SUMS, *SHORT) == 0
     return folder
+
+
+@pytest.fixture
+def refusal(request, capsys):
+    """The one line with which the tool of a test file refuses its arguments."""
+
+    def said(main, *arguments, **options) -> str:
+        try:
+            status = main(*arguments, **options)
+        except SystemExit as ended:
+            status = ended.code
+        printed = capsys.readouterr()
+        *usage, line = printed.err.splitlines()
+        assert (status, printed.out) == (2, "") and line.isprintable()
+        name = request.path.stem.removeprefix("test_")
+        assert usage[0].startswith("usage: ") if usage else line.startswith(f"{name}: ")
+        return line
+
+    return said

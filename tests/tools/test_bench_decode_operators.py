@@ -64,10 +64,8 @@ def test_a_small_engine():
     json.dumps(row)
 
 
-def test_wrong_flags(capsys):
+def test_wrong_flags(refusal):
     cases = ((["--requests", "4,some"], "--requests 4,some: allowed are whole numbers above 0, separated by commas"),
              (["--layers", "1"], "--layers 1 --rounds 5: allowed are at least 2 layers and 1 round"))  # fmt: skip
     for argv, message in cases:
-        with pytest.raises(SystemExit) as ended:
-            decode_operators.main(argv)
-        assert ended.value.code == 2 and message in capsys.readouterr().err
+        assert message in refusal(decode_operators.main, argv)

@@ -152,20 +152,16 @@ def test_numbers_and_tables(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("bench", [rollout, step, logprob])
-def test_wrong_flags(bench, capsys):
+def test_wrong_flags(bench, refusal):
     for argv, message in ((["--case", "fast"], "'fast'"), (["--rounds", "0"], "--rounds 0: must be at least 1")):
-        with pytest.raises(SystemExit) as ended:
-            bench.main(argv)
-        assert ended.value.code == 2 and message in capsys.readouterr().err
+        assert message in refusal(bench.main, argv)
 
 
-def test_wrong_peers(capsys):
+def test_wrong_peers(refusal):
     cases = ((["--peers", "hf,tgi"], "--peers tgi: allowed are hf, hf-batch"),
              (["--vllm-python", "no-such-python"], "--vllm-python no-such-python: no such program"))  # fmt: skip
     for argv, message in cases:
-        with pytest.raises(SystemExit) as ended:
-            rollout.main(argv)
-        assert ended.value.code == 2 and message in capsys.readouterr().err
+        assert message in refusal(rollout.main, argv)
 
 
 def test_peers_that_are_missing(capsys):
@@ -193,11 +189,9 @@ def test_lora_step_has_the_same_work_on_both_sides(tmp_path):
         assert lora_step.is_right(response, "42") == right
 
 
-def test_lora_step_needs_a_model_and_both_libraries(tmp_path, monkeypatch, capsys):
-    with pytest.raises(SystemExit) as ended:
-        lora_step.main(["--model", str(tmp_path)])
-    assert ended.value.code == 2
-    assert f"--model {tmp_path}: no Hugging Face folder, it has no config.json" in capsys.readouterr().err
+def test_lora_step_needs_a_model_and_both_libraries(tmp_path, monkeypatch, refusal):
+    line = refusal(lora_step.main, ["--model", str(tmp_path)])
+    assert f"--model {tmp_path}: no Hugging Face folder, it has no config.json" in line
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(lora_step, "PEERS", ("torch", "no_such_library"))
     with pytest.raises(common.Unusable, match=r"pip install megarl\[bench\]"):

@@ -47,11 +47,9 @@ def test_different_responses_are_not_compared():
     assert run_world(different, 1) == ["turns.py: responses with reuse differ from those without"]
 
 
-def test_wrong_flags(capsys):
+def test_wrong_flags(refusal):
     cases = (("--turns 0", "--turns 0: must be at least 1"), ("--rounds 0", "--rounds 0: must be at least 1"),
              ("--observations 9-5", "--observations 9-5: allowed is MIN-MAX, at least 1"),
              ("--observations 7", "--observations 7: allowed is MIN-MAX, at least 1"))  # fmt: skip
     for flags, message in cases:
-        with pytest.raises(SystemExit) as ended:
-            turns.parse(flags.split())
-        assert ended.value.code == 2 and message in capsys.readouterr().err
+        assert message in refusal(turns.parse, flags.split())

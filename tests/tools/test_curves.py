@@ -130,15 +130,13 @@ def test_a_small_gain_is_an_exit_status(least, status, tmp_path, capsys):
     ("--out o --runs a", "a: allowed is NAME=DIR, the folder of a run with metrics.jsonl and settings.yaml"),
     ("--out o --runs a=no", "a=no: allowed is NAME=DIR"),
 ])  # fmt: skip
-def test_wrong_use_is_reported_in_one_line(flags, says, capsys, tmp_path, monkeypatch):
+def test_wrong_use_is_reported_in_one_line(flags, says, refusal, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert curves.main(flags.split()) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and says in printed.err and len(printed.err.splitlines()) == 1
+    assert says in refusal(curves.main, flags.split())
     assert not list(tmp_path.iterdir())
 
 
-def test_runs_that_are_there_are_drawn(tmp_path, capsys):
+def test_runs_that_are_there_are_drawn(tmp_path, capsys, refusal):
     named = []
     for name, seed, last in (("one", 4, 0.75), ("one", 2, 0.5), ("two", 2, 0.9)):
         folder = write_run(tmp_path / f"{name}{seed}", {0: 0.25, 5: last}, steps=5)
@@ -151,8 +149,8 @@ def test_runs_that_are_there_are_drawn(tmp_path, capsys):
         ("one", 4, [0.25, 0.75]), ("one", 2, [0.25, 0.5]), ("two", 2, [0.25, 0.9])
     ]  # fmt: skip
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"curves.png", "curves.json"}
-    assert curves.main(["--out", str(tmp_path / "out"), "--runs", *named, "--metrics", "rollout/tokens", "kl"]) == 2
-    assert capsys.readouterr().err == "curves: --metrics kl: no run has it in its second half\n"
+    argv = ["--out", str(tmp_path / "out"), "--runs", *named, "--metrics", "rollout/tokens", "kl"]
+    assert refusal(curves.main, argv) == "curves: --metrics kl: no run has it in its second half"
 
 
 def test_complete_runs_are_not_repeated(tmp_path):

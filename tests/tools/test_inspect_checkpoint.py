@@ -47,13 +47,9 @@ def as_json(capsys, *argv) -> tuple[int, dict]:
     return status, json.loads(out)
 
 
-def error(capsys, *argv) -> str:
-    """The one line of wrong input."""
-    assert inspect_checkpoint.main([str(word) for word in argv]) == 2
-    printed = capsys.readouterr()
-    (line,) = printed.err.splitlines()
-    assert printed.out == "" and line.startswith("inspect_checkpoint: ") and line.isprintable()
-    return line
+@pytest.fixture
+def error(refusal):
+    return lambda *argv: refusal(inspect_checkpoint.main, [str(word) for word in argv])
 
 
 def step(run, number: int):
@@ -193,14 +189,14 @@ def test_a_peft_adapter(tmp_path, capsys):
     assert status == 1 and len(found["diff"]["other_shape"]) == 4 and found["diff"]["groups"] == []
 
 
-def test_a_file_that_would_run_code_is_refused_in_one_line(run, tmp_path, capsys):
+def test_a_file_that_would_run_code_is_refused_in_one_line(run, tmp_path, error):
     mark = tmp_path / "mark"
 
     def attack(target):
         (target / ".metadata").write_bytes(pickle.dumps(Attack(mark)))
         return True
 
-    line = error(capsys, changed(step(run, 2), tmp_path / "hostile", attack))
+    line = error(changed(step(run, 2), tmp_path / "hostile", attack))
     assert "names pathlib" in line and not mark.exists()
 
 
@@ -216,25 +212,24 @@ def cut_data(target):
     return True
 
 
-def test_damage_gives_one_line(run, tmp_path, capsys):
-    assert "__0_0.distcp has" in error(capsys, changed(step(run, 2), tmp_path / "truncated", truncate))
-    assert "cannot be read" in error(capsys, changed(step(run, 2), tmp_path / "cut", cut_data), "--verify")
-    no_json = changed(
-        step(run, 2), tmp_path / "manifest", lambda target: (target / "manifest.json").write_text("{") * 0
-    )
-    assert "manifest.json is damaged" in error(capsys, no_json)
+def test_damage_gives_one_line(run, tmp_path, error):
+    assert "__0_0.distcp has" in error(changed(step(run, 2), tmp_path / "truncated", truncate))
+    assert "cannot be read" in error(changed(step(run, 2), tmp_path / "cut", cut_data), "--verify")
+    name = "manifest.json"
+    no_json = changed(step(run, 2), tmp_path / "manifest", lambda target: (target / name).write_text("{") * 0)
+    assert "manifest.json is damaged" in error(no_json)
     folder = hf_folders.write_folder("llama3", tmp_path / "hf")
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    assert "is no readable safetensors file" in error(capsys, folder)
+    assert "is no readable safetensors file" in error(folder)
     (adapter(tmp_path / "adapter") / "adapter_model.safetensors").unlink()
-    assert "adapter_model.safetensors is missing" in error(capsys, tmp_path / "adapter")
+    assert "adapter_model.safetensors is missing" in error(tmp_path / "adapter")
 
 
-def test_wrong_input_gives_one_line(run, tmp_path, capsys):
-    assert "nowhere: no such folder; allowed is a run's folder" in error(capsys, tmp_path / "nowhere")
-    assert "holds no complete checkpoint" in error(capsys, tmp_path)
+def test_wrong_input_gives_one_line(run, tmp_path, error):
+    assert "nowhere: no such folder; allowed is a run's folder" in error(tmp_path / "nowhere")
+    assert "holds no complete checkpoint" in error(tmp_path)
     folder = hf_folders.write_folder("llama3", tmp_path / "hf")
-    line = error(capsys, run, "--diff", folder)
+    line = error(run, "--diff", folder)
     assert "--diff" in line and "tools/convert.py verify compares" in line
-    assert "--diff" in error(capsys, run, "--diff", tmp_path / "nowhere")
+    assert "--diff" in error(run, "--diff", tmp_path / "nowhere")

@@ -96,7 +96,7 @@ def test_the_seed_chooses(tmp_path, task):
     assert (tmp_path / "a" / "prompts.json").read_bytes() == (tmp_path / "b" / "prompts.json").read_bytes()
 
 
-def test_wrong_use_is_one_line(tmp_path, capsys):
+def test_wrong_use_is_one_line(tmp_path, refusal):
     (tmp_path / "file").write_text("")
     usual = ["--task", "frozen-lake", "--train", "5", "--heldout", "5", "--out", str(tmp_path / "x")]
     for arguments, message in [
@@ -108,7 +108,5 @@ def test_wrong_use_is_one_line(tmp_path, capsys):
         ([*usual, "--out", str(tmp_path / "file")], f"--out {tmp_path}/file: cannot be written"),
         ([], "required: --task"),
     ]:
-        assert make_agent_prompts.main(arguments) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("make_agent_prompts: ") and message in error and error.count("\n") == 1
+        assert message in refusal(make_agent_prompts.main, arguments)
     assert not (tmp_path / "x").exists()

@@ -126,8 +126,5 @@ def test_a_held_out_question_among_training_prompts_is_an_exit_status(prompt, qu
     ([], {"words": [*WORDS, "stone"]}, "prompts.jsonl:6: repeats the prompt of line 1"),
     (["--samples", "gone.jsonl"], {}, "--samples gone.jsonl: cannot be read"),
 ])  # fmt: skip
-def test_wrong_use_is_reported_in_one_line(flags, change, says, tmp_path, capsys):
-    assert make(tmp_path, *flags, **change) == 2
-    printed = capsys.readouterr()
-    assert says in printed.err and printed.err.startswith("make_preferences: ") and printed.err.count("\n") == 1
-    assert printed.out == "" and not (tmp_path / "out").exists()
+def test_wrong_use_is_reported_in_one_line(flags, change, says, tmp_path, refusal):
+    assert says in refusal(make, tmp_path, *flags, **change) and not (tmp_path / "out").exists()

@@ -51,14 +51,12 @@ def test_the_reward_that_is_named_reads_the_last_number():
         assert verify(Sample("What is 6 * 7?", response, "42")).reward == reward, response
 
 
-def test_wrong_use_is_one_line(tmp_path, capsys):
+def test_wrong_use_is_one_line(tmp_path, refusal):
     (tmp_path / "file").write_text("")
     for arguments, message in [
         (["--out", str(tmp_path / "x"), "--seed", "-1"], "--seed -1: must not be negative"),
         (["--out", str(tmp_path / "file")], f"--out {tmp_path}/file: cannot be written"),
         ([], "required: --out"),
     ]:
-        assert make_products.main(arguments) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("make_products: ") and message in error and error.count("\n") == 1
+        assert message in refusal(make_products.main, arguments)
     assert not (tmp_path / "x").exists()

@@ -41,5 +41,5 @@ def test_tests_come_by_their_path_by_planted_faults_by_imports_and_by_names_in_s
     assert capsys.readouterr().out.splitlines() == [line for line in wanted if line[0] == "0"]
 
 
-def test_a_file_that_is_none_is_refused(tree, capsys):
-    assert tests_of.main([str(tree / "none.py")]) == 2 and capsys.readouterr().err.startswith("tests_of: error: ")
+def test_a_file_that_is_none_is_refused(tree, refusal):
+    assert refusal(tests_of.main, [str(tree / "none.py")]).startswith("tests_of: error: ")

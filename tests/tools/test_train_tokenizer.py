@@ -77,16 +77,13 @@ def test_sentencepiece_with_special_tokens(data):
         (["--kind", "words"], 300, "invalid choice: 'words'"),
     ],
 )
-def test_wrong_options_are_one_line(data, capsys, options, size, message):
-    assert run(data, "a", *options, size=size) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("train_tokenizer: ") and message in error and error.count("\n") == 1
-    assert not (data / "a").exists()
+def test_wrong_options_are_one_line(data, refusal, options, size, message):
+    assert message in refusal(run, data, "a", *options, size=size) and not (data / "a").exists()
 
 
-def test_a_template_without_the_end_token_is_rejected_before_anything_is_written(data, capsys):
-    assert run(data, "a", "--kind", "bpe", "--chat-template", data / "t.jinja") == 2
-    assert "ends without the tokenizer's EOS '</s>'" in capsys.readouterr().err
+def test_a_template_without_the_end_token_is_rejected_before_anything_is_written(data, refusal):
+    line = refusal(run, data, "a", "--kind", "bpe", "--chat-template", data / "t.jinja")
+    assert "ends without the tokenizer's EOS '</s>'" in line
     assert not (data / "a").exists()
     assert run(data, "a", "--kind", "bpe", "--chat-template", data / "plain.jinja") == 0
 
@@ -143,23 +140,20 @@ def test_byte_fallback_spells_unknown_characters(sums, tmp_path):
     assert plain.decode(plain.encode("7 × é")) != "7 × é"
 
 
-def test_tokenizer_errors_are_one_line(sums, tmp_path, capsys):
+def test_tokenizer_errors_are_one_line(sums, tmp_path, refusal):
     odd = tmp_path / "odd.jsonl"
     odd.write_text(json.dumps({"prompt": "a\u2581b"}))
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"prompt": "a"}\n{')
     (tmp_path / "file").write_text("")
-    for expected, arguments in [
+    for expected, (prefix, path, vocab_size) in [
         ("--vocab-size 8: too small", (tmp_path / "tok", sums / "train.jsonl", 8)),
         ("cannot represent 'a\u2581b'", (tmp_path / "tok", odd, 32)),
         (f"--input {broken}:2: malformed JSON", (tmp_path / "tok", broken, 32)),
         ("--input gone.jsonl: no such file", (tmp_path / "tok", "gone.jsonl", 32)),
         ("cannot be written", (tmp_path / "file" / "tok", sums / "train.jsonl", 32)),
     ]:
-        prefix, path, vocab_size = arguments
-        assert train_on(prefix, path, vocab_size=vocab_size) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("train_tokenizer: ") and expected in error and error.count("\n") == 1
+        assert expected in refusal(train_on, prefix, path, vocab_size=vocab_size)
     assert not (tmp_path / "tok.model").exists()
 
 

@@ -253,13 +253,10 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_input_gives_one_line(case, tmp_path, capsys, monkeypatch):
+def test_wrong_input_gives_one_line(case, tmp_path, refusal, monkeypatch):
     argv, expected = WRONG[case]
     run = write(tmp_path / "run")
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    assert watch.main([str(run) if word == "RUN" else word for word in argv]) == 2
-    printed = capsys.readouterr()
-    (line,) = printed.err.splitlines()
-    assert line.startswith("watch: ") and expected in line and printed.out == ""
+    assert expected in refusal(watch.main, [str(run) if word == "RUN" else word for word in argv])
     assert status_file.NAME == "status.json"

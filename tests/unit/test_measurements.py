@@ -1,7 +1,6 @@
 """Names and values that become metrics: one rule, whoever gives them."""
 
 import json
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -11,14 +10,12 @@ from megarl.confine import children
 from megarl.environments.agents.agent import observation_of
 from megarl.environments.journal import _entry_of
 from megarl.environments.protocol import Observation, checked
-from megarl.environments.sessions.front import _parts
-from megarl.environments.sessions.registry import Registry
-from megarl.measurements import MAX_NAME, MAX_PARTS, MAX_VALUE, NamesOfRun, is_metric, is_name, parts_of, value_of
+from megarl.environments.sessions.front import Registry, _parts
+from megarl.measurements import MAX_NAME, MAX_PARTS, MAX_VALUE, is_metric, is_name, parts_of, value_of
 from megarl.rewards.base import Sample, Score, Verifier, grouped
 from megarl.rewards.isolated import Scorer
 from megarl.rewards.remote import _score
 from megarl.rollout.episodes.results import observations_of
-from megarl.rollout.episodes.statistics import EpisodeStatistics, metrics_of
 from megarl.serving.errors import RequestError
 
 # Names of subjects and metrics in published benchmarks and tools.
@@ -142,23 +139,3 @@ def test_drivers_cannot_make_columns_without_end(registry):
     assert said(lambda: _parts({"new": 1.0}, registry)) == "the run has 64 names of parts already; one more is 'new'"
     assert said(lambda: _parts({"s0_0": 1.0, "new": 1.0}, registry))
     assert _parts({"s0_0": 0.5, "s7_7": 1.0}, registry) == {"s0_0": 0.5, "s7_7": 1.0}
-
-
-def test_a_run_keeps_its_first_names(capsys):
-    replica = SimpleNamespace(dp_all_reduce=lambda total: total, gather_replicas=lambda parts: [parts], dp_rank=0)
-    known = NamesOfRun()
-
-    def metrics(first: int, count: int) -> list[str]:
-        statistics = EpisodeStatistics()
-        statistics.counts["episodes"] = 2.0
-        statistics.parts |= {f"n{i:03}": 1.0 for i in range(first, first + count)}
-        found = metrics_of(statistics, replica, known)
-        return [name.removeprefix("environment/reward/n") for name in found if "/reward/" in name]
-
-    assert metrics(50, 60) == [f"{i:03}" for i in range(50, 110)] and capsys.readouterr().err == ""
-    assert metrics(0, 60) == [f"{i:03}" for i in [*range(4), *range(50, 60)]]
-    assert capsys.readouterr().err == (
-        "megarl: warning: environments have given more than 64 names of parts; metrics have the first 64, without "
-        "'n004' and others\n"
-    )
-    assert len(metrics(0, 60)) == 14 and capsys.readouterr().err == ""

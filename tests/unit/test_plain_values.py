@@ -11,7 +11,7 @@ from megarl.data.conversations import Encoder
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizers import build_tokenizer
-from megarl.environments.agents.dialect import respond
+from megarl.environments.agents.dialect import streamed
 from megarl.observe.files import json_bytes
 from megarl.plain_values import is_unicode, whole_unicode
 from megarl.serving.answers import event
@@ -63,9 +63,8 @@ def test_answers_have_them_as_escapes():
     content = {"template": "{{ 'é\ud800' }}"}
     for body in (
         JSONResponse(content).body,
-        respond([content]).body,
         event(content).removeprefix(b"data: "),
-        respond([("message", content)], True, b"").body.removeprefix(b"event: message\ndata: "),
+        streamed([content]).body.removeprefix(b"data: "),
         json_bytes(content),
     ):
         assert json.loads(body.decode()) == content and "é".encode() in body

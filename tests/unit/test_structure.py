@@ -105,11 +105,13 @@ def test_algorithms_import_only_torch_and_the_standard_library():
 
 @pytest.mark.parametrize("modules", [
     "megarl.environments.worker, megarl.environments.pool, megarl.environments.loading",
+    "megarl.tool_formats.chosen_format, megarl.environments.turn_parsing",
     "megarl.train_rl, megarl.train_sft, megarl.train_reward, megarl.train_preference, megarl.evaluate, megarl.serve",
 ])  # fmt: skip
 def test_what_starts_fast_needs_no_torch(modules):
-    """Workers with environments, and programs until their flags are read."""
-    code = f"import sys, {modules}; print({{'torch', 'megatron', 'numpy'}} & set(sys.modules))"
+    """Workers with environments, formats of their calls, and programs until their flags are read."""
+    libraries = {"torch", "megatron", "numpy", "transformers", *(["jinja2"] if "tool_formats" in modules else [])}
+    code = f"import sys, {modules}; print({libraries} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == "set()\n"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from megarl.mcore.kernels import native
+from megarl.mcore.kernels.linear import weight_gradient
 from tools.bench import common
 
 SIZES = {  # rows, K, N
@@ -26,9 +27,9 @@ def sides(rows: int, inner: int, columns: int) -> dict:
     """Kind of product -> (compiled kernel, BLAS), functions without arguments."""
     x, weight, grad = torch.randn(rows, inner), torch.randn(columns, inner), torch.randn(rows, columns)
     return {
-        "forward": (lambda: native.ops.linear(x, weight, None), lambda: x @ weight.t()),
-        "input gradient": (lambda: native.ops.linear(grad, weight.t(), None), lambda: grad @ weight),
-        "weight gradient": (lambda: native.ops.weight_gradient(grad, x), lambda: grad.t() @ x),
+        "forward": (lambda: native.ops.linear(x, weight, None, None), lambda: x @ weight.t()),
+        "input gradient": (lambda: native.ops.linear(grad, weight.t(), None, None), lambda: grad @ weight),
+        "weight gradient": (lambda: weight_gradient(grad, x), lambda: grad.t() @ x),
     }
 
 

@@ -53,9 +53,9 @@ class BothEngines:
             del self.rows[before:]
         return batch
 
-    def __call__(self, rollout: Rollout, requests, sampling, records_routes, early_stop, banked, sender):
-        """The completions of the speculative engine, by sequence id."""
-        if early_stop is not None or banked is not None or sender is not None or not rollout.is_static:
+    def __call__(self, rollout: Rollout, round_, *others):
+        """Leaves the responses of the speculative engine."""
+        if round_.wanted is not None or rollout.bank is not None or round_.sender is not None or not rollout.is_static:
             raise Unusable(
                 "speculative.py: one replica, without --over-sampling, --rollout-bank and judges, can be compared"
             )
@@ -67,14 +67,14 @@ class BothEngines:
             rollout.engine = engines[side]
             self._steps[side].clear()
             started = time.perf_counter()
-            found[side] = self._run_engine(rollout, requests, sampling, records_routes, None, None, None)
+            self._run_engine(rollout, round_, *others)
             row[side] = {"s": time.perf_counter() - started, "steps": len(self._steps[side])}
             row[side]["requests"] = sum(self._steps[side])
+            found[side] = {i: response.completion() for i, response in round_.requests.responses.items()}
         if found[PLAIN] != found[DRAFTS]:
             raise Unusable("speculative.py: responses with drafts differ from those without")
         rollout.engine = self._speculative
         self.rows.append(row)
-        return found[DRAFTS]
 
     def _prepare(self, rollout: Rollout):
         from megarl.mcore.inference.engine import RolloutEngine

@@ -150,9 +150,9 @@ def real_advantages(responses: MinibatchResponses, options: RealOptions) -> Tens
     is the number of the group's responses with tokens. As in the paper's code, a group without both kinds has no
     gradient, but counts in the mean.
     """
-    where = responses.mask, responses.cu_seqlens
-    counts = response_counts(*where)
-    means = [sums_by_sequence(x.double(), *where) / counts.clamp(min=1) for x in responses[:2]]
+    mask, cu_seqlens = responses.mask, responses.cu_seqlens
+    counts = response_counts(mask, cu_seqlens)
+    means = [sums_by_sequence(x.double(), mask, cu_seqlens) / counts.clamp(min=1) for x in responses[:2]]
     scores, signs = means[0] / options.tau, means[1].sign()
     weights = (-signs * scores).clamp(-_REAL_LIMIT, _REAL_LIMIT).exp()
     kinds = torch.stack([signs > 0, signs < 0, counts > 0]).double()
@@ -161,4 +161,4 @@ def real_advantages(responses: MinibatchResponses, options: RealOptions) -> Tens
     good, bad, size, sum_of_good, sum_of_bad = responses.total(table)[:, responses.groups]
     sums = torch.where(signs > 0, sum_of_good, sum_of_bad)
     factors = torch.where((good > 0) & (bad > 0), size / options.tau * weights / (1 + sums), 0.0)
-    return broadcast_to_tokens(signs * factors, *where).to(responses.advantages.dtype)
+    return broadcast_to_tokens(signs * factors, mask, cu_seqlens).to(responses.advantages.dtype)

@@ -17,15 +17,11 @@ class GymnasiumEnvironment(BaseEnvironment):
 
     `actions` are the words for the actions of a `Discrete` space, in its order; without them, an action is its number.
     The first word (or number) of a turn is its action; in a `Text` space it is the whole turn. `parse_action` makes an
-    action of a text instead and raises ValueError if it cannot. A turn without an action changes nothing but is
-    answered with the actions that there are. `render_text` makes a text of an observation; the first one is added to
-    the prompt as a message of the user. Rewards are the environment's.
+    action of a text instead and raises ValueError if it cannot. A turn without an action is answered with the actions
+    that there are. `render_text` makes a text of an observation; the first one is added to the prompt.
 
     The environment must be a function of its seed and the actions, as gymnasium demands; otherwise set `replayable` to
-    False in a subclass.
-
-    Raises:
-        UsageError: gymnasium is not installed.
+    False in a subclass. UsageError without gymnasium.
     """
 
     def __init__(
@@ -42,7 +38,6 @@ class GymnasiumEnvironment(BaseEnvironment):
         self.env: Any = None
 
     def reset(self, task: Task) -> Observation:
-        """Makes the environment and gives it the task's seed."""
         options = {**self._options, **self.options(task)}
         self.env = self._gymnasium.make(self._make, **options) if isinstance(self._make, str) else self._make(**options)
         observation, _ = self.env.reset(seed=task.seed & _SEEDS)
@@ -53,7 +48,6 @@ class GymnasiumEnvironment(BaseEnvironment):
         return {}
 
     def step(self, turn: Turn) -> Observation:
-        """Takes the turn's action."""
         try:
             action = self._parse(turn.content)
         except ValueError as error:
@@ -93,8 +87,7 @@ class GymnasiumEnvironment(BaseEnvironment):
 class FrozenLake(GymnasiumEnvironment):
     """gymnasium's 4x4 FrozenLake without slipping: `left`, `down`, `right`, `up`, from S to G without falling in an H.
 
-    The task's metadata may give another `map`, a list of rows. Observations are the position, as `row 0, column 0`. The
-    reward is 1 at the goal.
+    The task's metadata may give another `map`, a list of rows. Observations are the position; the reward is 1 at G.
     """
 
     WORDS = ("left", "down", "right", "up")
@@ -103,7 +96,6 @@ class FrozenLake(GymnasiumEnvironment):
         super().__init__("FrozenLake-v1", self.WORDS, render_text=self._position, is_slippery=False)
 
     def options(self, task: Task) -> dict[str, Any]:
-        """The map."""
         rows = task.metadata.get("map")
         return {"map_name": "4x4"} if rows is None else {"desc": _checked_map(rows)}
 

@@ -20,13 +20,9 @@ class OpenEnvEnvironment(BaseEnvironment):
     `action` makes the fields of the environment's action of what the policy wrote, and raises ValueError if it cannot;
     an action that the server finds invalid is answered with the reason, too. Without `action` the policy plays by tool
     calls: the server's tools are offered to it, and a turn that calls none ends the episode. `render_text` makes a text
-    of the fields of an observation. Rewards and the end are the server's.
+    of the fields of an observation. `replayable`: the same seed and actions give the same observations, and do no harm.
 
-    `replayable`: the server's environment gives the same observations for the same seed and actions, and repeating
-    actions does no harm.
-
-    Raises:
-        UsageError: the package websockets is not installed, or the url is none of these.
+    UsageError without the package websockets, or for another url.
     """
 
     def __init__(
@@ -45,7 +41,6 @@ class OpenEnvEnvironment(BaseEnvironment):
         self._connection: Any = None
 
     async def reset(self, task: Task) -> Observation:
-        """Connects, and begins with the task's seed."""
         proxy = {"proxy": None} if self._local else {}
         self._connection = await self._websockets.connect(
             self._url, max_size=_MAX_MESSAGE_BYTES, additional_headers=self._headers, **proxy
@@ -70,7 +65,6 @@ class OpenEnvEnvironment(BaseEnvironment):
         return Observation(messages, float(data["reward"] or 0.0), done)
 
     async def close(self) -> None:
-        """Ends the session, if the server is still there."""
         if self._connection is None:
             return
         try:

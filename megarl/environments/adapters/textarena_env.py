@@ -19,14 +19,11 @@ _turn = threading.Lock()  # the global generators belong to one game at a time
 class TextArenaEnvironment(BaseEnvironment):
     """A single-player game: `game` is its id, such as `GuessTheNumber-v0`; `options` go to `textarena.make`.
 
-    The game's own prompt is added to the task's as a message of the user, then what the game says after each turn. The
-    reward, at the end, is the game's. An invalid move is answered, and a second one in a row ends most games.
+    The game's own prompt is added to the task's, then what the game says after each turn. The reward, at the end, is
+    the game's. An invalid move is answered, and a second one in a row ends most games. UsageError without TextArena.
 
     TextArena's games draw from the global generators of `random` and numpy. Each episode has states of its own, which
     are in force only while its game runs, one game at a time in a process.
-
-    Raises:
-        UsageError: TextArena is not installed.
     """
 
     def __init__(self, game: str, **options: Any):
@@ -36,14 +33,12 @@ class TextArenaEnvironment(BaseEnvironment):
         self._states: tuple[Any, Any] = (None, None)
 
     def reset(self, task: Task) -> Observation:
-        """Starts the game with the task's seed."""
         with self._own_random(task.seed):
             self._env = self._textarena.make(self._game, **self._options)
             self._env.reset(num_players=1, seed=task.seed)
             return Observation(self._news())
 
     def step(self, turn: Turn) -> Observation:
-        """Plays the turn's text."""
         with self._own_random():
             done, _ = self._env.step(turn.content)
             if not done:

@@ -1,11 +1,11 @@
 """Environments of the package verifiers (version 0.4, as prime-rl runs them), with the policy as their one agent.
 
-An `Env` of verifiers is a coroutine, `run(task, agents)`, that asks its agent for replies. Here it runs beside the
-episode: what it says is an observation, and a turn is the reply that it waits for. The clients, runtimes and harnesses
-of verifiers are not used.
+An `Env` of verifiers is a coroutine that asks its agent for replies; it runs beside the episode. What it says is an
+observation, a turn is the reply. The clients, runtimes and harnesses of verifiers are not used.
 """
 
 import asyncio
+import importlib
 import inspect
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,12 +20,9 @@ from megarl.errors import UsageError
 class VerifiersEnvironment(BaseEnvironment):
     """An episode of `env`, an `Env` of verifiers with one agent, which episodes share: make it once in the factory.
 
-    The task is in the prompt's metadata, as `verifiers_prompt` writes it. Its rewards, with their weights, are the
-    reward, at the end; their values are the parts. Its `@stop` functions end the episode.
-
-    Raises:
-        UsageError: verifiers is not installed, the environment has several agents, or its tasks need what this adapter
-            has not: tool servers, containers, `setup` or `finalize` in a runtime, hooks on requests.
+    The task is in the prompt's metadata, as `verifiers_prompt` writes it. Its weighted rewards are the reward, at the
+    end, and the parts; its `@stop` functions end the episode. UsageError without verifiers, for several agents, and for
+    tool servers, containers, `setup` or `finalize` in a runtime, and hooks on requests.
     """
 
     def __init__(self, env: Any):
@@ -39,7 +36,6 @@ class VerifiersEnvironment(BaseEnvironment):
         self._run: asyncio.Task | None = None
 
     async def reset(self, task: Task) -> Observation:
-        """Begins the environment's run, up to its first question."""
         kind = self._env.taskset.task_type()
         if not isinstance(task.metadata.get("task"), dict):
             raise ValueError("metadata must hold task, the data of a task of verifiers (verifiers_prompt)")
@@ -48,26 +44,22 @@ class VerifiersEnvironment(BaseEnvironment):
         return await self._next()
 
     async def step(self, turn: Turn) -> Observation:
-        """Gives the turn to the environment as the agent's reply."""
         await self._replies.put(turn)
         return await self._next()
 
     async def close(self) -> None:
-        """Ends the environment's run."""
         if self._run is not None:
             self._run.cancel()
             await asyncio.wait({self._run})
 
     async def _play(self, task: Any) -> None:
-        from verifiers.v1.episode import Episode
-
         seats = {
             name: _Seat(name, config, self._said, self._replies, self._traces) for name, config in self._seats.items()
         }
         agents = SimpleNamespace(**seats)
         await self._env.setup(agents)
         await self._env.run(task, agents)
-        await self._env.finalize(task, Episode(task=_about(task), traces=self._traces))
+        await self._env.finalize(task, _v1("episode").Episode(task=_about(task), traces=self._traces))
 
     async def _next(self) -> Observation:
         """What the environment says next, or how it ended."""
@@ -109,11 +101,8 @@ class _Seat:
 
 
 class _Interaction:
-    """The exchange of an environment with the policy, recorded in a trace of verifiers."""
-
     def __init__(self, seat: _Seat, task: Any):
-        from verifiers.v1 import session, state, trace
-
+        session, state, trace = map(_v1, ("session", "state", "trace"))
         self._seat, self._task, self._closed = seat, task, False
         agent = trace.AgentInfo(config=seat.config, name=seat.name)
         self.trace = trace.Trace(task=_about(task), state=state.state_cls(type(task))(), agent=agent)
@@ -123,24 +112,21 @@ class _Interaction:
 
     async def turn(self, message: str | list[Any] | None = None) -> Any:
         """Says `message`, if any, and waits for the policy's reply: a `Segment`, terminated after a stop."""
-        from verifiers.v1.agent import Segment
-        from verifiers.v1.types import AssistantMessage
-
+        segment = _v1("agent").Segment
         for call, hook, kind in self._stops:
             if self.trace.num_turns and await call(hook, {kind: self.trace}):
                 self.trace.stop(hook.__name__)
-                return Segment(messages=[], terminated=True)
+                return segment(messages=[], terminated=True)
         said = [user_message(message)] if isinstance(message, str) else [_plain(each) for each in message or []]
         for each in said:
             self._add(_typed(each))
         await self._seat.said.put(said)
         turn = await self._seat.replies.get()
-        reply = AssistantMessage(content=turn.content, reasoning_content=turn.reasoning or None)
+        reply = _v1("types").AssistantMessage(content=turn.content, reasoning_content=turn.reasoning or None)
         self._add(reply, sampled=True)
-        return Segment(messages=[reply])
+        return segment(messages=[reply])
 
     async def close(self) -> Any:
-        """Scores the exchange, once."""
         if not self._closed:
             self._closed = True
             if self.trace.stop_condition is None:
@@ -150,69 +136,59 @@ class _Interaction:
         return self.trace
 
     def _add(self, message: Any, sampled: bool = False) -> None:
-        from verifiers.v1.graph import MessageNode
-
         parent = len(self.trace.nodes) - 1 if self.trace.nodes else None
-        self.trace.nodes.append(MessageNode(parent=parent, message=message, sampled=sampled))
+        self.trace.nodes.append(_v1("graph").MessageNode(parent=parent, message=message, sampled=sampled))
 
 
 def verifiers_prompt(task: Any) -> dict[str, Any]:
-    """The line of a prompt file for a task of verifiers: its messages, and its data as metadata.
-
-    Raises:
-        ValueError: the task has neither prompt nor system prompt.
-    """
+    """The line of a prompt file for a task of verifiers, with its data as metadata. ValueError if it has no prompt."""
     messages = _opening(task.data)
     if not messages:
         raise ValueError("a task without prompt and system prompt cannot be a line of a prompt file")
     return {"prompt": messages, "metadata": {"task": task.data.model_dump(mode="json", exclude_none=True)}}
 
 
+def _v1(module: str) -> Any:
+    return importlib.import_module(f"verifiers.v1.{module}")
+
+
 def _opening(data: Any) -> list[Message]:
-    """The messages that a task begins with."""
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     prompt = [user_message(data.prompt)] if isinstance(data.prompt, str) else [_plain(m) for m in data.prompt or []]
     return system + prompt
 
 
 def _plain(message: Any) -> Message:
-    """A message of verifiers as megarl's: its role and text."""
-    from verifiers.v1.types import content_text
-
-    return {"role": message.role, "content": content_text(message.content)}
+    return {"role": message.role, "content": _v1("types").content_text(message.content)}
 
 
 def _typed(message: Message) -> Any:
-    from verifiers.v1 import types
-
+    types = _v1("types")
     kinds = {"system": types.SystemMessage, "user": types.UserMessage, "assistant": types.AssistantMessage}
     return kinds[message["role"]](content=message["content"])
 
 
 def _about(task: Any) -> Any:
     """A task as traces name it."""
-    from verifiers.v1.trace import TraceTask
-
-    return TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+    return _v1("trace").TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
 
 
 def _problem(env: Any, agents: int) -> str | None:
     """Why an environment cannot be run without verifiers' runtimes; None: it can."""
     from verifiers.v1 import Request, Response
-    from verifiers.v1.task import Task as VerifiersTask
 
+    without_runtime = _v1("task").Task
     task, config = env.taskset.task_type(), env.taskset.config
     members, kinds = [getattr(task, name) for name in dir(task)], ("reward", "metric", "stop", "intercept")
     hooks = {kind: [hook for hook in members if hasattr(hook, kind)] for kind in kinds}
     scoring = [inspect.signature(hook).parameters for hook in hooks["reward"] + hooks["metric"]]
-    on_messages = [
-        hint for hook in hooks["stop"] for hint in get_type_hints(hook).values() if hint in (Request, Response)
-    ]
+    hints = [hint for hook in hooks["stop"] for hint in get_type_hints(hook).values()]
+    on_messages = Request in hints or Response in hints
     if agents != 1:
         return f"has {agents} agents; allowed is one, the policy"
     if task.NEEDS_CONTAINER or task.toolsets(config.task) or env.taskset.toolsets(config):
         return "its tasks need containers or tool servers"
-    if task.setup is not VerifiersTask.setup or task.finalize is not VerifiersTask.finalize:
+    if task.setup is not without_runtime.setup or task.finalize is not without_runtime.finalize:
         return "its tasks have a setup or finalize for a runtime"
     if any("runtime" in parameters for parameters in scoring):
         return "its rewards or metrics need a runtime"

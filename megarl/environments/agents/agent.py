@@ -19,27 +19,18 @@ from megarl.user_results import is_async, number_of, shown
 
 @dataclass(frozen=True)
 class AgentRun:
-    """What an agent did: input of a program's reward function.
-
-    Attributes:
-        task: of the episode.
-        conversations: the messages of each branch, with the policy's answer as the last one.
-        truncated: a budget of the run has refused a request, or cut the last turn.
-        status: exit status of a program, negative for a signal; None of a coroutine.
-        output: the last part of what a program printed.
-        workspace: folder of a program, which is removed after the reward.
-    """
+    """What an agent did: input of a program's reward function."""
 
     task: Task
-    conversations: list[list[Message]] = field(default_factory=list)
-    truncated: bool = False
-    status: int | None = None
-    output: str = ""
-    workspace: Path | None = None
+    conversations: list[list[Message]] = field(default_factory=list)  # of each branch, with the last answer
+    truncated: bool = False  # a budget of the run has refused a request, or cut the last turn
+    status: int | None = None  # of a program, negative for a signal
+    output: str = ""  # the last part of what a program printed
+    workspace: Path | None = None  # of a program; it is removed after the reward
 
     @property
     def answer(self) -> str:
-        """The content of the policy's last message in the last branch; "" without one."""
+        """Of the last branch; "" without one."""
         return (self.conversations[-1][-1].get("content") or "") if self.conversations else ""
 
 
@@ -51,12 +42,7 @@ class Agent:
     seconds = 0.0  # of its own work, once it has ended
 
     async def run(self, task: Task, session: Session, address: Address) -> Observation:
-        """Runs the agent to its end, or until `session.spent`. Cancelling it ends all that it has started.
-
-        Args:
-            session: its requests.
-            address: of its own endpoint.
-        """
+        """Runs the agent to its end, or until `session.spent`. Cancelling it ends all that it has started."""
         raise NotImplementedError
 
     async def close(self):

@@ -9,11 +9,11 @@ from pydantic import Field
 from starlette.responses import Response
 
 from megarl.data.messages import tool_call, with_tool_names
-from megarl.environments.agents.dialect import name_forced_call, name_ignored, respond, written
+from megarl.environments.agents.dialect import streamed, turns
 from megarl.environments.agents.session import Session
 from megarl.environments.calls import Ask, Reply
-from megarl.serving.chat_core import function_tool
-from megarl.serving.errors import invalid
+from megarl.serving.chat_core import joined_text, offered
+from megarl.serving.errors import JSONResponse, invalid
 from megarl.serving.schemas import FreeObject, Name, Stop, StrictModel, Text, neutral
 
 _IGNORED = ("temperature", "top_p", "top_k")
@@ -24,8 +24,6 @@ class _Block(StrictModel):
 
 
 class TextBlock(_Block):
-    """A text in a message."""
-
     type: Literal["text"]
     text: Text
     citations: list[Any] | None = None
@@ -40,8 +38,6 @@ class ThinkingBlock(_Block):
 
 
 class ToolUseBlock(_Block):
-    """A call that the assistant has made."""
-
     type: Literal["tool_use"]
     id: Name
     name: Name
@@ -60,39 +56,27 @@ class ToolResultBlock(_Block):
     toolset_name: None = None
 
 
-UserContent = (
-    Text | Annotated[list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]], Field(max_length=1024)]
-)
-AssistantContent = (
-    Text
-    | Annotated[
-        list[Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]], Field(max_length=1024)
-    ]
-)
+_UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
+_AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
 
 
 class UserMessage(StrictModel):
     """What the user says, and results of tools."""
 
     role: Literal["user"]
-    content: UserContent
+    content: Text | Annotated[list[_UserBlock], Field(max_length=1024)]
 
 
 class AssistantTurn(StrictModel):
-    """What the assistant has said."""
-
     role: Literal["assistant"]
-    content: AssistantContent
+    content: Text | Annotated[list[_AssistantBlock], Field(max_length=1024)]
 
 
-class Tool(StrictModel):
-    """A tool that the assistant may use."""
-
+class Tool(_Block):
     name: Annotated[str, Field(min_length=1, max_length=512)]
     description: Text | None = None
-    input_schema: FreeObject
+    parameters: FreeObject = Field(alias="input_schema")
     type: Literal["custom"] | None = None
-    cache_control: FreeObject | None = None
     strict: bool | None = None  # no grammar makes the answer fit the schema
     eager_input_streaming: bool | None = None
     defer_loading: neutral(None, False) = None  # type: ignore[valid-type]
@@ -100,16 +84,12 @@ class Tool(StrictModel):
 
 
 class ToolChoice(StrictModel):
-    """Whether the assistant may call tools."""
-
     type: Literal["auto", "none", "any", "tool"]
     name: Name | None = None
     disable_parallel_tool_use: Literal[False] | None = None
 
 
 class MessagesRequest(StrictModel):
-    """A request for /v1/messages."""
-
     model: Name
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
     messages: Annotated[
@@ -132,36 +112,30 @@ class MessagesRequest(StrictModel):
 
 
 async def complete_messages(session: Session, request: MessagesRequest) -> Response:
-    """Answers a request with the policy's next turn."""
-    name_ignored(request, _IGNORED)
-    name_forced_call(request.tool_choice and request.tool_choice.type)
-    reply = await written(session, _ask(request))
+    (reply,) = await turns(session, ask_of(request), request, _IGNORED, _choice(request))
     head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": request.model}
-    end = {"stop_reason": _stop_reason(reply), "stop_sequence": None}
+    stop = "max_tokens" if reply.finish == "length" else "tool_use" if reply.message.get("tool_calls") else "end_turn"
+    end = {"stop_reason": stop, "stop_sequence": None}
     usage = {"input_tokens": len(reply.prompt), "output_tokens": len(reply.tokens)}
-    answer = {**head, "content": _blocks(reply), **end, "usage": usage}
-    if request.stream:
-        return respond(list(_events(answer)), streams=True, ends=b"")
-    return respond([answer])
+    answer = {**head, "content": blocks_of(reply), **end, "usage": usage}
+    return streamed(_events(answer)) if request.stream else JSONResponse(answer)
 
 
-def _ask(request: MessagesRequest) -> Ask:
+def _choice(request: MessagesRequest) -> str | None:
+    return request.tool_choice.type if request.tool_choice else None
+
+
+def ask_of(request: MessagesRequest) -> Ask:
+    """What the policy is asked. RequestError 400."""
     messages: list[dict[str, Any]] = []
     if request.system:
-        messages.append({"role": "system", "content": _text(request.system)})
+        messages.append({"role": "system", "content": joined_text(request.system)})
     for message in request.messages:
         messages += _of_user(message) if isinstance(message, UserMessage) else [_of_assistant(message)]
     if not messages:
         raise invalid("messages: they have no content", "messages")
-    may_call = bool(request.tools) and (request.tool_choice is None or request.tool_choice.type != "none")
-    tools = [function_tool(tool.name, tool.description, tool.input_schema) for tool in request.tools or ()]
-    return Ask(
-        with_tool_names(messages), tools if may_call else None, request.max_tokens, tuple(request.stop_sequences or ())
-    )
-
-
-def _text(content: str | list[TextBlock] | None) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content or ())
+    stops = tuple(request.stop_sequences or ())
+    return Ask(with_tool_names(messages), offered(request.tools, _choice(request)), request.max_tokens, stops)
 
 
 def _of_user(message: UserMessage) -> list[dict[str, Any]]:
@@ -169,9 +143,9 @@ def _of_user(message: UserMessage) -> list[dict[str, Any]]:
     if isinstance(message.content, str):
         return [{"role": "user", "content": message.content}]
     results = [block for block in message.content if isinstance(block, ToolResultBlock)]
-    texts = [block.text for block in message.content if isinstance(block, TextBlock)]
-    found = [{"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)} for block in results]
-    return [*found, *([{"role": "user", "content": "\n".join(texts)}] if texts else [])]
+    texts = [block for block in message.content if isinstance(block, TextBlock)]
+    found = [dict(role="tool", tool_call_id=each.tool_use_id, content=joined_text(each.content)) for each in results]
+    return [*found, *([{"role": "user", "content": joined_text(texts)}] if texts else [])]
 
 
 def _of_assistant(message: AssistantTurn) -> dict[str, Any]:
@@ -180,7 +154,7 @@ def _of_assistant(message: AssistantTurn) -> dict[str, Any]:
     by_type: dict[str, list[Any]] = {"text": [], "thinking": [], "tool_use": []}
     for block in message.content:
         by_type[block.type].append(block)
-    found: dict[str, Any] = {"role": "assistant", "content": "\n".join(block.text for block in by_type["text"])}
+    found: dict[str, Any] = {"role": "assistant", "content": joined_text(by_type["text"])}
     if by_type["thinking"]:
         found["reasoning_content"] = "\n".join(block.thinking for block in by_type["thinking"])
     if by_type["tool_use"]:
@@ -188,14 +162,7 @@ def _of_assistant(message: AssistantTurn) -> dict[str, Any]:
     return found
 
 
-def _stop_reason(reply: Reply) -> str:
-    assert reply.turn is not None
-    if reply.finish == "length":
-        return "max_tokens"
-    return "tool_use" if reply.turn.calls else "end_turn"
-
-
-def _blocks(reply: Reply) -> list[dict[str, Any]]:
+def blocks_of(reply: Reply) -> list[dict[str, Any]]:
     message = reply.message
     blocks: list[dict[str, Any]] = []
     if message.get("reasoning_content"):
@@ -208,10 +175,9 @@ def _blocks(reply: Reply) -> list[dict[str, Any]]:
     return blocks
 
 
-def _events(answer: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The events of a stream, each with its name."""
+def _events(answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
     begun = {**answer, "content": [], "stop_reason": None, "usage": {**answer["usage"], "output_tokens": 0}}
-    yield "message_start", {"type": "message_start", "message": begun}
+    yield {"type": "message_start", "message": begun}
     for index, block in enumerate(answer["content"]):
         text, thoughts, arguments = block.get("text"), block.get("thinking"), json.dumps(block.get("input", {}))
         of_type: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -220,10 +186,9 @@ def _events(answer: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             "tool_use": ({"input": {}}, {"type": "input_json_delta", "partial_json": arguments}),
         }
         empty, delta = of_type[block["type"]]
-        begun = {"type": "content_block_start", "index": index, "content_block": {**block, **empty}}
-        yield "content_block_start", begun
-        yield "content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta}
-        yield "content_block_stop", {"type": "content_block_stop", "index": index}
+        yield {"type": "content_block_start", "index": index, "content_block": {**block, **empty}}
+        yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
     end = {"stop_reason": answer["stop_reason"], "stop_sequence": None}
-    yield "message_delta", {"type": "message_delta", "delta": end, "usage": answer["usage"]}
-    yield "message_stop", {"type": "message_stop"}
+    yield {"type": "message_delta", "delta": end, "usage": answer["usage"]}
+    yield {"type": "message_stop"}

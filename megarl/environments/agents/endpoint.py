@@ -4,11 +4,10 @@ Each episode has its own limit of connections, so an agent that opens too many s
 """
 
 import asyncio
-import contextlib
-import hmac
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from starlette.responses import Response
 from uvicorn.server import ServerState
 
 from megarl.environments.agents.anthropic_messages import MessagesRequest, complete_messages
+from megarl.environments.agents.dialect import ANTHROPIC, error_response
 from megarl.environments.agents.openai_chat import AgentChatRequest, complete_chat
 from megarl.environments.agents.openai_responses import ResponsesRequest, complete_response
 from megarl.environments.agents.session import Address, Session
@@ -31,18 +31,17 @@ from megarl.serving.errors import (
     wrong_method,
 )
 from megarl.serving.listening import SERVER, LimitedProtocol
-from megarl.serving.middleware import BodyAndDisconnect, check_body, checked, one_length
+from megarl.serving.middleware import BodyAndDisconnect, check_body, check_key, checked, one_length
 
 MAX_CONNECTIONS = 64
 MAX_BODY_BYTES = 16 << 20
 _HEAD_SECONDS = 30.0  # until the head of a request is there
-_ANTHROPIC = "/v1/messages"
 _MODEL = "policy"
 _MODELS = "/v1/models"
 _COMPLETIONS: dict[str, tuple[type[BaseModel], Any]] = {  # path: (schema of the body, what answers it)
     "/v1/chat/completions": (AgentChatRequest, complete_chat),
     "/v1/responses": (ResponsesRequest, complete_response),
-    _ANTHROPIC: (MessagesRequest, complete_messages),
+    ANTHROPIC: (MessagesRequest, complete_messages),
 }
 Headers = Sequence[tuple[bytes, bytes]]  # with names in lower case
 _Request = TypeVar("_Request", bound=BaseModel)
@@ -50,56 +49,32 @@ _Request = TypeVar("_Request", bound=BaseModel)
 log = logging.getLogger(__name__)
 
 
-class Endpoint:
-    """An open endpoint."""
+@asynccontextmanager
+async def endpoint(session: Session) -> AsyncIterator[Address]:
+    """The endpoint of a session, which ends with all of its connections."""
 
-    def __init__(self, server: asyncio.Server, state: ServerState, session: Session):
-        self._server, self._state = server, state
-        port = server.sockets[0].getsockname()[1]
-        self.address = Address(f"http://127.0.0.1:{port}/v1", session.key)
+    def check(scope: dict[str, Any]):
+        _check_key(scope["headers"], session)
+        scope["session"] = session
 
-    @classmethod
-    async def open(cls, session: Session) -> "Endpoint":
-        """Opens the endpoint of a session."""
-        app = _with_key(application(), session)
-        config = uvicorn.Config(app, **SERVER)
-        config.load()
-        state = ServerState()
-        protocol: Any = partial(
-            LimitedProtocol, MAX_CONNECTIONS, _HEAD_SECONDS, config=config, server_state=state, app_state={}
-        )
-        server = await asyncio.get_running_loop().create_server(protocol, "127.0.0.1", 0)
-        return cls(server, state, session)
-
-    def close(self):
-        """Ends it with all of its connections."""
-        self._server.close()
-        for connection in list(self._state.connections):
-            with contextlib.suppress(AttributeError):
+    config = uvicorn.Config(checked(application(), check, error_response), **SERVER)
+    config.load()
+    state, limited = ServerState(), partial(LimitedProtocol, MAX_CONNECTIONS, _HEAD_SECONDS)
+    protocol: Any = partial(limited, config=config, server_state=state, app_state={})
+    server = await asyncio.get_running_loop().create_server(protocol, "127.0.0.1", 0)
+    try:
+        yield Address(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", session.key)
+    finally:
+        server.close()
+        for connection in list(state.connections):
+            with suppress(AttributeError):
                 connection.transport.abort()
-        for task in list(self._state.tasks):
+        for task in list(state.tasks):
             task.cancel()
 
 
-def _with_key(app, session: Session):
-    """The application for requests with the session's key."""
-
-    async def answer(scope, receive, send):
-        if scope["type"] != "http":
-            return None
-        try:
-            check_key(scope["headers"], session)
-        except RequestError as error:
-            return await error_response(error, scope["path"])(scope, receive, send)
-        return await app({**scope, "session": session}, receive, send)
-
-    return answer
-
-
-def check_key(headers: Headers, session: Session):
-    """RequestError 401 for a request without the key of this session."""
-    if not hmac.compare_digest(given_key(headers), session.key.encode()):
-        raise RequestError(401, "the key is not that of this episode", code="invalid_api_key")
+def _check_key(headers: Headers, session: Session):
+    check_key(given_key(headers), [session.key.encode()], "the key is not that of this episode")
 
 
 def given_key(headers: Headers) -> bytes:
@@ -123,7 +98,7 @@ def application(max_bytes: int = MAX_BODY_BYTES, seconds: float = _HEAD_SECONDS)
 async def answer_whole(session: Session, method: str, path: str, headers: Headers, body: bytes) -> Response:
     """The answer to a request that comes without a connection; `headers`: with names in lower case."""
     try:
-        check_key(headers, session)
+        _check_key(headers, session)
         check_body(body, headers, MAX_BODY_BYTES)
     except RequestError as error:
         return error_response(error, path)
@@ -131,7 +106,6 @@ async def answer_whole(session: Session, method: str, path: str, headers: Header
 
 
 async def _answer(session: Session, method: str, path: str, body: bytes) -> Response:
-    """The answer to a request with the right key."""
     schema, complete = _COMPLETIONS.get(path, (None, None))
     try:
         if schema is None and path != _MODELS and not path.startswith(f"{_MODELS}/"):
@@ -155,7 +129,7 @@ def _card(name: str) -> dict[str, Any]:
 
 
 def _parsed(schema: type[_Request], body: bytes) -> _Request:
-    """A request's body. RequestError 400 if it does not match the schema."""
+    """RequestError 400 if the body does not match the schema."""
     given = None
     try:
         given = json.loads(body) if body else None
@@ -164,12 +138,3 @@ def _parsed(schema: type[_Request], body: bytes) -> _Request:
         raise validation_error(error.errors(include_url=False), given) from None
     except (ValueError, RecursionError):
         raise invalid("the body is no JSON", code="invalid_json") from None
-
-
-def error_response(error: RequestError, path: str) -> JSONResponse:
-    """An error as the clients of the path understand it."""
-    if path != _ANTHROPIC:
-        return error.response
-    found = error.content["error"]
-    content = {"type": "error", "error": {"type": found["type"], "message": found["message"]}}
-    return JSONResponse(content, error.status, error.headers)

@@ -1,17 +1,16 @@
 """OpenAI's chat completions for agents: requests and answers of `/v1/chat/completions`."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from starlette.responses import Response
 
-from megarl.environments.agents.dialect import name_forced_call, name_ignored, respond, token_fields, written
+from megarl.environments.agents.dialect import streamed, token_fields, turns
 from megarl.environments.agents.session import Session
 from megarl.environments.calls import Ask, Reply
 from megarl.serving.answers import Parts
 from megarl.serving.chat_core import ChatAnswer, chat_part, conversation
-from megarl.serving.errors import invalid
+from megarl.serving.errors import JSONResponse, invalid
 from megarl.serving.schemas import ChatCompletionRequest, FreeObject
 
 MAX_CHOICES = 64
@@ -27,20 +26,17 @@ class AgentChatRequest(ChatCompletionRequest):
 
 
 async def complete_chat(session: Session, request: AgentChatRequest) -> Response:
-    """Answers a request with the policy's next turns."""
     _check_logprobs(session, request)
     if request.stop_token_ids or request.ignore_eos:
         raise invalid("stop_token_ids and ignore_eos: not supported here", "stop_token_ids")
     count = request.n or 1
     if count > MAX_CHOICES:
         raise invalid(f"n {count}: allowed are 1 to {MAX_CHOICES}", "n")
-    name_ignored(request, _IGNORED)
-    name_forced_call(request.tool_choice)
-    replies = await asyncio.gather(*(written(session, ask_of(request)) for _ in range(count)))
+    replies = await turns(session, ask_of(request), request, _IGNORED, request.tool_choice, count)
     answer = AgentChat(session, request, replies)
     if request.stream:
-        return respond([chunk async for chunk in answer.chunks()], streams=True)
-    return respond([await answer.whole()])
+        return streamed([chunk async for chunk in answer.chunks()], b"data: [DONE]\n\n")
+    return JSONResponse(await answer.whole())
 
 
 def ask_of(request: AgentChatRequest) -> Ask:
@@ -49,8 +45,6 @@ def ask_of(request: AgentChatRequest) -> Ask:
 
 
 class AgentChat(ChatAnswer):
-    """The answer to one request, of a turn for each choice."""
-
     def __init__(self, session: Session, request: AgentChatRequest, replies: Sequence[Reply]):
         super().__init__(request.model or "policy", request, len(replies))
         self._session, self._request, self._replies = session, request, replies
@@ -58,7 +52,6 @@ class AgentChat(ChatAnswer):
         self.generated_tokens = sum(len(reply.tokens) for reply in replies)
 
     async def parts(self) -> Parts:
-        """See OpenAIAnswer: of each choice its role, its thoughts, its text, its calls and its end."""
         for index, reply in enumerate(self._replies):
             message = reply.message
             yield chat_part(index, {"role": "assistant", "content": ""})
@@ -81,7 +74,10 @@ class AgentChat(ChatAnswer):
                 choice["message"]["tool_call_errors"] = reply.message["tool_call_errors"]
             choice["message"] |= token_fields(self._session, reply)
             if self._wants_logprobs:
-                choice["logprobs"] = _logprobs(reply)
+                found = zip(reply.tokens, reply.logprobs, strict=True)  # named by their ids as vLLM does
+                named = [{"token": f"token_id:{token}", "logprob": value} for token, value in found]
+                content = [{**each, "bytes": None, "top_logprobs": []} for each in named]
+                choice["logprobs"] = {"content": content, "refusal": None}
             if shows_ids:
                 choice["token_ids"] = list(reply.tokens)
         return answer
@@ -93,10 +89,3 @@ def _check_logprobs(session: Session, request: AgentChatRequest):
     if request.top_logprobs or request.logprobs and not (session.shows_tokens and by_id and not request.stream):
         problem = "an agent's endpoint has none; an answer in a session that is not streamed has those of the written"
         raise invalid(f"logprobs: {problem} tokens, with return_tokens_as_token_ids", "logprobs")
-
-
-def _logprobs(reply: Reply) -> dict[str, Any]:
-    """The log-probs of the written tokens, which are named by their ids as vLLM does."""
-    found = zip(reply.tokens, reply.logprobs, strict=True)
-    named = [{"token": f"token_id:{token}", "logprob": value} for token, value in found]
-    return {"content": [{**each, "bytes": None, "top_logprobs": []} for each in named], "refusal": None}

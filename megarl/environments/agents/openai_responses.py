@@ -10,14 +10,15 @@ from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 
 from megarl.data.messages import tool_call, with_tool_names
-from megarl.environments.agents.dialect import name_forced_call, name_ignored, respond, token_fields, written
+from megarl.environments.agents.dialect import streamed, token_fields, turns
 from megarl.environments.agents.session import Session
 from megarl.environments.calls import Ask, Reply
-from megarl.serving.chat_core import call_arguments, function_tool
-from megarl.serving.errors import invalid
+from megarl.serving.chat_core import call_arguments, joined_text, offered
+from megarl.serving.errors import JSONResponse, invalid
 from megarl.serving.schemas import (
     CacheFields,
     FreeObject,
+    FunctionDefinition,
     Name,
     ServiceFields,
     StrictModel,
@@ -28,11 +29,12 @@ from megarl.serving.schemas import (
 )
 
 _IGNORED = ("temperature", "top_p")
+_COMPLETED = {"status": "completed", "incomplete_details": None}
+_CACHED, _REASONED = {"cached_tokens": 0, "cache_write_tokens": 0}, {"reasoning_tokens": 0}
+_DETAILS = {"input_tokens_details": _CACHED, "output_tokens_details": _REASONED}
 
 
 class InputText(CacheFields):
-    """A text in a message."""
-
     type: Literal["input_text", "output_text"]
     text: Text
     annotations: list[Any] | None = None
@@ -41,8 +43,6 @@ class InputText(CacheFields):
 
 
 class InputMessage(TokenFields):
-    """A message."""
-
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
     content: Text | Annotated[list[InputText], Field(max_length=1024)]
@@ -52,8 +52,6 @@ class InputMessage(TokenFields):
 
 
 class CallItem(TokenFields):
-    """A call that the assistant has made."""
-
     type: Literal["function_call"]
     call_id: Name
     name: Name
@@ -67,8 +65,6 @@ class CallItem(TokenFields):
 
 
 class CallOutput(StrictModel):
-    """What a tool has returned."""
-
     type: Literal["function_call_output"]
     call_id: Name
     output: Text | Annotated[list[InputText], Field(max_length=1024)]
@@ -80,8 +76,6 @@ class CallOutput(StrictModel):
 
 
 class ReasoningText(StrictModel):
-    """A part of thoughts."""
-
     type: Literal["reasoning_text"]
     text: Text
 
@@ -97,33 +91,20 @@ class ReasoningItem(TokenFields):
     status: Name | None = None
 
 
-def _kind_of(item: Any) -> str | None:
-    """The type of an item; a message may leave it out."""
+def _kind_of(item: Any) -> str | None:  # a message may leave it out
     return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
 
 
-Item = Annotated[
-    Annotated[InputMessage, Tag("message")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[CallOutput, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(_kind_of),
-]
+_Calls = Annotated[CallItem, Tag("function_call")] | Annotated[CallOutput, Tag("function_call_output")]
+_Texts = Annotated[InputMessage, Tag("message")] | Annotated[ReasoningItem, Tag("reasoning")]
+Item = Annotated[_Texts | _Calls, Discriminator(_kind_of)]
 
 
-class FunctionTool(CacheFields):
-    """A tool that the assistant may use."""
-
+class FunctionTool(FunctionDefinition, CacheFields):
     type: Literal["function"]
-    name: Annotated[str, Field(min_length=1, max_length=512)]
-    description: Text | None = None
-    parameters: FreeObject | None = None
-    strict: bool | None = None
 
 
 class ResponsesRequest(ServiceFields):
-    """A request for /v1/responses."""
-
     model: Name | None = None
     input: Text | Annotated[list[Item], Field(min_length=1, max_length=4096)]
     instructions: Text | None = None
@@ -148,18 +129,14 @@ class ResponsesRequest(ServiceFields):
 
 
 async def complete_response(session: Session, request: ResponsesRequest) -> Response:
-    """Answers a request with the policy's next turn."""
-    name_ignored(request, _IGNORED)
-    name_forced_call(request.tool_choice)
-    reply = await written(session, _ask(request))
-    answer = _answer(request, reply)
+    (reply,) = await turns(session, ask_of(request), request, _IGNORED, request.tool_choice)
+    answer = answer_of(request, reply)
     answer["output"][-1] |= token_fields(session, reply)  # where NeMo Gym looks for them
-    if request.stream:
-        return respond(list(_events(answer)), streams=True, ends=b"")
-    return respond([answer])
+    return streamed(_events(answer)) if request.stream else JSONResponse(answer)
 
 
-def _ask(request: ResponsesRequest) -> Ask:
+def ask_of(request: ResponsesRequest) -> Ask:
+    """What the policy is asked. RequestError 400."""
     messages: list[dict[str, Any]] = []
     if request.instructions:
         messages.append({"role": "system", "content": request.instructions})
@@ -168,28 +145,23 @@ def _ask(request: ResponsesRequest) -> Ask:
         _add(messages, item)
     if not messages:
         raise invalid("input: it has no message", "input")
-    tools = [function_tool(tool.name, tool.description, tool.parameters) for tool in request.tools or ()]
-    may_call = tools and request.tool_choice != "none"
-    return Ask(with_tool_names(messages), tools if may_call else None, request.max_output_tokens)
-
-
-def _text(content: str | list[InputText]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+    return Ask(with_tool_names(messages), offered(request.tools, request.tool_choice), request.max_output_tokens)
 
 
 def _add(messages: list[dict[str, Any]], item: Any):
     """Adds an item: a call belongs to the message of the assistant before it."""
     if isinstance(item, InputMessage):
         role = "system" if item.role == "developer" else item.role
-        if role == "assistant" and messages and _has_only_thoughts(messages[-1]):
-            messages[-1]["content"] = _text(item.content)
+        last = messages[-1] if messages and role == "assistant" else {}
+        if "reasoning_content" in last and not last["content"] and "tool_calls" not in last:  # it has only thoughts
+            last["content"] = joined_text(item.content)
         else:
-            messages.append({"role": role, "content": _text(item.content)})
+            messages.append({"role": role, "content": joined_text(item.content)})
     elif isinstance(item, ReasoningItem):
         if thoughts := "".join(part.text for part in item.content or ()):
             messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
     elif isinstance(item, CallOutput):
-        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined_text(item.output)})
     elif isinstance(item, CallItem):
         arguments = call_arguments(item.arguments)
         if arguments is None:
@@ -199,27 +171,16 @@ def _add(messages: list[dict[str, Any]], item: Any):
         messages[-1].setdefault("tool_calls", []).append(tool_call(item.call_id, item.name, arguments))
 
 
-def _has_only_thoughts(message: dict[str, Any]) -> bool:
-    return "reasoning_content" in message and not message["content"] and "tool_calls" not in message
-
-
-def _answer(request: ResponsesRequest, reply: Reply) -> dict[str, Any]:
+def answer_of(request: ResponsesRequest, reply: Reply) -> dict[str, Any]:
     prompt, written = len(reply.prompt), len(reply.tokens)
     is_cut = reply.finish == "length"
-    return {
-        "id": f"resp_{secrets.token_hex(12)}", "object": "response", "created_at": int(time.time()),
-        "model": request.model or "policy", "status": "incomplete" if is_cut else "completed", "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "instructions": request.instructions, "output": _items(reply), "parallel_tool_calls": True,
-        "tool_choice": request.tool_choice or "auto",
-        "tools": [tool.model_dump() for tool in request.tools or ()], "temperature": None, "top_p": None,
-        "metadata": request.metadata or {}, "previous_response_id": None,
-        "usage": {
-            "input_tokens": prompt, "output_tokens": written, "total_tokens": prompt + written,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens_details": {"reasoning_tokens": 0},
-        },
-    }  # fmt: skip
+    answer = dict(id=f"resp_{secrets.token_hex(12)}", object="response", created_at=int(time.time()), error=None)
+    answer |= dict(status="incomplete", incomplete_details={"reason": "max_output_tokens"}) if is_cut else _COMPLETED
+    answer |= dict(model=request.model or "policy", instructions=request.instructions, output=_items(reply))
+    answer |= dict(tool_choice=request.tool_choice or "auto", tools=[tool.model_dump() for tool in request.tools or ()])
+    answer |= dict(metadata=request.metadata or {}, parallel_tool_calls=True, previous_response_id=None)
+    usage = dict(input_tokens=prompt, output_tokens=written, total_tokens=prompt + written, **_DETAILS)
+    return answer | dict(temperature=None, top_p=None, usage=usage)
 
 
 def _items(reply: Reply) -> list[dict[str, Any]]:
@@ -237,12 +198,12 @@ def _items(reply: Reply) -> list[dict[str, Any]]:
     return items
 
 
-def _events(answer: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The events of a stream, each with its name and number."""
+def _events(answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The events of a stream, each with its number."""
     numbers = itertools.count()
 
-    def event(name: str, /, **fields: Any) -> tuple[str, dict[str, Any]]:
-        return name, {"type": name, "sequence_number": next(numbers), **fields}
+    def event(name: str, /, **fields: Any) -> dict[str, Any]:
+        return {"type": name, "sequence_number": next(numbers), **fields}
 
     begun = {**answer, "output": [], "status": "in_progress", "usage": None}
     yield event("response.created", response=begun)

@@ -38,23 +38,17 @@ class ProgramEnvironment(Agent):
         max_file_mb: int = 256,
         sandbox: ProgramSandbox | bool = False,
     ):
-        """
+        """`reward`: a number or a `Score` of an `AgentRun`; `workspace`: called with (task, path) before the start.
+
         Args:
             command: program and arguments. `{prompt}` in an argument stands for the text of the task's last message,
-                `{task}` for the path of a JSON file with `messages`, `metadata`, `task` and `seed`. MEGARL_TASK is that
-                path, too. The answer is not in it.
-            reward: a number or a `Score` of an `AgentRun`; plain or async.
-            workspace: prepares the folder: called with (task, path) before the program starts; plain or async.
+                `{task}`, like MEGARL_TASK, for the path of a JSON file with `messages`, `metadata`, `task` and `seed`.
             variables: further environment variables. The program gets OPENAI_BASE_URL, OPENAI_API_KEY,
                 ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, HOME (its folder), and of the run's variables only PATH, those of
                 language and time zone, and Python's.
             max_file_mb: MiB that a file may have outside of a sandbox, which has limits of its own.
             sandbox: True, or what the program may use: it sees no files of the machine but those, and reaches nothing
-                but the endpoint. False: it runs as the run does.
-
-        Raises:
-            FileNotFoundError: there is no such program.
-            UsageError: this machine allows no sandbox.
+                but the endpoint. UsageError on machines without one.
         """
         if isinstance(command, str) or not command:
             raise TypeError("command is a list of the program and its arguments")

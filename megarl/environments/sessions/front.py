@@ -1,20 +1,19 @@
-"""The HTTP process of sessions, started by rank 0: `python -m megarl.environments.sessions.front FD`. Imports no torch.
+"""The HTTP process of sessions, started by rank 0 (`listening.run_process`) with a `SessionsConfig`. Imports no torch.
 
-A driver takes a session, asks the policy in it, and ends it with a reward.
-
-Rank 0 sends the process a `SessionsConfig`. The answer is (URL for drivers, address for leaders, key that leaders must
-know), or the text of what is wrong. It ends with rank 0, or when that closes the connection.
+A driver takes a session, asks the policy in it, and ends it with a reward. The process ends with rank 0, or when that
+closes the connection.
 """
 
 import asyncio
 import dataclasses
 import functools
-import hmac
-import logging
+import json
 import os
+import secrets
 import socket
 import sys
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,59 +22,175 @@ from fastapi import FastAPI, Request, Response
 from pydantic import Field
 
 from megarl.child_process import parent
-from megarl.environments.agents.endpoint import application, error_response, given_key
-from megarl.environments.calls import FROM_LEADERS
+from megarl.environments.agents.dialect import error_response
+from megarl.environments.agents.endpoint import application, given_key
+from megarl.environments.agents.session import Session
+from megarl.environments.calls import FROM_LEADERS, Answer, Ask, Asked, Close, Offer, Replied
 from megarl.environments.protocol import Observation
-from megarl.environments.sessions.registry import OpenSession, Registry
 from megarl.errors import one_line
 from megarl.flags.serving import Serving
-from megarl.measurements import MAX_PARTS, MAX_VALUE, parts_of
+from megarl.measurements import MAX_PARTS, MAX_VALUE, NamesOfRun, parts_of
 from megarl.observe.files import json_bytes
 from megarl.serving import links
 from megarl.serving.errors import RequestError, add_error_handlers, invalid
 from megarl.serving.listening import HttpServer, run_process
-from megarl.serving.middleware import BodyAndDisconnect, checked, one_length, same_origin
+from megarl.serving.middleware import BEARER, NO_KEY, BodyAndDisconnect, check_key, checked, one_length, same_origin
 from megarl.serving.schemas import StrictModel
 
 _ROOT = "/sessions"
+MAX_ENDED = 1 << 14  # sessions whose ends are remembered, for errors that say so
 _TICK = 0.5  # seconds between two looks at sessions that may have expired
 _NAMES = ("host", "port", "max_body_mb", "max_connections", "connection_timeout")
 
 
 @dataclasses.dataclass(frozen=True)
 class SessionsConfig:
-    """What the process needs to know.
-
-    Attributes:
-        settings: values of the server's flags, of which host, port and limits of clients are read.
-        api_keys: with which drivers take sessions; none: a loopback address, and any client of the machine may.
-        seconds: for which a session may be without a request.
-        record: file of the order of claims and ends; None: it is not written.
-        goes_on: it is that of a run that is resumed.
-        ranks_address: where leaders connect: the path of a Unix socket, or host and port (0: any).
-    """
+    """What the process needs to know. Without API keys any client of the machine may take sessions."""
 
     settings: Serving
     api_keys: list[str]
-    seconds: float
-    record: Path | None
-    goes_on: bool = False
-    ranks_address: str | tuple[str, int] = ""
+    seconds: float  # for which a session may be without a request
+    record: Path | None  # file of the order of claims and ends
+    goes_on: bool = False  # the run is resumed
+    ranks_address: str | tuple[str, int] = ""  # a Unix socket's path, or host and port (0: any)
 
 
 def sessions_config(settings: Any, api_keys: list[str]) -> SessionsConfig:
-    """The configuration of these flags. `api_keys`: of `--api-key-file`."""
     server = Serving(**{name: getattr(settings, name) for name in _NAMES})
     record = Path(settings.save) / "sessions.jsonl" if settings.save else None
     return SessionsConfig(server, api_keys, settings.environment_timeout, record, goes_on=settings.load is not None)
+
+
+# -- the sessions that wait for a driver, and those that have one -----------------------------------------------------
+
+Place = tuple[Any, int]  # link of a leader, number of the episode there
+
+
+@dataclasses.dataclass
+class OpenSession:
+    name: str  # in paths
+    place: Place
+    offer: Offer
+    session: Session
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        group, _, sample = (self.offer.key or "").rpartition("/")
+        return {"group": group or None, "sample": int(sample) if sample else None, "evaluation": self.offer.key is None}
+
+
+class Registry:
+    """Hands out episodes in the order in which they came, so the siblings of a group one after another."""
+
+    def __init__(self, seconds: float, record: Path | None, time: Callable[[], float]):
+        """`seconds`: for which a session may be without a request, and offers without any driver; `record`: file of the
+        order of claims and ends.
+        """
+        self._seconds, self._record, self._time = seconds, record, time
+        self.part_names = NamesOfRun()
+        self._waiting: dict[Place, Offer] = {}
+        self._open: dict[str, OpenSession] = {}
+        self._names: dict[Place, str] = {}
+        self._ended: deque[str] = deque(maxlen=MAX_ENDED)
+        self._last_driver = time()  # when a driver has asked for anything
+
+    # -- leaders -----------------------------------------------------------------------------------------------------
+
+    def receive(self, link: Any, message: Offer | Close | Replied):
+        place = link, message.number
+        if isinstance(message, Offer):
+            self._waiting[place] = message
+            if len(self._waiting) == 1:
+                self._last_driver = max(self._last_driver, self._time())  # nobody could take one before
+        elif isinstance(message, Close):
+            self._waiting.pop(place, None)
+            if place in self._names:
+                self._forget(self._open[self._names[place]])
+        else:
+            found = self._open.get(self._names.get(place, ""))
+            if found is not None and found.offer.ticket == message.ticket:
+                found.session.receive(message.request, message.reply)
+
+    # -- drivers -----------------------------------------------------------------------------------------------------
+
+    def claim(self) -> OpenSession:
+        """RequestError 503 if no session waits."""
+        self._last_driver = self._time()
+        if not self._waiting:
+            raise RequestError(503, "no session waits now", code="no_session", headers={"Retry-After": "1"})
+        place = next(iter(self._waiting))
+        offer, (link, number) = self._waiting.pop(place), place
+
+        def send(request: int, ask: Ask):
+            link.send(Asked(number, offer.ticket, request, ask))
+
+        session = Session(send)
+        session.shows_tokens = True
+        name = secrets.token_hex(12)
+        found = self._open[name] = OpenSession(name, place, offer, session)
+        self._names[place] = name
+        self._write("claimed", found)
+        return found
+
+    def get(self, name: str) -> OpenSession:
+        """The session of a name. RequestError 404 for an unknown one, 409 for one that has ended."""
+        self._last_driver = self._time()
+        if name in self._open:
+            return self._open[name]
+        if name in self._ended:
+            raise RequestError(409, "this session has ended", code="session_ended")
+        raise RequestError(404, "there is no such session", code="unknown_session")
+
+    def finish(self, found: OpenSession, end: Observation | None, failure: str | None = None, retry: bool = True):
+        _send_end(found.place, found.offer, end, retry, found.session.worked_seconds, failure)
+        self._write("failed" if end is None else "finished", found, reward=None if end is None else end.reward)
+        self._forget(found)
+
+    def _forget(self, found: OpenSession):
+        del self._open[found.name], self._names[found.place]
+        self._ended.append(found.name)
+        found.session.close(RequestError(409, "this session has ended", code="session_ended"))
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def expire(self):
+        """Ends sessions without requests, those that were refused too often, and offers if there is no driver."""
+        now = self._time()
+        for found in list(self._open.values()):
+            if found.session.spent.is_set():
+                self.finish(found, Observation(done=True, correct=False))
+            elif found.session.idle_seconds > self._seconds:
+                self.finish(found, None, f"its driver asked nothing for {self._seconds:g} s")
+            elif found.session.idle_seconds == 0.0:  # the policy writes for a driver
+                self._last_driver = now
+        if self._waiting and now - self._last_driver > self._seconds:
+            failure = f"no driver has asked for a session, or in one, for {self._seconds:g} s"
+            for place, offer in self._waiting.items():
+                _send_end(place, offer, None, False, 0.0, failure)
+            self._waiting.clear()
+
+    async def watch(self, tick: float):
+        while True:
+            await asyncio.sleep(tick)
+            self.expire()
+
+    def _write(self, event: str, found: OpenSession, **more: Any):
+        if self._record is None:
+            return
+        with open(self._record, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"event": event, "session": found.name, **found.facts, **more}) + "\n")
+
+
+def _send_end(place: Place, offer: Offer, end: Observation | None, retry: bool, seconds: float, failure: str | None):
+    """Tells a leader the end of an episode. `retry`: whether another driver may try."""
+    link, number = place
+    link.send(Answer(number, offer.ticket, end, [], retry, seconds, failure, is_agent=True))
 
 
 # -- what drivers ask --------------------------------------------------------------------------------------------------
 
 
 class FinishRequest(StrictModel):
-    """The end of a session: its score, or why the driver has failed."""
-
     reward: Annotated[float, Field(ge=-MAX_VALUE, le=MAX_VALUE)] | None = None
     correct: bool | None = None
     parts: dict[str, float] | None = None  # under the rule of `measurements`
@@ -83,13 +198,7 @@ class FinishRequest(StrictModel):
 
 
 def build_app(registry: Registry, api_keys: Sequence[str], host: str, max_bytes: int, seconds: float) -> Any:
-    """The ASGI application.
-
-    Args:
-        api_keys: with which drivers take sessions; none: any client of this machine may.
-        host: that the server listens on.
-        max_bytes, seconds: of a request's body.
-    """
+    """`api_keys`: as of `SessionsConfig`; `max_bytes`, `seconds`: of a request's body."""
     api = FastAPI(title="megarl sessions", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     add_error_handlers(api)
 
@@ -136,44 +245,25 @@ def _parts(given: dict[str, float], registry: Registry) -> dict[str, float]:
 
 
 def _leads(registry: Registry, own: Any, policy: Any, api_keys: list[bytes]) -> Any:
-    """Checks keys, and leads the paths of a session to the endpoint of agents.
+    """Checks keys, and leads the paths of a session to the endpoint of agents, `policy`."""
 
-    `own`: answers the paths of sessions; `policy`: those of a session's policy.
-    """
-
-    def led(scope: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """(application, its scope). RequestError for a wrong key, or a session that is not there."""
+    def led(scope: dict[str, Any]) -> Any:
+        """The application, whose scope is filled in. RequestError for a wrong key, or a session that is not there."""
         head, _, rest = scope["path"].removeprefix(_ROOT + "/").partition("/")
+        key = given_key(scope["headers"])
         if not scope["path"].startswith(_ROOT + "/") or not rest:
             if scope["path"] == _ROOT and api_keys:
-                _check_key(scope, api_keys, "a valid API key is needed: Authorization: Bearer KEY")
-            return own, scope
+                check_key(key, api_keys, NO_KEY, BEARER)
+            return own
         found = registry.get(head)
-        _check_key(scope, [found.session.key.encode()], "the key is not that of this session")
-        if rest.startswith("v1/"):
-            path = f"/{rest}"
-            return policy, {**scope, "path": path, "raw_path": path.encode(), "session": found.session}
-        return own, {**scope, "open_session": found}
+        check_key(key, [found.session.key.encode()], "the key is not that of this session", BEARER)
+        if not rest.startswith("v1/"):
+            scope["open_session"] = found
+            return own
+        scope |= {"path": f"/{rest}", "raw_path": f"/{rest}".encode(), "session": found.session}
+        return policy
 
-    async def answer(scope, receive, send):
-        """The ASGI application."""
-        if scope["type"] != "http":
-            return None
-        try:
-            app, scope = led(scope)
-        except RequestError as error:
-            return await error_response(error, scope["path"])(scope, receive, send)
-        return await app(scope, receive, send)
-
-    return answer
-
-
-def _check_key(scope: dict[str, Any], keys: list[bytes], problem: str):
-    given, is_right = given_key(scope["headers"]), False
-    for key in keys:
-        is_right |= hmac.compare_digest(given, key)
-    if not is_right:
-        raise RequestError(401, problem, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+    return checked(own, led, error_response)
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
@@ -200,16 +290,14 @@ async def _serve(
 
 
 def main() -> int:
-    """Runs the process; returns its exit status."""
     rank_0 = parent()
-    logging.basicConfig(level=logging.WARNING, format="megarl.sessions: %(levelname)s: %(message)s", stream=sys.stderr)
 
     def prepare(config: SessionsConfig):
         if config.record is not None and not config.goes_on:
             config.record.unlink(missing_ok=True)
         return functools.partial(_serve, config, rank_0)
 
-    return run_process(rank_0, prepare)
+    return run_process(rank_0, "megarl.sessions", prepare)
 
 
 if __name__ == "__main__":

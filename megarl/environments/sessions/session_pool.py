@@ -14,12 +14,7 @@ class SessionPool:
     """Offers episodes to the HTTP process; `poll` reports what drivers ask, and how they end."""
 
     def __init__(self, link: Link, parser: str, retries: int):
-        """
-        Args:
-            link: with the HTTP process.
-            parser: format of tool calls.
-            retries: how often an episode is offered again after its driver has failed.
-        """
+        """`retries`: how often an episode is offered again after its driver has failed."""
         self.form = load_format(parser)
         self._link, self._retries = link, retries
         self._tickets = itertools.count()
@@ -45,11 +40,7 @@ class SessionPool:
             self._link.send(Close(number))
 
     def poll(self, seconds: float = 0.0) -> list[Event | Asked]:
-        """What has come since the last call, after waiting up to `seconds` for the first of it.
-
-        Raises:
-            RuntimeError: the HTTP process is gone.
-        """
+        """What has come, after waiting up to `seconds` for the first of it. RuntimeError: the HTTP process is gone."""
         try:
             came = self._link.receive(seconds)
         except ConnectionError as error:
@@ -66,28 +57,13 @@ class SessionPool:
         if came.failure is not None and came.replayable and offer.failures < self._retries:
             self._offer(offer._replace(ticket=next(self._tickets), failures=offer.failures + 1))
             return None
-        return Event(
-            number=came.number,
-            observation=came.observation,
-            failure=came.failure,
-            tools=[],
-            turn=None,
-            seconds=came.seconds,
-            replayed=offer.failures,
-            late=0,
-            from_journal=False,
-            replayable=True,
-            is_agent=True,
-        )
+        return Event(came.number, came.observation, came.failure, [], came.seconds, offer.failures, is_agent=True)
 
     def close(self):
-        """Closes the link."""
         self._link.close(1.0)
 
     def step(self, *_: Any) -> NoReturn:
-        """An environment would answer a turn."""
         raise AssertionError("a session has no environment that answers turns")
 
     def take_up(self, *_: Any) -> list[Turn]:
-        """An environment would go on with an episode."""
         raise AssertionError("a session has no environment that is restored")

@@ -128,15 +128,15 @@ class ModuleMap:
         if conversions.unknown:
             raise folder.error(f"{conversions.unknown[0]} is a tensor that {type(self._module).__name__} does not have")
 
-    def tied_head_difference(self) -> int | None:
-        """As of `WeightMap`: the first row in which a stored head differs from the embedding that it is."""
+    def differing_head_rows(self) -> list[str]:
+        """As of `WeightMap`: the first row in which a stored weight differs from the one to which it is tied."""
         reader, stored = FolderReader(self.model.folder), self.model.folder.weights
         for name, tied in self._conversions.tied.items():
             if not self.value_head and name in stored and tied in stored:
                 one, other = (reader[each][:, :] for each in (name, tied))
                 if not torch.equal(one, other):
-                    return int((one != other).any(1).nonzero()[0])
-        return None
+                    return [str(int((one != other).any(1).nonzero()[0]))]
+        return []
 
     def read(self, weights: LocalWeights) -> Iterator[tuple[Tensor, Tensor, str]]:
         """Yields (a view of this rank's weights, what the folder has for it, the tensor's name)."""

@@ -50,6 +50,31 @@ class CacheReads:
         return isinstance(tokens, slice) and tokens == slice(0, self.total)
 
 
+class StepRequests(NamedTuple):
+    """The N requests whose new tokens are a step, one request after another; on the host, except the cache."""
+
+    queries: Tensor  # [N] int64 new tokens of each
+    keys: Tensor  # [N] int64 keys of each, including new ones: query i of q attends to keys 0 … k − q + i
+    pages: Tensor  # [N, P] int64 blocks of each; any block of finite numbers after its last one
+    total: int  # T; tokens after those of the requests are padding with zero results
+    cache: Tensor  # [blocks, block, …] of any layer, for its device and dtype
+    window: int | None = None  # keys that a query sees; None: all. The cache has all keys
+    token_bytes: int | None = None  # of a token's keys and values when they are read; None: as many as in the cache
+
+    def at(self, index: Tensor) -> "StepRequests":
+        """Some of the requests."""
+        return self._replace(queries=self.queries[index], keys=self.keys[index], pages=self.pages[index])
+
+    def plan(self, decode: Callable[..., list], prefill: Callable[..., list]) -> CacheReads:
+        """Calls both with (the first token of each request in the step, requests): those with one new token, others."""
+        first, single = self.queries.cumsum(0) - self.queries, self.queries == 1
+        if bool(single.all()):
+            return CacheReads(decode(slice(0, len(first)), self), [], self.total)
+        decodes, prompts = single.nonzero().flatten(), (~single).nonzero().flatten()
+        decoding = decode(first[decodes], self.at(decodes)) if len(decodes) else []
+        return CacheReads(decoding, prefill(first[prompts], self.at(prompts)), self.total)
+
+
 class CacheAttention(abc.ABC):
     """Attention over the paged cache, by the kernels of a backend."""
 
@@ -68,7 +93,6 @@ class CacheAttention(abc.ABC):
         return result.flatten(1)
 
     def _new_result(self, query: Tensor, cache) -> Tensor:
-        """Zeros for the outputs of all tokens."""
         return query.new_zeros(query.shape)
 
     @abc.abstractmethod
@@ -101,11 +125,9 @@ class _Expanding:
     """A `PagedAttention` of any backend that reads `Latents`."""
 
     def _gather_pages(self, cache: Latents, pages: Tensor, width: int, count: int) -> tuple[Tensor, Tensor]:
-        """Returns keys and values [n, G, K, D] of the first K rows of pages [n·P]."""
         return _by_head(cache.expand(self._page_rows(cache.rows, pages, width, count)))
 
     def _gather_keys(self, cache: Latents, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns keys and values [n, G, K, D] of rows [n, K] of the flattened cache."""
         rows = cache.rows.flatten(0, 1).index_select(0, keys.flatten()).unflatten(0, keys.shape)
         return _by_head(cache.expand(rows))
 
@@ -141,7 +163,7 @@ def deduplicate_prefills(tokens: Tensor, queries: Tensor, keys: Tensor) -> Prefi
 
     Args:
         tokens: [T] new tokens of the step and its padding, on the host.
-        queries, keys: [N] as in `plan_cache_reads`; only requests without cached keys are compared.
+        queries, keys: [N] as in `StepRequests`; only requests without cached keys are compared.
     """
     starts, is_uncached = queries.cumsum(0) - queries, queries == keys
     ids, first_requests = tokens.tolist(), {}  # prompt -> the first request with it

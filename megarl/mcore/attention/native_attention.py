@@ -6,17 +6,20 @@ forward, however many keys there are. Values may have other channels than keys.
 Shapes: as in `sdpa`; V channels of a value.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from megarl.mcore.attention.backends import sdpa
-from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads, softmax_scale
+from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads, StepRequests, softmax_scale
 from megarl.mcore.attention.segments import SegmentBatch, SegmentPlan
 from megarl.mcore.kernels import native
+from megarl.mcore.kernels.batch_invariance import VECTOR
 
 
 def supports(config) -> bool:
@@ -60,10 +63,7 @@ class _PackedAttention(torch.autograd.Function):
 
 
 def _attend(query, key, value, segments: SegmentBatch, score: tuple, out: Tensor, sums: Tensor | None = None):
-    """Writes to the real queries' rows of `out` [T, H, V], and of `sums` [T, H] their log-sums.
-
-    `score`: scale, softcap and sinks.
-    """
+    """Writes to the real queries' rows of `out` [T, H, V], and of `sums` [T, H] their log-sums."""
     s, (scale, softcap, sinks) = segments, score
     native.ops.segment_attention(
         query, key, value, s.queries, s.keys, s.last_keys, s.real_queries, scale, s.window, softcap, sinks, out, sums
@@ -71,16 +71,13 @@ def _attend(query, key, value, segments: SegmentBatch, score: tuple, out: Tensor
 
 
 def packed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: SegmentPlan,
-    scale: float | None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scale: float | None, softcap=None, sinks=None
 ) -> Tensor:
     """As that of `sdpa`, with `softcap` and the `sinks` [H] of this rank's heads; value [T', G, V] -> [T, H, V]."""
     scale = softmax_scale(query.shape[-1], scale)
+    if query.shape[-1] % VECTOR or value.shape[-1] % VECTOR:  # zeros at the end of a chain of sums change no bit
+        q, k, v = (pad(x, (0, -x.shape[-1] % VECTOR)) for x in (query, key, value))
+        return packed_attention(q, k, v, segments, scale, softcap, sinks)[..., : value.shape[-1]]
     return _PackedAttention.apply(query, key, value, sinks, segments.batches, scale, softcap)
 
 
@@ -101,44 +98,25 @@ class LatentDecodes(NamedTuple):
     parts: list[tuple[Tensor, SegmentBatch]]  # rows [m] of the flattened cache; segments whose keys are among them
 
 
-def plan_cache_reads(
-    queries: Tensor,
-    keys: Tensor,
-    pages: Tensor,
-    total: int,
-    cache: Tensor,
-    window: int | None = None,
-    token_bytes: int | None = None,
-) -> CacheReads:
-    """As that of `sdpa`. `token_bytes`: of a token's keys and values when its latent is expanded."""
-    first, single = queries.cumsum(0) - queries, queries == 1
-    if bool(single.all()):
-        return CacheReads([_decode_reads(slice(0, len(keys)), keys, pages, cache, window, token_bytes)], [], total)
-    decodes, prompts = single.nonzero().flatten(), (~single).nonzero().flatten()
-    prefills = sdpa.plan_prefills(
-        first[prompts], queries[prompts], keys[prompts], pages[prompts], cache, window, token_bytes
-    )
-    decoding = []
-    if len(decodes):
-        decoding = [_decode_reads(first[decodes], keys[decodes], pages[decodes], cache, window, token_bytes)]
-    return CacheReads(decoding, prefills, total)
+def plan_cache_reads(requests: StepRequests) -> CacheReads:
+    """As that of `sdpa`. `token_bytes`: of a token's keys and values when its latent is expanded; else None."""
+    return requests.plan(_plan_decodes, sdpa.plan_prefills)
 
 
-def _decode_reads(
-    tokens: slice | Tensor, keys: Tensor, pages: Tensor, cache: Tensor, window: int | None, token_bytes: int | None
-) -> NativeDecodes | LatentDecodes:
+def _plan_decodes(tokens: slice | Tensor, requests: StepRequests) -> list[NativeDecodes | LatentDecodes]:
+    _, keys, pages, _, cache, window, token_bytes = requests
     pages = pages[:, : -(-int(keys.max()) // cache.shape[1])].contiguous()
     is_new = (pages[1:] != pages[:-1]).any(1).nonzero().flatten() + 1
     starts = torch.cat([is_new.new_zeros(1), is_new, is_new.new_full((1,), len(keys))])
     if token_bytes is None:
-        return NativeDecodes(tokens, pages, keys.contiguous(), starts, window)
+        return [NativeDecodes(tokens, pages, keys.contiguous(), starts, window)]
     lengths = torch.stack([part.max() for part in keys.split(starts.diff().tolist())])
     limit = sdpa.SCRATCH_BYTES // token_bytes
     parts = [
         _latent_part(pages, keys, starts[part.start : part.stop + 1], lengths[part], cache.shape[1], window)
         for part in _parts(lengths.tolist(), limit)
     ]
-    return LatentDecodes(tokens, parts)
+    return [LatentDecodes(tokens, parts)]
 
 
 def _parts(lengths: list[int], limit: int) -> Iterator[slice]:
@@ -179,32 +157,18 @@ def _latent_part(pages: Tensor, keys: Tensor, starts: Tensor, lengths: Tensor, b
 class NativePagedAttention(CacheAttention):
     """Attention over the paged cache."""
 
-    def _decode(
-        self, query: Tensor, cache: Tensor, reads: NativeDecodes, scale: float | None, softcap=None, sinks=None
-    ) -> Tensor:
+    def _decode(self, query, cache, reads: NativeDecodes, scale, softcap=None, sinks=None) -> Tensor:
         scale = softmax_scale(query.shape[-1], scale)
         out = native.ops.cache_attention(
             query, cache, reads.pages, reads.keys, reads.starts, scale, reads.window, softcap, sinks
         )
         return out.view(query.shape)
 
-    def _prefill(
-        self,
-        query: Tensor,
-        cache: Tensor,
-        reads: list[SegmentBatch],
-        scale: float | None,
-        result: Tensor,
-        softcap=None,
-        sinks=None,
-    ):
+    def _prefill(self, query, cache, reads: list[SegmentBatch], scale, result, softcap=None, sinks=None):
         (key, value), score = cache.flatten(0, 1).unbind(2), (softmax_scale(query.shape[-1], scale), softcap, sinks)
         heads, out = query.flatten(1, 2), result.flatten(1, 2)
         for segments in reads:
             _attend(heads, key, value, segments, score, out)
-
-
-PagedAttention = NativePagedAttention  # the name of a backend's
 
 
 class NativeLatentAttention(CacheAttention):
@@ -213,7 +177,7 @@ class NativeLatentAttention(CacheAttention):
     def _new_result(self, query: Tensor, cache) -> Tensor:
         return query.new_zeros(*query.shape[:-1], cache.value_channels)
 
-    def _decode(self, query: Tensor, cache, reads: LatentDecodes, scale: float | None, softcap=None, sinks=None):
+    def _decode(self, query, cache, reads: LatentDecodes, scale, softcap=None, sinks=None) -> Tensor:
         out, heads = self._new_result(query, cache), query.flatten(1, 2)
         score = softmax_scale(query.shape[-1], scale), softcap, sinks
         for rows, segments in reads.parts:
@@ -221,25 +185,13 @@ class NativeLatentAttention(CacheAttention):
             _attend(heads, key, value, segments, score, out.flatten(1, 2))
         return out
 
-    def _prefill(
-        self,
-        query: Tensor,
-        cache,
-        reads: list[SegmentBatch],
-        scale: float | None,
-        result: Tensor,
-        softcap=None,
-        sinks=None,
-    ):
+    def _prefill(self, query, cache, reads: list[SegmentBatch], scale, result, softcap=None, sinks=None):
         heads, out, flat = query.flatten(1, 2), result.flatten(1, 2), cache.rows.flatten(0, 1)
         score = softmax_scale(query.shape[-1], scale), softcap, sinks
         for segments in reads:
             key, value = cache.expand(flat.index_select(0, segments.keys.flatten()))
             places = torch.arange(segments.keys.numel()).view_as(segments.keys)
-            expanded = SegmentBatch(
-                segments.queries, places, segments.last_keys, segments.real_queries, segments.window
-            )
-            _attend(heads, key, value, expanded, score, out)
+            _attend(heads, key, value, dataclasses.replace(segments, keys=places), score, out)
 
 
-LatentAttention = NativeLatentAttention  # of a backend that reads `Latents` in its own way
+PagedAttention, LatentAttention = NativePagedAttention, NativeLatentAttention  # the names of a backend's

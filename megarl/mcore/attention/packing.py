@@ -1,12 +1,9 @@
 """Layout of a packed micro-batch on one rank: which tokens it holds, and the queries and keys of its attention.
 
 A packed micro-batch is a token stream (THD): all sequences one after another, then padding. Context parallelism splits
-the stream into chunks (`parallel.context_parallel`). Attention runs over segments, what a rank holds of each sequence,
-and a segment batch is what one kernel call takes (`attention.segments`). A shared prefix (`SharedPrefix`), such as the
-prompt of several responses, is held by one sequence for others: the stream, and so linear layers, have it once.
-
-The layout follows from the sequence lengths. It is planned on the host and sent in one copy, so that no micro-batch
-waits for the device.
+it into chunks. A shared prefix (`SharedPrefix`), such as the prompt of several responses, is held by one sequence for
+others: the stream, and so linear layers, have it once. The layout follows from the sequence lengths; it is planned on
+the host and sent in one copy, so that no micro-batch waits for the device.
 """
 
 import itertools
@@ -118,10 +115,7 @@ def routed_tokens(
         [token[own], uses, rows, sequence, counted.astype(np.int64)]
     )
     return RoutedTokens(
-        token_indices=token,
-        uses=uses,
-        occurrences=Occurrences(rows, sequence, counted.bool()),
-        sequences=len(lengths),
+        token_indices=token, uses=uses, occurrences=Occurrences(rows, sequence, counted.bool()), sequences=len(lengths)
     )
 
 

@@ -1,17 +1,13 @@
 """Attention segments of a packed token stream, and the segment batches that one dense kernel call takes.
 
-A packed micro-batch is a token stream (THD): all sequences one after another. Attention runs over segments: q
-consecutive queries of one sequence, with the k tokens from its start to the last query as keys. Without context
-parallelism a segment is what the stream holds of a sequence; otherwise it is the part of that in one chunk of the rank.
-A segment batch is what one kernel call takes: segments of similar size, padded to the longest.
-A shared prefix (`megarl.batch.SharedPrefix`) is in the stream once, held by one sequence for others; segments of the
-others read its keys there. All plans follow from the sequence lengths, on the host.
+A segment is q consecutive queries of one sequence, with the k tokens from its start to the last query as keys: what
+the stream, or with context parallelism one chunk, holds of a sequence. A segment batch is segments of similar size,
+padded to the longest. Segments of sequences with a shared prefix read its keys at the holder. All plans follow from the
+sequence lengths, on the host.
 
-Layers may have a sliding window (2004.05150 §3.1). With `--window-size N,0` a token sees itself and the N tokens before
-it, as in Megatron and Transformer Engine: a Hugging Face `sliding_window` of W is `--window-size W-1,0`.
-`--window-attn-skip-freq` names the layers without window. A key outside the window is masked, so its softmax weight is
-exactly 0. Whole blocks of keys that no query of a segment sees are not read; that keeps the bits, because the CPU
-kernel sums key blocks of `KEY_BLOCK` one after another.
+With `--window-size N,0` a token sees itself and the N tokens before it (2004.05150 §3.1); a Hugging Face
+`sliding_window` of W is `--window-size W-1,0`. A key outside the window is masked, so its weight is exactly 0. Whole
+blocks of keys that no query sees are not read, which keeps the bits: the CPU kernel sums blocks of `KEY_BLOCK`.
 """
 
 import functools
@@ -52,8 +48,7 @@ class SegmentBatch:
     def of(cls, plan: list[Tensor], window: int | None = None) -> "SegmentBatch":
         """Returns the batch of a plan of `plan_segments`, sent to the device; `window`: keys that a query sees."""
         queries, keys, real, *last_keys = plan
-        last = last_keys[0] if last_keys else None
-        return cls(queries=queries, keys=keys, last_keys=last, real_queries=real, window=window)
+        return cls(queries, keys, last_keys[0] if last_keys else None, real, window)
 
     @functools.cached_property
     def mask(self) -> Tensor | None:

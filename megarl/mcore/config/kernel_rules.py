@@ -39,10 +39,10 @@ def choose_attention(role: str, args):
     name, args.attention_backend = args.attention_backend, AttnBackend.auto
     args.attention_kernel = _automatic_attention(args) if name == "auto" else name
     if model_flags.has_score_options(args) and name in ATTENTION_BACKENDS and name not in model_flags.SCORE_BACKENDS:
-        allowed = ", ".join(("auto", *model_flags.SCORE_BACKENDS))
-        raise UsageError(
-            f"{role}: --attention-backend {name}: allowed with --attn-logit-softcapping or --softmax-type are {allowed}"
+        allowed = (
+            f"with --attn-logit-softcapping or --softmax-type are {', '.join(('auto', *model_flags.SCORE_BACKENDS))}"
         )
+        raise UsageError(f"{role}: --attention-backend {name}: allowed {allowed}")
     if name in ("varlen", INVARIANT) and (missing := _refused_varlen(args)):
         raise UsageError(f"{role}: --attention-backend {name} needs {missing}")
     if args.attention_kernel not in ATTENTION_BACKENDS:
@@ -91,30 +91,22 @@ def exact_rules(args) -> list[Rule]:
         only(args, "--softmax-type", "vanilla"),
         allow("--attention-backend", backend == INVARIANT, f"auto or {INVARIANT}", value=backend),
         allow("--hidden-size", args.hidden_size % ALIGNED == 0, f"a multiple of {ALIGNED}"),
-        allow(
-            "--kv-channels",
-            channels % ALIGNED == 0 and channels <= MAX_CHANNELS,
-            f"a multiple of {ALIGNED} up to {MAX_CHANNELS}",
-            value=channels,
-        ),
+        allow("--kv-channels", channels % ALIGNED == 0 and channels <= MAX_CHANNELS,
+              f"a multiple of {ALIGNED} up to {MAX_CHANNELS}", value=channels),
         *_exact_experts(args),
-    ]
+    ]  # fmt: skip
 
 
 def _exact_experts(args) -> list[Rule]:
     """The experts' products run one by one, and the results of a token are added in a fixed order (`moe.layer`)."""
     is_plain = args.swiglu and not args.add_bias_linear and not args.glu_linear_offset
     is_plain = is_plain and args.activation_func_clamp_value is None and not args.moe_apply_probs_on_input
+    tiles = "none: grouped products choose tiles by the number of rows"
+    others = "0 unless experts are those of --swiglu, without biases, --moe-apply-probs-on-input and other options"
     return [
-        allow(
-            "--moe-grouped-gemm", not args.moe_grouped_gemm, "none: grouped products choose tiles by the number of rows"
-        ),
+        allow("--moe-grouped-gemm", not args.moe_grouped_gemm, tiles),
         allow("--moe-router-dtype", args.moe_router_dtype != "fp64", "fp32, or none"),
-        allow(
-            "--num-experts",
-            not args.num_experts or is_plain,
-            "0 unless experts are those of --swiglu, without biases, --moe-apply-probs-on-input and other options",
-        ),
+        allow("--num-experts", not args.num_experts or is_plain, others),
         only(args, "--expert-tensor-parallel-size", 1),
         only(args, "--moe-shared-expert-overlap", False),
     ]
@@ -122,10 +114,7 @@ def _exact_experts(args) -> list[Rule]:
 
 def check_lora(megatron: dict, lora: dict):
     """Raises UsageError for low-rank factors of experts in an exact rollout: with them Megatron adds a token's results,
-    in no fixed order.
-
-    `megatron`, `lora`: namespaces and factors of roles.
-    """
+    in no fixed order. `megatron`, `lora`: namespaces and factors of roles."""
     for role, args in megatron.items():
         if is_exact(args) and args.num_experts and lora.get(role) is not None:
             raise UsageError(

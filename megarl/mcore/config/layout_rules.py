@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megarl.errors import Rule
 from megarl.mcore import device
 from megarl.mcore.config.model_flags import ROTARY
-from megarl.mcore.config.rules import allow, is_pattern, min_value, positive
+from megarl.mcore.config.rules import allow, is_pattern, min_value, positive, value_of
 
 TRAINED = ("actor", "critic")  # roles that run backward
 MAX_LAYERS = 100_000
@@ -21,12 +21,9 @@ BALANCING_LOSSES = ("seq_aux_loss", "global_aux_loss")  # losses that do not dep
 
 def rules(role: str, args) -> list[Rule]:
     """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant.
-
-    `args.world_size` is the role's.
-    """
-    groups = (_sizes(args), _ranges(args), _ranks(args), _attention(args), _pipeline(args), _virtual(args))
-    groups += (_experts(args), _balancing(args), _training(role, args), _sharding(args))
-    return [each for group in groups for each in group]
+    `args.world_size` is the role's."""
+    sizes = _sizes(args) + _ranges(args) + _ranks(args) + _attention(args) + _pipeline(args) + _virtual(args)
+    return sizes + _experts(args) + _balancing(args) + _training(role, args) + _sharding(args)
 
 
 def _divides(size: int, whole: int) -> bool:
@@ -86,15 +83,17 @@ def _ranges(args) -> list[Rule]:
 
 def _finite(args) -> Rule:
     """No flag has NaN or an infinity."""
-    wrong = [
-        (name, value) for name, value in vars(args).items() if isinstance(value, float) and not math.isfinite(value)
-    ]
-    name, value = wrong[0] if wrong else ("clip_grad", args.clip_grad)
-    return allow(f"--{name.replace('_', '-')}", not wrong, "a finite number", value=value)
+    wrong = [name for name, value in vars(args).items() if isinstance(value, float) and not math.isfinite(value)]
+    name = (*wrong, "clip_grad")[0]
+    return allow(f"--{name.replace('_', '-')}", not wrong, "a finite number")
 
 
-def _product(flags: dict[str, int], ranks: int) -> Rule:
-    """The product of the flags must divide the role's ranks; the message names the flags above 1."""
+def _product(args, *kinds: str) -> Rule:
+    """The product of the sizes must divide the role's ranks; the message names the flags above 1."""
+    flags, ranks = (
+        {f"--{kind}-parallel-size": value_of(args, f"{kind}-parallel-size") for kind in kinds},
+        args.world_size,
+    )
     *others, last = [item for item in flags.items() if item[1] > 1] or list(flags.items())[:1]
     name = "".join(f"{flag} {size} × " for flag, size in others) + last[0]
     allowed = f"{'a product that divides' if others else 'a divisor of'} the role's {ranks} rank(s)"
@@ -102,18 +101,8 @@ def _product(flags: dict[str, int], ranks: int) -> Rule:
 
 
 def _ranks(args) -> list[Rule]:
-    pipeline = {"--pipeline-model-parallel-size": args.pipeline_model_parallel_size}
-    dense = {
-        "--tensor-model-parallel-size": args.tensor_model_parallel_size,
-        **pipeline,
-        "--context-parallel-size": args.context_parallel_size,
-    }
-    expert = {
-        "--expert-tensor-parallel-size": args.expert_tensor_parallel_size,
-        "--expert-model-parallel-size": args.expert_model_parallel_size,
-        **pipeline,
-    }
-    return [_product(dense, args.world_size), _product(expert, args.world_size)]
+    dense = _product(args, "tensor-model", "pipeline-model", "context")
+    return [dense, _product(args, "expert-tensor", "expert-model", "pipeline-model")]
 
 
 def _attention(args) -> list[Rule]:
@@ -163,7 +152,7 @@ def _pipeline(args) -> list[Rule]:
 
 
 def _end_stages(args) -> list[int]:
-    """Returns the layers of the first and of the last stage, as far as flags set them."""
+    """The layers of the first and of the last stage, as far as flags set them."""
     return [x for x in (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers) if x is not None]
 
 
@@ -278,7 +267,7 @@ def _balancing(args) -> list[Rule]:
 
 
 def as_list(value) -> list:
-    """Returns a flag's values as a list; Megatron's parser returns one value or a list."""
+    """A flag's values; Megatron's parser returns one value or a list."""
     return value if isinstance(value, list) else [value]
 
 
@@ -301,13 +290,10 @@ def _sharding(args) -> list[Rule]:
         allow(flag, not on or pipeline == 1, f"none with --pipeline-model-parallel-size {pipeline}"),
         allow(flag, not on or expert == 1, f"none with --expert-model-parallel-size {expert}"),
         allow(flag, not on or not args.use_distributed_optimizer, "none with --use-distributed-optimizer"),
-        allow(
-            flag,
-            not on or not args.num_experts or tensor == 1,
-            f"none with --num-experts {args.num_experts} and --tensor-model-parallel-size {tensor}",
-        ),
+        allow(flag, not on or not args.num_experts or tensor == 1,
+              f"none with --num-experts {args.num_experts} and --tensor-model-parallel-size {tensor}"),
         allow(flag, not on or not args.fp16, "none with --fp16"),
-    ]
+    ]  # fmt: skip
 
 
 def _runs_on_cpu() -> bool:

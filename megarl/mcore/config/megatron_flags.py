@@ -18,22 +18,23 @@ from torch.nn import functional
 
 from megarl.errors import ArgumentParser, UsageError
 from megarl.mcore import cuda_environment, device
-from megarl.mcore.config import (
-    kernel_rules,
-    layout_rules,
-    model_flags,
-    module_rules,
-    optimizer_flags,
-    recurrent_rules,
-)
+from megarl.mcore.config import kernel_rules, layout_rules, model_flags, module_rules, optimizer_flags, recurrent_rules
 from megarl.mcore.config.rules import require
 from megarl.mcore.config.supported_flags import ARCHITECTURE, DEFAULTS, ONLY, used
 from megarl.mcore.kernels.batch_invariance import gelu, gelu_tanh, quick_gelu, silu
 from megarl.mcore.parallel.process_groups import ParallelSizes
 
 BATCH_INVARIANT = {functional.silu: silu, fused_bias_geglu.quick_gelu: quick_gelu}  # Megatron's activations -> megarl's
-
 BY_MEGATRON = ", which Megatron sets for these flags"
+ANY, MOMENTS = {"choices": None, "type": str}, {"choices": optimizer_flags.MOMENT_TYPES}
+PRECISE = {"help": "Keep Adam's moments in the types of --exp-avg-dtype and --exp-avg-sq-dtype"}
+FIRST_RATE = {"help": "Learning rate of the first update of a warm-up; by default the first of equal rises from 0"}
+# What megarl changes of Megatron's flags, by attribute: it has modules of its own, and torch has no "low" precision.
+CHANGED = {
+    "transformer_impl": ANY, "attention_backend": ANY, "exp_avg_dtype": MOMENTS, "exp_avg_sq_dtype": MOMENTS,
+    "use_precision_aware_optimizer": PRECISE, "lr_warmup_init": FIRST_RATE,
+    "muon_fp32_matmul_prec": {"choices": optimizer_flags.PRECISIONS},
+}  # fmt: skip
 
 
 @functools.cache
@@ -43,22 +44,12 @@ def _parser() -> argparse.ArgumentParser:
     model_flags.add_to(parser)
     recurrent_rules.add_to(parser)
     optimizer_flags.add_to(parser)
-    # On unless switched off, where there is something to reduce: `_overlaps`.
-    parser.set_defaults(overlap_grad_reduce=None)
-    parser.set_defaults(exact_rollout=False)  # one of megarl's own flags
-    parser.set_defaults(length_flags="--max-prompt-length + --max-response-length")  # those that set seq_length
-    parser.set_defaults(lr_warmup_init=None)  # above 0: `optimizer.build_scheduler`
+    # Gradients are reduced while backward runs unless that is switched off, where there is something to reduce. A rate
+    # at the begin of a warm-up is above 0: `optimizer.build_scheduler`. `exact_rollout` is a flag of megarl's own.
+    length_flags = "--max-prompt-length + --max-response-length"  # those that set seq_length
+    parser.set_defaults(overlap_grad_reduce=None, exact_rollout=False, length_flags=length_flags, lr_warmup_init=None)
     for action in parser._actions:
-        if action.dest in ("transformer_impl", "attention_backend"):  # megarl has modules of its own for both
-            action.choices, action.type = None, str
-        if action.dest == "muon_fp32_matmul_prec":
-            action.choices = optimizer_flags.PRECISIONS  # torch has no "low"
-        if action.dest in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-            action.choices = optimizer_flags.MOMENT_TYPES
-        if action.dest == "use_precision_aware_optimizer":
-            action.help = "Keep Adam's moments in the types of --exp-avg-dtype and --exp-avg-sq-dtype"
-        if action.dest == "lr_warmup_init":
-            action.help = "Learning rate of the first update of a warm-up; by default the first of equal rises from 0"
+        vars(action).update(CHANGED.get(action.dest, {}))
     parser.add_argument("--no-overlap-grad-reduce", dest="overlap_grad_reduce", action="store_false", default=None)
     return parser
 
@@ -92,25 +83,6 @@ def _check_only(role: str, values, cause: str = ""):
             raise UsageError(f"{role}: {flag} {value}{cause}: {reason} (allowed: {', '.join(map(str, choices))})")
 
 
-def _choose_channels(role: str, args):
-    """Sets `kv_channels` of multi-latent attention to the channels of its values, which are those of its output."""
-    if args.multi_latent_attention and args.kv_channels is not None:
-        raise UsageError(f"{role}: --kv-channels {args.kv_channels}: allowed is none with --multi-latent-attention")
-    if args.multi_latent_attention:
-        args.kv_channels = args.v_head_dim
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    # A bare assertion says nothing: quote the condition that failed.
-    return text or (traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__)
-
-
-def _overlaps(args, ranks: int) -> bool:
-    """Whether gradients are reduced while backward still runs: where several ranks hold whole gradients to be added."""
-    return ranks > args.tensor_model_parallel_size * args.pipeline_model_parallel_size and not args.use_torch_fsdp2
-
-
 def parse_tokens(role: str, argv: list[str]) -> argparse.Namespace:
     """Megatron's namespace of tokens after megarl's defaults, not validated. UsageError for a wrong token."""
     try:
@@ -135,14 +107,9 @@ def _parsed(argv: tuple[str, ...]) -> argparse.Namespace:
 
 
 def with_folder(role: str, described: list[str], folder: str, tokens: list[str]) -> list[str]:
-    """A role's Megatron tokens after those that describe its folder's model.
+    """A role's Megatron tokens after those that describe its folder's model; UsageError if one contradicts the folder.
 
-    Args:
-        described: tokens of the folder's config.json.
-        folder: flag and path, for messages.
-
-    Raises:
-        UsageError: a flag of the user contradicts the folder.
+    `described`: tokens of the folder's config.json; `folder`: flag and path, for messages.
     """
     of_folder, given = parse_tokens(role, described), parse_tokens(role, tokens)
     for option in (token.split("=", 1)[0] for token in tokens):
@@ -163,24 +130,19 @@ def with_source(error: UsageError, described: list[str], folder: str) -> UsageEr
 
 
 def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[str] = frozenset()):
-    """Megatron's namespace of one role, validated for that many ranks.
+    """Megatron's namespace of one role, validated for that many ranks. UsageError for an unknown, unused or wrong flag.
 
     Args:
         argv: the role's Megatron flags, common ones first, then its own.
         own: attributes that megarl decides (train_iters, seed, seq_length …); they win.
         extra: attributes that the calling program reads besides those in `used()`.
-
-    Raises:
-        UsageError: an unknown, unused or wrong flag; one line that names role, flag, value and what is allowed.
     """
     _refuse_unused(role, argv, extra)
     args = parse_tokens(role, argv)
     batch, args.global_batch_size = args.global_batch_size, None  # megarl's batches need no divisibility
     if batch is not None and batch < 1:
         raise UsageError(f"{role}: --global-batch-size {batch}: allowed is 1 or more")
-    args.rank, args.world_size = 0, ranks
-    for name, value in own.items():
-        setattr(args, name, value)
+    vars(args).update({"rank": 0, "world_size": ranks} | own)
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
     kernel_rules.choose_attention(role, args)
@@ -188,15 +150,19 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
     for flag in ("num_layers", "hidden_size", "num_attention_heads"):
         if not getattr(args, flag):
             raise UsageError(f"{role}: --{flag.replace('_', '-')} is missing: the model's shape has no default")
-    _choose_channels(role, args)
+    if args.multi_latent_attention:  # its output has the channels of its values
+        if args.kv_channels is not None:
+            raise UsageError(f"{role}: --kv-channels {args.kv_channels}: allowed is none with --multi-latent-attention")
+        args.kv_channels = args.v_head_dim
     require(role, args, layout_rules.rules(role, args))
     require(role, args, model_flags.rules(args))
     require(role, args, recurrent_rules.rules(args))
     require(role, args, module_rules.rules(args))
     optimizer_flags.check(role, args)
     kernel_rules.check(role, args)
-    if args.overlap_grad_reduce is None:
-        args.overlap_grad_reduce = _overlaps(args, ranks)
+    if args.overlap_grad_reduce is None:  # where several ranks hold whole gradients to be added
+        of_model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+        args.overlap_grad_reduce = ranks > of_model and not args.use_torch_fsdp2
     # Megatron wants a sequence length that context parallelism divides; megarl's cut of the packed stream does not.
     args.seq_length, args.encoder_seq_length = None, args.seq_length
     args = _validated(role, args)
@@ -215,20 +181,18 @@ def _without_own_parts(args):
     --use-precision-aware-optimizer. A pattern of layers means another class of models, which is divided among
     pipeline stages by marks in the pattern. The list of a thousand values that it would print is not composed.
     """
-    own = {"use_torch_fsdp2": False, "moe_grouped_gemm": False, "hybrid_layer_pattern": None}
-    own["optimizer_cpu_offload"] = False
+    own = dict.fromkeys(("use_torch_fsdp2", "moe_grouped_gemm", "optimizer_cpu_offload"), False)
+    own["hybrid_layer_pattern"] = None
     version, print_args = arguments.get_device_arch_version, arguments._print_args
     hidden = {name: getattr(args, name) for name in own}
-    for name, value in own.items():
-        setattr(args, name, value)
+    vars(args).update(own)
     arguments.get_device_arch_version = lambda: cuda_environment.NEEDS_NONE
     arguments._print_args = lambda *_: None
     try:
         yield
     finally:
         arguments.get_device_arch_version, arguments._print_args = version, print_args
-        for name, value in hidden.items():
-            setattr(args, name, value)
+        vars(args).update(hidden)
 
 
 def _validated(role: str, args):
@@ -241,7 +205,10 @@ def _validated(role: str, args):
             args.use_cpu_initialization = args.use_cpu_initialization or not device.has_cuda()
             _check_only(role, transformer_config(args), BY_MEGATRON)
     except (AssertionError, ValueError, TypeError, RuntimeError, SystemExit) as error:
-        raise UsageError(f"{role}: Megatron refuses these flags: {_one_line(error)}") from None
+        # A bare assertion says nothing: quote the condition that failed.
+        condition = traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__
+        reason = " ".join(str(error).split()) or condition
+        raise UsageError(f"{role}: Megatron refuses these flags: {reason}") from None
     if not args.bf16 and not args.fp16:
         args.params_dtype = torch.float32
     return args
@@ -284,10 +251,6 @@ def _latent_softmax_scale(args) -> float:
 
 def parallel_sizes(args) -> ParallelSizes:
     """The role's parallel sizes, for `create_groups`."""
-    return ParallelSizes(
-        tensor=args.tensor_model_parallel_size,
-        pipeline=args.pipeline_model_parallel_size,
-        context=args.context_parallel_size,
-        expert=args.expert_model_parallel_size,
-        expert_tensor=args.expert_tensor_parallel_size or 1,
-    )
+    expert, expert_tensor = args.expert_model_parallel_size, args.expert_tensor_parallel_size or 1
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    return ParallelSizes(tensor, pipeline, args.context_parallel_size, expert, expert_tensor)

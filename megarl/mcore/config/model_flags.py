@@ -68,29 +68,16 @@ MODEL_FLAGS = (
 SCORE_BACKENDS = ("eager",)  # attention backends for models that `has_score_options`
 ROTARY = ("rope", "yarn")  # values of --position-embedding-type with rotary embeddings
 # Flags that are for one kind of model, and their defaults.
-ROTARY_FLAGS = {
-    "rotary-base": 10000,
-    "rotary-percent": 1.0,
-    "rotary-seq-len-interpolation-factor": None,
-    "no-rope-freq": None,
-}
-LLAMA3_FLAGS = {
-    "rope-low-freq-factor": None,
-    "rope-high-freq-factor": None,
-    "rope-original-max-position-embeddings": None,
-    "rope-scaling-factor": 8.0,
-}
+_LINEAR = {"rotary-seq-len-interpolation-factor": None}
+ROTARY_FLAGS = {"rotary-base": 10000, "rotary-percent": 1.0} | _LINEAR | {"no-rope-freq": None}
+_FACTORS = ("rope-low-freq-factor", "rope-high-freq-factor", "rope-original-max-position-embeddings")
+LLAMA3_FLAGS = dict.fromkeys(_FACTORS) | {"rope-scaling-factor": 8.0}
 YARN_FLAGS = {"yarn-original-max-position-embeddings": None, "yarn-beta-fast": None, "yarn-beta-slow": None,
               "yarn-correction-range-round-to-int": None, "rotary-scaling-factor": 1.0, "mscale": 1.0,
               "mscale-all-dim": 0.0}  # fmt: skip
 LATENT = "--multi-latent-attention"
-LATENT_SIZES = {
-    "q-lora-rank": None,
-    "kv-lora-rank": 32,
-    "qk-head-dim": 128,
-    "qk-pos-emb-head-dim": 64,
-    "v-head-dim": 128,
-}
+_HEADS = {"qk-head-dim": 128, "qk-pos-emb-head-dim": 64, "v-head-dim": 128}
+LATENT_SIZES = {"q-lora-rank": None, "kv-lora-rank": 32} | _HEADS
 NOT_LATENT = {
     "group-query-attention": False, "add-qkv-bias": False, "qk-layernorm-all-heads": False, "window-size": None,
     "no-rope-freq": None, "query-pre-attn-scalar": None, "rotary-percent": 1.0, "attn-logit-softcapping": None,
@@ -105,12 +92,8 @@ def add_to(parser):
             action.type = number
     group = parser.add_argument_group("megarl's layers")
     for flag in MODEL_FLAGS:
-        if flag.kind is None:
-            group.add_argument(f"--{flag.name}", action="store_true", help=flag.help)
-        else:
-            group.add_argument(
-                f"--{flag.name}", type=flag.kind, default=flag.default, choices=flag.choices, help=flag.help
-            )
+        kind = {"type": flag.kind, "default": flag.default, "choices": flag.choices}
+        group.add_argument(f"--{flag.name}", help=flag.help, **(kind if flag.kind else {"action": "store_true"}))
 
 
 def attributes() -> frozenset[str]:
@@ -205,12 +188,12 @@ def _experts(args) -> list[Rule]:
 
 
 def _rotary(args) -> list[Rule]:
-    kind, window_base, linear = (
-        args.position_embedding_type,
-        args.window_rotary_base,
+    kind, window_base = args.position_embedding_type, args.window_rotary_base
+    linear, divisors, scale = (
         args.rotary_seq_len_interpolation_factor,
+        args.rotary_divisors,
+        args.rotary_attention_factor,
     )
-    divisors, scale = args.rotary_divisors, args.rotary_attention_factor
     channels = args.kv_channels or args.hidden_size // max(args.num_attention_heads, 1)
     pairs = int(channels * args.rotary_percent) // 2
     is_plain = kind == "rope" and not args.use_rope_scaling and linear is None and window_base is None
@@ -238,7 +221,7 @@ def _rotary(args) -> list[Rule]:
                   "none with another scaling, --window-rotary-base or --multi-latent-attention"),
         allow("--rotary-attention-factor", scale is None or scale > 0, "above 0"),
         min_value(args, "--rotary-scaling-factor"),
-        allow("--yarn-beta-fast", fast > slow > 0, f"above --yarn-beta-slow {slow}, which is above 0", value=fast),
+        allow("--yarn-beta-fast", fast >= slow > 0, f"--yarn-beta-slow {slow}, which is above 0, or more", value=fast),
         min_value(args, "--yarn-original-max-position-embeddings"),
         allow("--use-rope-scaling", not args.use_rope_scaling or kind == "rope",
               f"none with --position-embedding-type {kind}"),
@@ -273,10 +256,8 @@ def _or(value, default):
 
 
 def check_prediction(settings, megatron: dict, lora: dict, hf_models: dict):
-    """Raises UsageError for what policy and rollout cannot have beside a layer of multi-token prediction.
-
-    `megatron`, `lora`, `hf_models`: namespaces, factors and folders of roles.
-    """
+    """Raises UsageError for what policy and rollout cannot have beside a layer of multi-token prediction; `megatron`,
+    `lora`, `hf_models`: namespaces, factors and folders of roles."""
     if not settings.predicts:
         return
     flag = "--mtp-train" if settings.mtp_train else "--mtp-drafts"
@@ -293,12 +274,9 @@ def check_prediction(settings, megatron: dict, lora: dict, hf_models: dict):
 
 
 def _prediction_rules(args) -> list[Rule]:
+    why = "1: the layer reads the embedding and the last hidden states"
     return [
-        allow(
-            "--pipeline-model-parallel-size",
-            args.pipeline_model_parallel_size == 1,
-            "1: the layer reads the embedding and the last hidden states",
-        ),
+        allow("--pipeline-model-parallel-size", args.pipeline_model_parallel_size == 1, why),
         only(args, "--use-torch-fsdp2", False),
         only(args, "--transformer-impl", "local"),
         only(args, "--layernorm-position", "pre"),

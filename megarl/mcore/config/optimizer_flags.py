@@ -26,15 +26,10 @@ PACKAGE = "emerging-optimizers"  # Muon's
 # Flags that only one optimizer reads -> Megatron's default, or megarl's.
 ADAM_FLAGS = {"adam-beta1": 0.9, "adam-beta2": 0.999, "adam-eps": 1e-8}
 MUON_FLAGS = {
-    "muon-momentum": 0.9,
-    "muon-nesterov": False,
-    "muon-scale-mode": "spectral",
-    "muon-fp32-matmul-prec": "medium",
-    "muon-coefficient-type": "quintic",
-    "muon-num-ns-steps": 5,
-    "muon-tp-mode": "duplicated",
+    "muon-momentum": 0.9, "muon-nesterov": False, "muon-scale-mode": "spectral", "muon-fp32-matmul-prec": "medium",
+    "muon-coefficient-type": "quintic", "muon-num-ns-steps": 5, "muon-tp-mode": "duplicated",
     "muon-extra-scale-factor": 1.0,
-}
+}  # fmt: skip
 MOMENT_TYPES = ("fp32", "bf16")  # others would need a scale for each tensor
 # A moment of bf16 does not move by changes below 2^-9 to 2^-8 of itself. With Megatron's 0.999 it would never fall.
 MAX_BETA_BF16 = 0.99
@@ -66,19 +61,14 @@ def has_muon() -> bool:
 def _rules(args) -> list[Rule]:
     is_sgd = args.optimizer == SGD
     decays = any((args.weight_decay, args.start_weight_decay, args.end_weight_decay))
-    multipliers = args.weight_decay_multipliers
+    multipliers, texts = args.weight_decay_multipliers, " ".join(args.weight_decay_multipliers or [])
     return [
         *_muon(args),
         *_moments(args),
         allow("--sgd-momentum", is_sgd or args.sgd_momentum == 0.9, "none without --optimizer sgd"),
         allow("--sgd-momentum", 0 <= args.sgd_momentum < 1, "from 0 to below 1"),
         *defaults(args, ADAM_FLAGS, not is_sgd, f"none with --optimizer {args.optimizer}"),
-        allow(
-            "--weight-decay-multipliers",
-            decays or not multipliers,
-            "none without a --weight-decay above 0",
-            value=" ".join(multipliers or []),
-        ),
+        allow("--weight-decay-multipliers", decays or not multipliers, "none without a --weight-decay above 0", texts),
     ]
 
 
@@ -133,21 +123,12 @@ def _coefficient_types() -> tuple[str, ...]:
 def add_to(parser: argparse.ArgumentParser):
     """Adds the flags to an argparse parser."""
     group = parser.add_argument_group("parameters by name")
-    group.add_argument(
-        "--freeze",
-        nargs="+",
-        metavar="PATTERN",
-        help="parameters that are not trained, as embedding.* 'decoder.layers.0.*'",
-    )
+    frozen = "parameters that are not trained, as embedding.* 'decoder.layers.0.*'"
+    group.add_argument("--freeze", nargs="+", metavar="PATTERN", help=frozen)
+    last = "of several patterns that name a parameter the last one counts"
     for flag, what in (("lr", "learning rates"), ("weight-decay", "weight decays")):
-        group.add_argument(
-            f"--{flag}-multipliers",
-            nargs="+",
-            type=_checked,
-            metavar="PATTERN=FACTOR",
-            help=f"factors of the {what} of parameters, as '*.mlp.router.*=0.1'; of several patterns"
-            " that name a parameter the last one counts",
-        )
+        help_text = f"factors of the {what} of parameters, as '*.mlp.router.*=0.1'; {last}"
+        group.add_argument(f"--{flag}-multipliers", nargs="+", type=_checked, metavar="PATTERN=FACTOR", help=help_text)
 
 
 def is_multiplier(text: str) -> bool:
@@ -204,14 +185,11 @@ def multiplier(args, attribute: str, name: str) -> float:
 
 def _offload_rules(args) -> list[Rule]:
     is_on, only = args.optimizer_cpu_offload, f"none without {OFFLOAD}"
+    distributed = "none without --use-distributed-optimizer, which may have a single rank"
     return [
         allow(OFFLOAD, not is_on or args.optimizer == "adam", "none without --optimizer adam"),
         allow(OFFLOAD, not is_on or not args.use_torch_fsdp2, "none with --use-torch-fsdp2"),
-        allow(
-            OFFLOAD,
-            not is_on or args.use_distributed_optimizer,
-            "none without --use-distributed-optimizer, which may have a single rank",
-        ),
+        allow(OFFLOAD, not is_on or args.use_distributed_optimizer, distributed),
         *defaults(args, {"optimizer-offload-fraction": 1}, is_on, only),
         allow("--optimizer-offload-fraction", 0 < args.optimizer_offload_fraction <= 1, "above 0, at most 1"),
         allow("--overlap-cpu-optimizer-d2h-h2d", is_on or not args.overlap_cpu_optimizer_d2h_h2d, only),
@@ -223,12 +201,8 @@ def on_host(sizes: np.ndarray, fraction: float) -> np.ndarray:
     """Which parameters have their states on the host: the largest that fit into the fraction, one after another.
 
     So the host has the fraction, less a part that is smaller than the states of any parameter left on the device.
-
-    Args:
-        sizes: [ranks, parameters] bytes of the states on each rank; 0 for a parameter that it has no share of.
-
-    Returns:
-        [ranks, parameters] of bool; False where the size is 0.
+    `sizes`: [ranks, parameters] bytes of the states on each rank, 0 for a parameter that it has no share of; the result
+    [ranks, parameters] is False there.
     """
     limits, taken = np.floor(sizes.sum(1) * fraction), np.zeros(len(sizes), dtype=np.int64)
     chosen, ranks = np.zeros(sizes.shape, dtype=bool), np.arange(len(sizes))

@@ -1,26 +1,17 @@
-"""Rules on models with recurrent states, the gated delta net of `--experimental-attention-variant`: sizes, and what
-such models cannot be combined with.
-
-A rule is data, as in `layout_rules`.
-"""
+"""Rules on models with recurrent states: sizes, and what such models cannot be combined with."""
 
 from megarl import bundled
 from megarl.errors import Rule, UsageError
 from megarl.mcore import device
-from megarl.mcore.config.rules import allow, defaults, is_pattern, min_value, only, value_of
+from megarl.mcore.config.rules import allow, defaults, min_value, only, value_of
 from megarl.mcore.recurrence import fused_chunks
 
 FLAG, GATED_DELTA_NET = "--experimental-attention-variant", "gated_delta_net"
-SIZES = {
-    "linear-conv-kernel-dim": 4,
-    "linear-key-head-dim": 128,
-    "linear-value-head-dim": 128,
-    "linear-num-key-heads": 16,
-    "linear-num-value-heads": 32,
-}  # Megatron's defaults
+TAPS = "linear-conv-kernel-dim"  # of both kinds
+_HEADS = {"linear-num-key-heads": 16, "linear-num-value-heads": 32}
+SIZES = {TAPS: 4, "linear-key-head-dim": 128, "linear-value-head-dim": 128} | _HEADS  # Megatron's defaults
 PATTERN, LETTERS = "--hybrid-layer-pattern", {"M", "*", "-", "E"}
 SPACE_SIZES = {"mamba-state-dim": 128, "mamba-head-dim": 64, "mamba-num-groups": 8, "mamba-num-heads": None}
-TAPS = "linear-conv-kernel-dim"  # of both kinds
 RULE = "--delta-rule-backend"
 RULE_BACKENDS = ("torch", fused_chunks.BACKEND)
 VECTOR, MAX_TAPS = 16, 8  # of the compiled kernels: elements of a vector, tokens that a convolution reads
@@ -28,13 +19,10 @@ VECTOR, MAX_TAPS = 16, 8  # of the compiled kernels: elements of a vector, token
 
 def add_to(parser):
     """Adds the flag of megarl's own about these layers to an argparse parser."""
-    parser.add_argument_group("megarl's layers").add_argument(
-        RULE,
-        choices=RULE_BACKENDS,
-        default=RULE_BACKENDS[0],
-        help="kernels of gated delta nets on CUDA in prompts and training: PyTorch's operators, or with --bf16 those "
-        "of flash-linear-attention, of the extra recurrent",
-    )
+    what = "kernels of gated delta nets on CUDA in prompts and training: PyTorch's operators, or with --bf16 those "
+    what += "of flash-linear-attention, of the extra recurrent"
+    group = parser.add_argument_group("megarl's layers")
+    group.add_argument(RULE, choices=RULE_BACKENDS, default=RULE_BACKENDS[0], help=what)
 
 
 def has_states(args) -> bool:
@@ -98,9 +86,7 @@ def _of_layers(args, on: bool) -> list[Rule]:
     freq, layers, context = args.linear_attention_freq, args.num_layers, args.context_parallel_size
     tensor, backend, channels = args.tensor_model_parallel_size, args.delta_rule_backend, args.linear_key_head_dim
     keys, values, is_fused = args.linear_num_key_heads, args.linear_num_value_heads, backend == fused_chunks.BACKEND
-    fits = (
-        1 < freq <= layers if isinstance(freq, int) else on and freq and is_pattern(freq, layers) and {*freq} == {0, 1}
-    )
+    fits = on and freq and (1 < freq <= layers if isinstance(freq, int) else {*freq} == {0, 1} and len(freq) == layers)
     return [
         allow(RULE, on or not is_fused, f"torch without {FLAG}"),
         allow(RULE, args.bf16 or not is_fused, "torch without --bf16"),

@@ -4,19 +4,14 @@ Megatron adds one request at a time, with some thirty tensor operations and an a
 hundreds together, which takes longer than the prefill of short prompts by a small model.
 """
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
 from megarl.batch import expand_counts
 
-
-class _Fitting(NamedTuple):
-    """A request that fits to the next step."""
-
-    request: object
-    blocks: list[int]  # cached ones of its prompt
-    skipped: int  # tokens of them that are not read again
+# A request that fits to the next step, the cached blocks of its prompt, and tokens of them that are not read again.
+Fitting = tuple[Any, list[int], int]
 
 
 def may_add(engine) -> bool:
@@ -27,10 +22,8 @@ def may_add(engine) -> bool:
 
 
 def add_waiting(engine):
-    """Moves requests from the engine's queue to its context, in their order, as long as they fit.
-
-    With prefix caching, a request whose prefix this step computes for another one waits until it is cached.
-    """
+    """Moves requests from the engine's queue to its context, in their order, as long as they fit. With prefix caching,
+    a request whose prefix this step computes for another one waits until it is cached."""
     added = _fitting(engine, len(engine.waiting_request_ids))
     if not added:
         return
@@ -41,14 +34,14 @@ def add_waiting(engine):
         request.add_event_add_context()
 
 
-def _fitting(engine, max_count: int) -> list[_Fitting]:
+def _fitting(engine, max_count: int) -> list[Fitting]:
     """Returns the first waiting requests that fit to the next step, at most `max_count`."""
     c, blocks = engine.context, engine.context.kv_block_allocator
     max_count = min(max_count, c.max_requests - c.total_request_count)
     if c.paused_request_count or max_count <= 0:
         return []
     tokens, room = c.max_tokens - c.active_token_count, blocks.available
-    found: list[_Fitting] = []
+    found: list[Fitting] = []
     computed: set[int] = set()  # hashes of blocks that the step computes
     used: set[int] = set()  # cached blocks that are used again
     for number in engine.waiting_request_ids:
@@ -64,20 +57,20 @@ def _fitting(engine, max_count: int) -> list[_Fitting]:
             break
         used.update(new)
         computed.update(c.hashes_to_keep(request, len(cached)))
-        found.append(_Fitting(request, cached, skipped))
+        found.append((request, cached, skipped))
         if len(found) == max_count:
             break
     return found
 
 
-def _add(context, added: list[_Fitting]):
+def _add(context, added: list[Fitting]):
     """Sets the context's tensors for new requests with whole prompts."""
     c, size = context, context.block_size_tokens
-    n, requests = len(added), [one.request for one in added]
+    n, requests = len(added), [request for request, _, _ in added]
     new = slice(c.total_request_count, c.total_request_count + n)
     lengths = torch.tensor([request.remaining_prompt_length for request in requests])
     outputs = torch.tensor([request.sampling_params.num_tokens_to_generate for request in requests])
-    skipped = torch.tensor([one.skipped for one in added])
+    skipped = torch.tensor([skipped for _, _, skipped in added])
     c.request_ids[new] = torch.tensor([request.request_id for request in requests], dtype=c.request_ids.dtype)
     metadata = zip(*(request.tracked_metadata for request in requests), strict=True)
     for (label, kind), values in zip(requests[0].get_metadata_types(), metadata, strict=True):
@@ -95,8 +88,7 @@ def _add(context, added: list[_Fitting]):
     rows += new.start
     tokens = slice(c.active_token_count, c.active_token_count + len(rows))
     c.token_to_pos_ids[tokens] = c.token_to_position_in_request[tokens] = positions
-    read = [one.request.remaining_prompt_tokens[one.skipped :] for one in added]
-    c.token_to_input_ids[tokens] = torch.cat(read)
+    c.token_to_input_ids[tokens] = torch.cat([one.remaining_prompt_tokens[start:] for one, _, start in added])
     c.token_to_request_idx[tokens] = rows.to(c.token_to_request_idx.dtype)
     c.token_to_block_idx[tokens] = c.request_to_kv_block_ids[rows, positions // size].to(c.token_to_block_idx.dtype)
     c.token_to_local_position_within_kv_block[tokens] = positions % size
@@ -110,14 +102,14 @@ def _add(context, added: list[_Fitting]):
         c.prefix_cache_prefill_skipped_tokens += int(skipped.sum())
 
 
-def _set_blocks(context, added: list[_Fitting], counts: torch.Tensor):
+def _set_blocks(context, added: list[Fitting], counts: torch.Tensor):
     """Gives new requests their `counts` [n] blocks: first cached ones, then fresh ones."""
     c, blocks = context, context.kv_block_allocator
     start = c.total_request_count
-    cached = torch.tensor([len(one.blocks) for one in added])
-    for row, one in enumerate(added, start):
-        if one.blocks:  # in use before others are emptied
-            shared = torch.tensor(one.blocks, dtype=c.request_to_kv_block_ids.dtype)
+    cached = torch.tensor([len(found) for _, found, _ in added])
+    for row, (_, found, _) in enumerate(added, start):
+        if found:  # in use before others are emptied
+            shared = torch.tensor(found, dtype=c.request_to_kv_block_ids.dtype)
             c.request_to_kv_block_ids[row, : len(shared)] = shared
             blocks.block_ref_counts[shared.long()] += 1
     fresh = counts - cached
@@ -126,7 +118,7 @@ def _set_blocks(context, added: list[_Fitting], counts: torch.Tensor):
     c.request_to_kv_block_ids[start + rows, cached[rows] + columns] = taken
 
 
-def _register(context, added: list[_Fitting], start: int):
+def _register(context, added: list[Fitting], start: int):
     """Registers the whole blocks of new requests, whose first row is `start`, for later ones."""
     c = context
     for row, (request, cached, skipped) in enumerate(added, start):

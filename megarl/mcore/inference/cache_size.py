@@ -15,10 +15,8 @@ BLOCK_TOKENS = BLOCK_TOKENS_CUDA if device.has_cuda() else BLOCK_TOKENS_CPU  # p
 
 
 def cached_heads(model_config) -> tuple[int, int]:
-    """(heads of the whole model, channels) of a layer's keys in the cache, and of its values: the query groups.
-
-    A latent and its shared key count as one head, which every tensor-parallel rank holds.
-    """
+    """(heads of the whole model, channels) of a layer's keys in the cache, and of its values: the query groups. A
+    latent and its shared key count as one head, which every tensor-parallel rank holds."""
     if isinstance(model_config, MLATransformerConfig):
         return 1, (model_config.kv_lora_rank + model_config.qk_pos_emb_head_dim) // 2
     return model_config.num_query_groups, model_config.kv_channels
@@ -42,11 +40,7 @@ def snapshot_count(requests: int, prefix_caching: bool, wanted: int | None) -> i
 
 
 def cache_bytes(buffer_gb: float, requests: int, bytes_of_state: int, snapshots: int = 0) -> int:
-    """Bytes of a buffer of some GiB that keys and values have, after the states of `requests` and of `snapshots`.
-
-    Raises:
-        UsageError: there are none.
-    """
+    """Bytes of a buffer of some GiB left by states of `requests` and `snapshots`. UsageError: there are none."""
     buffer, states = int(buffer_gb * GIB), (requests + snapshots) * bytes_of_state
     if states and states >= buffer:
         whose = f"{requests} requests (--…-max-requests)"

@@ -33,10 +33,8 @@ class PipelineStages:
         return self._rank == self.count - 1
 
     def input_memory(self, tokens: int) -> Tensor | None:
-        """Memory for the hidden states that a stage after the first one reads; None: it is the first.
-
-        `tokens`: T. Its shape is [T, 1, H], with sequence parallelism [T/tp, 1, H].
-        """
+        """Memory for the hidden states that a stage after the first one reads; None: it is the first. `tokens`: T. Its
+        shape is [T, 1, H], with sequence parallelism [T/tp, 1, H]."""
         shape = tokens // self._tensor_ranks, 1, self._model.config.hidden_size
         return torch.empty(shape, dtype=self._dtype, device=device.device()) if self._rank else None
 
@@ -48,10 +46,7 @@ class PipelineStages:
             self._exchange(dist.irecv, hidden, self._rank - 1)
 
     def of_last(self, computed: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns on all stages what the last one has computed, of a known shape and dtype.
-
-        `computed`: on other stages the hidden states for the next one.
-        """
+        """Returns on all stages what the last one has `computed`, others hidden states; of a known shape and dtype."""
         if self.count == 1:
             return computed
         if self.is_last:

@@ -29,8 +29,7 @@ class DecodeLoopEngine(DynamicInferenceEngine):
         self.device_decode = DeviceDecode(self)
 
     def add_request(self, request_id: int, prompt: list[int], sampling_params=None):
-        """Same as Megatron's, but the prompt stays in the host's memory, where steps are planned: each later look at it
-        would wait for the device."""
+        """Same as Megatron's, but the prompt stays in the host's memory, where steps are planned without waits."""
         c, tokens = self.context, torch.tensor(prompt, dtype=torch.int64)
         request = DynamicInferenceRequest(
             request_id=request_id,
@@ -61,7 +60,6 @@ class DecodeLoopEngine(DynamicInferenceEngine):
         return self.device_decode.rows(self.context.total_request_count) if self._only_decodes else None
 
     def _forget_requests(self):
-        """The next step has other requests than the last one, or is of another kind."""
         self._decoding_requests = None
         self.device_decode.drop_ahead()
 
@@ -110,11 +108,8 @@ class DecodeLoopEngine(DynamicInferenceEngine):
             return done.value
 
     def suspend(self):
-        """Ends steps until `resume`. The cache stays where it is, and requests are the session's.
-
-        Megatron's own waits for the device to measure the memory that it frees: also for sends to other roles, which
-        may wait for their receivers.
-        """
+        """Ends steps until `resume`; the cache stays where it is. Unlike Megatron's, it does not wait for the device,
+        and so not for sends to other roles, which may wait for their receivers."""
         InferenceMode.unset_active()
         self.context.deallocate_inference_state_buffers()  # a mark, because the cache persists
         self.state = EngineState.SUSPENDED
@@ -126,7 +121,6 @@ class DecodeLoopEngine(DynamicInferenceEngine):
         self.state = EngineState.RUNNING
 
     def schedule_non_chunked_prefill(self):
-        """Adds the waiting requests that fit to the next step."""
         admission.add_waiting(self)
 
     @property
@@ -136,18 +130,14 @@ class DecodeLoopEngine(DynamicInferenceEngine):
 
     def _end_step(self, tokens: Tensor, logprobs: list[float]) -> dict:
         """Adds the last new token [n] of each request, and its log-prob; advances to the next step."""
-        if not self.context.advance_decode(tokens):
-            return self._finish_step(tokens, logprobs)
+        if not self.context.advance_decode(tokens):  # a request ends, or the free blocks do not suffice
+            self.controller._sampled_tokens_cuda[: len(tokens)] = tokens
+            self._forget_requests()
+            context_state = {"chunked_prefill_request_id": -1, "kv_stats": None}
+            result = self.controller._dynamic_step_context_bookkeeping()
+            result |= {"log_probs": [[x] for x in logprobs], "accepted_tokens": None, "cuda_graph_request_count": None}
+            return self._run_coroutine_sync(self.async_bookkeep(result, context_state, 0.0))
         for request, token, logprob in zip(self._requests_in_cache(), tokens.tolist(), logprobs, strict=True):
             request.generated_tokens.append(token)
             request.generated_log_probs.append(logprob)
         return {"finished_request_records": []}
-
-    def _finish_step(self, tokens: Tensor, logprobs: list[float]) -> dict:
-        """Runs Megatron's bookkeeping after sampling, because a request ends or the free blocks do not suffice."""
-        self.controller._sampled_tokens_cuda[: len(tokens)] = tokens
-        self._forget_requests()
-        context_state = {"chunked_prefill_request_id": -1, "kv_stats": None}
-        result = self.controller._dynamic_step_context_bookkeeping()
-        result |= {"log_probs": [[x] for x in logprobs], "accepted_tokens": None, "cuda_graph_request_count": None}
-        return self._run_coroutine_sync(self.async_bookkeep(result, context_state, 0.0))

@@ -1,16 +1,11 @@
 """Decode steps that are planned on the device: fixed shapes and addresses, one copy to the device, one from it.
 
-A step of n requests, or of n rows of which some read drafted tokens (`draft_rows.py`), runs with as many rows as the
-next batch bucket has; rows after the n-th are padding, which reads no keys and writes to the spare block. The host
-sends each row's last token, position, random key and cache blocks in one copy. Cache slots, rotations, uniform numbers
-and the sampled token are computed on the device, so the whole step can be a CUDA graph, one per bucket. The host then
-reads tokens and log-probs together. Of a model in pipeline stages, each stage runs its part so; hidden states and
-samples are sent between the graphs (`controller.py`).
+A step of n requests, or of n rows of which some read drafted tokens (`draft_rows.py`), has the rows of the next batch
+bucket; later ones are padding. The host sends each row's last token, position, random key and cache blocks. All else is
+computed on the device, so the step can be a CUDA graph, one per bucket and pipeline stage (`controller.py`).
 
-The next step's inputs are this one's tokens, and positions one further. A few requests rarely end, so the graph of the
-next step is launched before the host reads this one's tokens, and the device need not wait for the host's work between
-two steps. If a request ends, or another kind of step comes, the step that was launched is dropped. It has written keys
-and values that the next step writes again, or that nobody reads, before all that comes after it.
+A few requests rarely end, so the next step's graph is launched before the host reads this one's tokens. If a request
+ends, or another kind of step comes, it is dropped: what it has written is written again, or nobody reads it.
 Shapes: B rows of a bucket, P blocks of a request.
 """
 
@@ -35,8 +30,6 @@ _NUMBERS = 7
 
 
 class StepOutputs(NamedTuple):
-    """What a step computes."""
-
     computed: Tensor  # [2, B] float64: tokens and their log-probs; of stages before the last one hidden states
     routes: Tensor | None  # [B, L, k] int32 of this rank's tokens; None: not recorded, or no MoE layer on this rank
     hidden: tuple[Tensor, Tensor | None] | None = None  # as of `PagedContext.keep_hidden`
@@ -46,12 +39,8 @@ class DeviceStep:
     """Inputs of the steps of one bucket, in device memory that stays where it is."""
 
     def __init__(self, rows: int, blocks: int, spare_block: int, hidden: Tensor | None = None):
-        """
-        Args:
-            blocks: P, of the longest request.
-            spare_block: of the cache, for rows of padding.
-            hidden: memory for the hidden states of the pipeline stage before this one.
-        """
+        """`blocks`: P, of the longest request; `spare_block`: of the cache, for rows of padding; `hidden`: memory for
+        the hidden states of the pipeline stage before this one."""
         self.rows, self._spare_block, self.hidden = rows, spare_block, hidden
         self._staged = torch.zeros(rows * (_NUMBERS + blocks), dtype=torch.int32)
         if device.has_cuda():
@@ -70,11 +59,9 @@ class DeviceStep:
         keys, temperatures, *others, blocks = memory.split([2 * rows, *[rows] * 5, len(memory) - _NUMBERS * rows])
         return keys.view(torch.int64), temperatures.view(torch.float32), *others, blocks.view(rows, -1)
 
-    def send(self, *inputs: Tensor):
+    def send(self, inputs: tuple[Tensor, ...]):
         """Sends the inputs of n requests, host tensors [n] and [n, P] in the order of `_fields`; a missing block is −1.
-
-        The host may not send again before it has read the step's results.
-        """
+        The host may not send again before it has read the step's results."""
         count, fields = len(inputs[0]), self._fields(self._staged)
         for field, values, padding in zip(fields, inputs, (0, 1, 0, 0, -1, -1, self._spare_block), strict=True):
             field[:count], field[count:] = values, padding
@@ -122,7 +109,6 @@ class DeviceDecode:
         self._ahead: StepOutputs | None = None  # of the next step, which was launched
 
     def drop_ahead(self):
-        """Drops a step that was launched ahead: another one comes."""
         self._ahead = None
 
     def begin(self):
@@ -142,10 +128,8 @@ class DeviceDecode:
         return bool(all_reduce_number(of_replica, groups.ep, dist.ReduceOp.MAX))
 
     def rows(self, count: int) -> int | None:
-        """Rows B of the next step, which decodes so many tokens, if it can run here; else None.
-
-        Not here: pipeline stages of replicas that share experts, and forced tokens.
-        """
+        """Rows B of the next step, which decodes so many tokens, if it can run here; else None. Not here: pipeline
+        stages of replicas that share experts, and forced tokens."""
         is_apart, sampling = self.engine.is_coupled and self.stages.count > 1, self.engine.controller.sampling
         if is_apart or not self.context.reads_tables or sampling.needs_host:
             return None
@@ -155,10 +139,8 @@ class DeviceDecode:
         return rows if rows <= self._max_rows else None
 
     def run(self, rows: int) -> tuple[Tensor, list[float]]:
-        """Returns the tokens [n] on the host that a step of as many rows or fewer draws, and their log-probs.
-
-        `rows`: of a bucket; the same on all replicas that share experts, also on one without requests.
-        """
+        """Returns the tokens [n] on the host that a step of as many rows or fewer draws, and their log-probs. `rows`:
+        of a bucket; the same on all replicas that share experts, also on one without requests."""
         c, drafts = self.context, self.context.draft_rows
         count = c.total_request_count if drafts is None else len(drafts.requests)
         step, outputs = self._step(rows), self._ahead
@@ -183,25 +165,17 @@ class DeviceDecode:
         c, sampling = self.context, self.engine.controller.sampling
         requests = torch.arange(c.total_request_count) if c.draft_rows is None else c.draft_rows.requests
         ids, own = c.request_ids[requests].long(), slice(len(requests))
-        step.send(
-            sampling.keys[ids],
-            sampling.temperatures[ids],
-            sampling.greedy[ids],
-            c.token_to_input_ids[own],
-            c.token_to_pos_ids[own],
-            ids,
-            c.request_to_kv_block_ids[requests],
-        )
+        draws = (each[ids] for each in (sampling.keys, sampling.temperatures, sampling.greedy))
+        tokens, positions = c.token_to_input_ids[own], c.token_to_pos_ids[own]
+        step.send((*draws, tokens, positions, ids, c.request_to_kv_block_ids[requests]))
         with c.use_device_plan(step):
             self.stages.receive(step.hidden)
             outputs = self._outputs(step)
             return outputs._replace(computed=self.stages.of_last(outputs.computed, (2, step.rows), torch.float64))
 
     def _goes_ahead(self, step: DeviceStep) -> bool:
-        """Whether to launch the next step before this one's tokens are read: both are the same graph.
-
-        Routes would have to be read, too. Ranks of one replica would have to agree.
-        """
+        """Whether to launch the next step before this one's tokens are read: both are the same graph. Routes would have
+        to be read, too. Ranks of one replica would have to agree."""
         c = self.context
         is_alone = self.stages.count == 1 and not self.engine.is_coupled
         is_small = self.may_go_ahead and is_alone and c.total_request_count <= MAX_AHEAD

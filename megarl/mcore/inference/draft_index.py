@@ -1,10 +1,8 @@
 """Predicts the next tokens of responses from sequences seen before: an index of n-grams with a fixed amount of memory.
 
-For each n-gram, the index keeps the token that followed it most often of late. N-grams of the same prompt's responses
-are kept apart from those of all sequences: siblings in a group and responses of earlier steps agree with a response
-more than other sequences do. A prediction is only a guess: whoever uses it checks it.
-The sequences of an engine's requests, prompts and responses as far as they were followed, are arrays: all requests of a
-step are looked up together, because a decode step of a small model takes as long as a Python loop over its requests.
+For each n-gram, it keeps the token that followed it most often of late; those of the same prompt's responses are kept
+apart, which agree more. The sequences of an engine's requests are arrays, all looked up together, because a decode step
+of a small model takes as long as a Python loop over its requests.
 Shapes: n contexts, or sequences named by their rows in the arrays; K kinds of n-grams.
 """
 
@@ -36,19 +34,14 @@ _MIXER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: spreads a hash ov
 
 
 class Guesses(NamedTuple):
-    """Predicted tokens."""
-
     tokens: np.ndarray  # [n] int64
     evidence: np.ndarray  # [n] kind of the n-gram and its count, below `EVIDENCES`
     rates: np.ndarray  # [n] share of right guesses with this evidence; −1 without a guess
 
 
 class DraftIndex:
-    """A table of n-grams with one slot for each hash: a new n-gram replaces an older one with the same slot.
-
-    So memory and time per token are fixed whatever the sequences contain: 16 · 2^bits bytes (16 MiB by default), one
-    look-up per token and kind.
-    """
+    """A table of n-grams with one slot for each hash: a new n-gram replaces an older one. So memory and time per token
+    are fixed: 16 · 2^bits bytes (16 MiB by default), one look-up per token and kind."""
 
     def __init__(self, bits: int = TABLE_BITS):
         """`bits`: log2 of the number of n-grams that it holds."""
@@ -57,13 +50,9 @@ class DraftIndex:
         self._followers = np.zeros(1 << bits, np.int64)  # token · 8 + count
 
     def add(self, prompt_keys: np.ndarray, contexts: np.ndarray, tokens: np.ndarray):
-        """Adds what followed some contexts. N-grams that come several times in a call count once.
-
-        Args:
-            prompt_keys: [n] uint64, the same number for all sequences that begin with the same prompt.
-            contexts: [n, `MAX_CONTEXT`] the tokens before; `NO_TOKEN` before the sequence begins.
-            tokens: [n] the token after each context.
-        """
+        """Adds what followed some contexts. N-grams that come several times in a call count once. `prompt_keys`: [n]
+        uint64, the same number for all sequences that begin with the same prompt. `contexts`: [n, `MAX_CONTEXT`] the
+        tokens before; `NO_TOKEN` before the sequence begins. `tokens`: [n] the token after each context."""
         hashes, slots = self._find(prompt_keys, contexts)
         known, tokens = self._followers[slots], tokens.astype(np.int64)[:, None]
         counts, is_new = known & MAX_COUNT, self._hashes[slots] != hashes
@@ -75,13 +64,8 @@ class DraftIndex:
         self._hashes[slots] = hashes
 
     def guess(self, prompt_keys: np.ndarray, contexts: np.ndarray, rates: np.ndarray, sufficient: float) -> Guesses:
-        """Returns the most reliable guess of the token after each context.
-
-        Args:
-            prompt_keys, contexts: as in `add`.
-            rates: [`EVIDENCES`] share of right guesses, for each evidence.
-            sufficient: the first kind with this rate is preferred to better ones.
-        """
+        """Returns the most reliable guess of the token after each context. `prompt_keys`, `contexts`: as in `add`;
+        `rates`: [`EVIDENCES`] share of right guesses; `sufficient`: the first kind with this rate is preferred."""
         hashes, slots = self._find(prompt_keys, contexts)
         followers = self._followers[slots]
         evidence = (followers & MAX_COUNT) + (np.arange(len(KINDS)) << _COUNT_BITS)
@@ -136,7 +120,6 @@ class DraftSequences:
         self.guess_counts[row] = 0
 
     def rows_of(self, request_ids: np.ndarray) -> np.ndarray:
-        """Returns the rows of some requests."""
         return self._row_of[request_ids]
 
     def end(self, request_id: int, sequence: Sequence[int]):
@@ -153,15 +136,8 @@ class DraftSequences:
         return self.extend(np.array(list(rest), np.int64), counts, tokens)
 
     def extend(self, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Adds tokens to some sequences, and compares the guesses of them with these tokens.
-
-        Args:
-            rows: [n] the sequences.
-            counts: [n] of each sequence's tokens in `tokens` [Σ counts].
-
-        Returns:
-            ([m] evidence of the guesses whose earlier ones were right, [m] whether each is right).
-        """
+        """Adds tokens [Σ counts] to sequences [n], `counts` [n] to each, and compares the guesses of them with these:
+        ([m] evidence of the guesses whose earlier ones were right, [m] whether each is right)."""
         owner, place = expand_array_counts(counts)
         columns = MAX_CONTEXT + self.lengths[rows][owner] + place
         self._tokens[rows[owner], columns] = tokens

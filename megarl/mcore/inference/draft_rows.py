@@ -33,11 +33,8 @@ class DraftRows(NamedTuple):
 
 
 def fit_to_blocks(context, counts: Tensor) -> Tensor:
-    """Returns how many of `counts` [n] drafted tokens of each request the cache has room for; allocates their blocks.
-
-    If the free blocks do not suffice for all, no request gets a further block. Requests with sequences of the same
-    length and the same counts get the same.
-    """
+    """How many of `counts` [n] drafted tokens of each request the cache has room for; allocates their blocks, or none
+    if the free ones do not suffice for all. Requests with sequences of the same length and counts get the same."""
     n, size = context.total_request_count, context.block_size_tokens
     blocks = context.kv_block_allocator
     offsets = context.request_last_kv_block_offset[:n].long()
@@ -55,13 +52,8 @@ def fit_to_blocks(context, counts: Tensor) -> Tensor:
 
 def begin_step(context, tokens: Tensor, counts: Tensor, groups: Groups, padded: int | None = None) -> dict:
     """Prepares a step in which each group reads its last token and drafted ones; all its requests have blocks for them.
-    Returns the inputs of the forward pass.
-
-    Args:
-        tokens: [Σ counts] int64 drafted ones.
-        counts: [m] of each group.
-        padded: rows of the step with padding; by default those of Megatron's steps.
-    """
+    Returns the inputs of the forward pass. `tokens`: [Σ counts] int64 drafted ones. `counts`: [m] of each group.
+    `padded`: rows of the step with padding; by default those of Megatron's steps."""
     c, n = context, context.total_request_count
     if not c.is_prepared:
         c.initialize_attention_state()  # after requests ended, Megatron's tensors have to be set again
@@ -75,14 +67,7 @@ def begin_step(context, tokens: Tensor, counts: Tensor, groups: Groups, padded: 
     computed = (rows.cumsum(0) - rows)[of[owners]] + places
     total = len(requests)
     padded = c.round_up_tokens(total) if padded is None else padded
-    c.draft_rows = DraftRows(
-        requests=requests,
-        positions=positions,
-        owners=owners,
-        places=places,
-        computed=computed,
-        padded_tokens=c.padded_active_token_count,
-    )
+    c.draft_rows = DraftRows(requests, positions, owners, places, computed, c.padded_active_token_count)
     c.active_token_count = total
     ids = c.token_to_input_ids[:n][requests]
     ids[place > 0] = tokens
@@ -95,11 +80,7 @@ def begin_step(context, tokens: Tensor, counts: Tensor, groups: Groups, padded: 
 
 
 def accepted_counts(context, drawn: Tensor) -> Tensor:
-    """Returns [n] how many rows of each request drew its next tokens: those whose earlier drafts are what was drawn.
-
-    Args:
-        drawn: [S] the token after each row.
-    """
+    """Returns [n] how many rows of each request drew its next tokens; `drawn`: [S] the token after each row."""
     rows = context.draft_rows
     is_last = torch.ones(len(rows.owners), dtype=torch.bool)
     is_last[:-1] = rows.owners[1:] != rows.owners[:-1]
@@ -126,11 +107,8 @@ def copy_to_group(context, counts: Tensor):
 
 
 def end_step(context, counts: Tensor):
-    """Keeps the first `counts` [n] ≥ 1 tokens of each request's rows, as if each had been decoded in a step of its own.
-
-    Frees blocks that only later rows used. Afterwards the context is as in a step without drafts that has decoded the
-    last of these tokens.
-    """
+    """Keeps the first `counts` [n] ≥ 1 tokens of each request's rows, as if each had been decoded in a step of its own,
+    the last of them now. Frees blocks that only later rows used."""
     c, size = context, context.block_size_tokens
     n = c.total_request_count
     c.keep_states(counts)
@@ -154,7 +132,6 @@ def _blocks(context, requests: Tensor, positions: Tensor) -> Tensor:
 
 
 def _slots(context, requests: Tensor, positions: Tensor) -> Tensor:
-    """Slots of the flattened cache of some requests' tokens."""
     size = context.block_size_tokens
     return _blocks(context, requests, positions).long() * size + positions % size
 

@@ -1,9 +1,8 @@
 """Chooses which predicted tokens of which requests are worth a row in a decode step.
 
-A step takes a fixed time and then some for each row. So a step with few requests tries unlikely tokens too, and one
-with many tries only likely ones. Looking for drafts costs time itself: while they do not gain more than that, they are
-looked for in few steps, which show when they do. A draft is a guess that the engine checks: nothing here changes
-a result. Nothing depends on a clock, so tensor-parallel ranks draft the same tokens.
+A step takes a fixed time and then some for each row, so one with few requests tries unlikely tokens too. Looking for
+drafts costs time itself: while they do not gain more, few steps look for them. The engine checks each draft: nothing
+here changes a result. Nothing depends on a clock, so tensor-parallel ranks draft the same tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -42,11 +41,9 @@ class StepCosts(NamedTuple):
 
     @classmethod
     def on_cpu(cls, parameters: int, layers: int, threads: int) -> "StepCosts":
-        """The costs of a model in which a token is multiplied by so many parameters.
-
-        Measured with tools/bench/decode_operators.py on one core of an AMD EPYC, with 0.7 to 42 million parameters:
-        180 GFLOPS, and 5 µs per row and layer outside products, of which attention has half.
-        """
+        """The costs of a model in which a token is multiplied by so many parameters. Measured with
+        tools/bench/decode_operators.py on one core of an AMD EPYC, with 0.7 to 42 million parameters: 180 GFLOPS, and 5
+        µs per row and layer outside products, of which attention has half."""
         product = parameters * 1.2e-5
         return cls(
             step=350 + 20 * layers + parameters * 1.2e-4,
@@ -129,14 +126,8 @@ class Drafter:
         return self.gains[count.bit_length()] * plain > cost
 
     def catch_up(self, rows: np.ndarray, lengths: np.ndarray, last: np.ndarray, tail: Callable[..., Sequence[int]]):
-        """Adds the tokens that sequences got since the last call, and learns from them.
-
-        Args:
-            rows: [n] of the requests.
-            lengths: [n] of their sequences.
-            last: [n] their last tokens.
-            tail: (i, k) -> the last k tokens of the i-th sequence.
-        """
+        """Adds the tokens that requests, by their rows [n], got since the last call, and learns from them. `lengths`,
+        `last`: [n] of their sequences, and their last tokens; `tail`: (i, k) -> the i-th one's last k tokens."""
         missing = lengths - self._sequences.lengths[rows]
         if missing.max() <= 1:
             tokens = last[missing == 1]
@@ -147,13 +138,11 @@ class Drafter:
     def draft(
         self, rows: np.ndarray, room: np.ndarray, sizes: np.ndarray, max_rows: int, predicted: np.ndarray | None = None
     ) -> Drafts:
-        """Returns the tokens to try after the sequence of each group, none where they are not worth it.
+        """Returns the tokens to try after the sequence of each of a step's m groups, none where they are not worth it.
 
         Args:
-            rows: [m] a request of each group of the step.
+            rows, sizes: [m] a request of each group, and how many there are.
             room: [m] maximum tokens to draft for each.
-            sizes: [m] requests of each group.
-            max_rows: of the step.
             predicted: [m] the first token after each sequence, as a layer predicts it; `NO_TOKEN` where it does not.
         """
         self._index(rows)
@@ -174,12 +163,10 @@ class Drafter:
         return checked, right
 
     def _index(self, rows: np.ndarray | Sequence[int]):
-        """Indexes what is new of some sequences and of all that ended."""
         self._learn(*self._sequences.take_ended())
         self._sequences.index_all(rows, self.index)
 
     def _learn(self, evidence: np.ndarray, is_right: np.ndarray):
-        """Takes note of which guesses were right."""
         if not len(evidence):
             return
         guesses = np.bincount(evidence, minlength=PREDICTED + 1)
@@ -227,19 +214,10 @@ class Drafter:
 
 
 def worthwhile(chances: np.ndarray, sizes: np.ndarray, costs: StepCosts, max_rows: int) -> tuple[np.ndarray, float]:
-    """Returns how many guesses of each group to try, so that a step generates the most tokens for its time.
-
-    It is best to take rows in the order of the tokens that they may give, as long as a row gives more of them for its
-    time than the step without it.
-
-    Args:
-        chances: [m, D] of the guesses of each group, descending.
-        sizes: [m] requests of each group.
-        max_rows: of the step.
-
-    Returns:
-        ([m] guesses, share of a plain step's time that they save for the same number of tokens).
-    """
+    """([m] guesses of each group to try, so that a step of at most `max_rows` generates the most tokens for its time;
+    share of a plain step's time that they save for as many tokens). It is best to take rows in the order of the tokens
+    that they may give, as long as a row gives more of them for its time than the step without it.
+    `chances`: [m, D] of the guesses of each group, descending; `sizes`: [m] requests of each group."""
     m, n = len(chances), int(sizes.sum())
     plain, gains = costs.plain(n), (chances * sizes[:, None]).ravel()
     candidates = np.flatnonzero(gains > 0)

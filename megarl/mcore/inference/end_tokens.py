@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megarl.data.stop_strings import StopMatcher
+from megarl.data.detokenizer import StopMatcher
 from megarl.tool_formats.thinking_budget import ThinkingBudget
 
 NO_TOKEN = -1  # an id that is never sampled
@@ -19,8 +19,7 @@ _NEVER = 2**62  # a position that no response reaches
 
 
 class StopStates:
-    """The responses of an engine's requests, as far as they were followed. Requests that no stop string ends are not
-    in it."""
+    """The responses of an engine's requests that stop strings may end, as far as they were followed."""
 
     def __init__(self, drawn_since: Callable[[int, int], Sequence[int]]):
         """`drawn_since`: (request id, n) -> tokens that the request drew in earlier steps, without the first n."""
@@ -55,10 +54,8 @@ class StopStates:
         return is_complete
 
     def completes(self, tokens: Sequence[int], request_ids: Sequence[int]) -> list[bool]:
-        """Whether each drawn token completes a stop string.
-
-        Tokens of one request that follow each other are drafted ones: each comes after those before it.
-        """
+        """Whether each drawn token completes a stop string. Tokens of one request that follow each other are drafted
+        ones: each comes after those before it."""
         found, last, place, matcher = [], -1, None, None
         for token, request_id in zip(tokens, request_ids, strict=True):
             if request_id not in self._places:
@@ -82,8 +79,6 @@ class StopStates:
 
 
 class ForcedTokens:
-    """The requests of an engine that may get forced tokens."""
-
     def __init__(self, drawn_since: Callable[[int, int], Sequence[int]], max_requests: int):
         """`drawn_since`: (request id, n) -> tokens that the request drew in earlier steps, without the first n."""
         self._drawn_since = drawn_since
@@ -107,8 +102,7 @@ class ForcedTokens:
             self._begins[request_id] = self._ends[request_id] = _NEVER
 
     def are_forced(self, request_ids: Tensor, positions: Tensor) -> Tensor:
-        """[n] bool: whether requests [n] get forced tokens at positions [n] of their sequences, before which nothing
-        is unknown or drafted (`room`)."""
+        """[n] bool: whether requests [n] get forced tokens at positions [n], before which all is known (`room`)."""
         ids = request_ids.long()
         found = (positions >= self._begins[ids]) & (positions < self._ends[ids])
         for row in found.nonzero().flatten().tolist():
@@ -158,17 +152,14 @@ class EndTokens:
             self._own[request_id] = frozenset(ids)
 
     def clear(self):
-        """Forgets the own ones of all requests."""
         self._own.clear()
         self.stops.clear()
 
     def of(self, request_id: int) -> frozenset[int]:
-        """The end tokens of a request."""
         return self._own.get(request_id, self.ids)
 
     def contains(self, tokens: Tensor, request_ids: Tensor, positions: Tensor) -> Tensor:
-        """Whether each of some tokens [n] on the host ends its request; `request_ids` [n], `positions` [n] in their
-        sequences."""
+        """Whether tokens [n] on the host end their requests; `request_ids` [n], `positions` [n] in their sequences."""
         if not self._own:
             found = torch.isin(tokens, self._tensor)
         else:

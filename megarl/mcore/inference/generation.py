@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megarl.algorithms.token_sampling import SamplingSettings
-from megarl.data.stop_strings import StopMatcher
+from megarl.data.detokenizer import StopMatcher
 from megarl.tool_formats.thinking_budget import ThinkingBudget
 
 TopLogprobs = list[tuple[int, float]]  # (token, log-prob), most likely first

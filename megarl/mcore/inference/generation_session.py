@@ -12,8 +12,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.utils import InferenceMode
 
 from megarl.algorithms.token_sampling import SamplingSettings
-from megarl.data.stop_strings import StopMatcher
-from megarl.mcore.inference.built_engine import BuiltEngine
+from megarl.data.detokenizer import StopMatcher
 from megarl.mcore.inference.end_tokens import NO_TOKEN, EndTokens, ForcedTokens, StopStates
 from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
 from megarl.mcore.moe.router import recording_routes
@@ -36,13 +35,13 @@ class GenerationSession:
 
     def __init__(
         self,
-        owner: BuiltEngine,
+        owner,
         end_ids: tuple[int, ...],
         settings: SamplingSettings,
         routes: bool,
         stops: StopMatcher | None = None,
     ):
-        """Begins without requests. Arguments as of `RolloutEngine.session`; requests may have their own ones."""
+        """Begins without requests. `owner`: a `RolloutEngine`. Others as of its `session`; requests may have own."""
         self.owner = owner
         self.engine, self.context = owner.engine, owner.context
         self.sampling, self.drafter = owner.sampling, owner.drafter
@@ -85,7 +84,13 @@ class GenerationSession:
             self.stops.begin(request_id, matcher, request.prompt[request.start :])
         if request.thinking is not None:
             self.forced.begin(request_id, request.thinking, request.prompt, request.start)
-        self.engine.add_request(request_id, request.prompt, _params(request))
+        params = _OwnParams(
+            num_tokens_to_generate=request.max_new_tokens,
+            termination_id=NO_TOKEN,  # set by `Controller`
+            return_log_probs=True,
+            skip_prompt_log_probs=True,
+        )
+        self.engine.add_request(request_id, request.prompt, params)
         if self.drafter is not None:
             self.drafter.begin(request_id, request.prompt)
 
@@ -101,8 +106,7 @@ class GenerationSession:
                 self._aborted.add(request_id)
 
     def limit_responses(self, max_response: int | None):
-        """Limits responses in the cache to `max_response` tokens, of which `counted_tokens` are counted; longer ones
-        end with the next step."""
+        """Ends responses in the cache after `max_response` tokens, `counted_tokens` included, with the next step."""
         if max_response is not None:
             c, active = self.context, slice(self.context.total_request_count)
             ids = c.request_ids[active].long()
@@ -124,29 +128,25 @@ class GenerationSession:
                 parallel_state.get_global_memory_buffer().buffer.clear()
 
     def step(self, agreed: int = ANY_STEP) -> list[tuple[int, Completion]]:
-        """Runs one step of all requests; returns those that ended, aborted ones excepted.
-
-        Replicas that share experts step together: this one computes tokens of others if it has no requests.
-
-        Args:
-            agreed: the `highest_of_replicas` of what they wanted, which is a step.
-        """
+        """Runs one step of all requests; returns those that ended, aborted ones excepted. Without requests it computes
+        tokens of replicas that share experts. `agreed`: the `highest_of_replicas` of what they wanted, a step."""
         is_coupled = self.owner.is_coupled
-        self.engine.agreed_rows = agreed - WAIT if is_coupled and agreed < ANY_STEP else None
+        rows = self.engine.agreed_rows = agreed - WAIT if is_coupled and agreed < ANY_STEP else None
         if not self.engine.has_unfinished_requests():
-            if is_coupled:
-                self._compute_for_others()
+            if rows is not None:
+                self.engine.device_decode.run(rows)
+            elif is_coupled:
+                self.owner.controller.dummy_forward()
             return []
         if self._aborted:
-            self._end_aborted()
+            active = slice(self.context.total_request_count)
+            is_aborted = [i in self._aborted for i in self.context.request_ids[active].tolist()]
+            self.context.request_output_lengths[active][torch.tensor(is_aborted, dtype=torch.bool)] = 0
         completions = (self._completion(record) for record in self.engine.step_modern()["finished_request_records"])
         return [completion for completion in completions if completion is not None]
 
     def new_tokens(self, reported: Mapping[int, int]) -> Iterator[TokenChunk]:
-        """What requests that have not ended got since the last chunk.
-
-        `reported`: tokens of each request that are known, by its number; others are passed over.
-        """
+        """What open requests got since the last chunk; `reported`: known tokens, by number; others are passed over."""
         for request_id, number in self._numbers.items():
             if (start := reported.get(number)) is None:
                 continue
@@ -155,17 +155,10 @@ class GenerationSession:
             for request in requests[1:]:  # it was evicted
                 tokens, logprobs = tokens + request.generated_tokens, logprobs + (request.generated_log_probs or [])
             if (count := len(tokens) - start) > 0:
-                first = len(requests[0].prompt_tokens) + start
-                top = self.sampling.top_logprobs_of(request_id, first, count)
-                yield TokenChunk(
-                    number=number,
-                    tokens=list(map(int, tokens[start:])),
-                    logprobs=list(map(float, logprobs[start:])),
-                    top_logprobs=top,
-                )
+                top = self.sampling.top_logprobs_of(request_id, len(requests[0].prompt_tokens) + start, count)
+                yield TokenChunk(number, [*map(int, tokens[start:])], [*map(float, logprobs[start:])], top)
 
     def _drawn_since(self, request_id: int, count: int) -> Sequence[int]:
-        """What a request drew in earlier steps, without the first `count` tokens."""
         requests = self.engine.requests[request_id].record.requests
         if len(requests) == 1:
             return requests[0].generated_tokens[count:]
@@ -179,16 +172,10 @@ class GenerationSession:
         found = ((number, chunks.get(number, empty)) for number in numbers)
         return [(number, Completion(chunk.tokens, chunk.logprobs, finished=False)) for number, chunk in found]
 
-    def _end_aborted(self):
-        active = slice(self.context.total_request_count)
-        is_aborted = [i in self._aborted for i in self.context.request_ids[active].tolist()]
-        self.context.request_output_lengths[active][torch.tensor(is_aborted, dtype=torch.bool)] = 0
-
     def _completion(self, record) -> tuple[int, Completion] | None:
         # An evicted request is a record of several, each with the response so far as part of its prompt.
         request = record.merge() if len(record.requests) > 1 else record.requests[0]
-        tokens = [int(t) for t in request.generated_tokens]
-        logprobs = [float(p) for p in request.generated_log_probs]
+        tokens, logprobs = [*map(int, request.generated_tokens)], [*map(float, request.generated_log_probs)]
         if len(tokens) != len(logprobs):
             raise RuntimeError(f"the engine returned {len(tokens)} tokens and {len(logprobs)} log-probs for a request")
         request_id, length = request.request_id, len(request.prompt_tokens) + len(tokens)
@@ -202,9 +189,7 @@ class GenerationSession:
         is_aborted, number = request_id in self._aborted, self._forget(request_id)
         if is_aborted:
             return None
-        return number, Completion(
-            tokens=tokens, logprobs=logprobs, finished=is_finished, routes=recorded, top_logprobs=top_logprobs
-        )
+        return number, Completion(tokens, logprobs, is_finished, recorded, top_logprobs)
 
     def _forget(self, request_id: int) -> int:
         """Frees the id of a request that ended; returns its number."""
@@ -215,12 +200,6 @@ class GenerationSession:
         self._free_ids.append(request_id)
         return self._numbers.pop(request_id)
 
-    def _compute_for_others(self):
-        if self.engine.agreed_rows is None:
-            self.owner.controller.dummy_forward()
-        else:
-            self.engine.device_decode.run(self.engine.agreed_rows)
-
     @property
     def wanted_step(self) -> int:
         """The step that this replica wants of those that share experts with it."""
@@ -230,12 +209,3 @@ class GenerationSession:
     def highest_of_replicas(self, level: int) -> int:
         """The highest of what the replicas that share experts with this one want. A collective of these replicas."""
         return all_reduce_number(level, self.owner.expert_group, dist.ReduceOp.MAX)
-
-
-def _params(request: GenerationRequest) -> SamplingParams:
-    return _OwnParams(
-        num_tokens_to_generate=request.max_new_tokens,
-        termination_id=NO_TOKEN,  # set by `Controller`
-        return_log_probs=True,
-        skip_prompt_log_probs=True,
-    )

@@ -32,10 +32,7 @@ class KeyedSampling(Sampling):
         self.reset(SamplingSettings(), 0)
 
     def reset(self, settings: SamplingSettings, max_requests: int):
-        """Begins a call of the engine without requests, whose ids will be below `max_requests`.
-
-        `settings`: of requests without own ones.
-        """
+        """Begins without requests, whose ids will be below `max_requests`; `settings`: of those without own ones."""
         self.settings = settings
         # By request id: random keys, temperatures in fp32, and 1 for a greedy request, else 0.
         self.keys = torch.zeros(max_requests, dtype=torch.int64)
@@ -93,10 +90,8 @@ class KeyedSampling(Sampling):
     def sample_on_device(
         self, logits: Tensor, numbers: Tensor, temperatures: Tensor, greedy: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns tokens and log-probs [n] of logits [n, V] on their device, without waiting for it.
-
-        `temperatures`, `greedy`: [n], as those of request ids.
-        """
+        """Returns tokens and log-probs [n] of logits [n, V] on their device, without waiting for it. `temperatures`,
+        `greedy`: [n], as those of request ids."""
         return self._sample_rows(self._softcapped(logits), numbers, temperatures, greedy)
 
     def _softcapped(self, logits: Tensor) -> Tensor:
@@ -141,8 +136,7 @@ class KeyedSampling(Sampling):
         return tokens
 
     def _drawn(self, logits: Tensor, request_ids: Tensor, positions: Tensor) -> Tensor:
-        """Returns tokens [n] of requests at their positions, each under its own settings; a row's result does not
-        depend on other rows."""
+        """Tokens [n] of requests at their positions, under their own settings; no row depends on other rows."""
         numbers = uniforms(self.keys[request_ids], positions)
         if not self._own:
             return self._sample(logits, numbers, self.settings)
@@ -160,7 +154,6 @@ class KeyedSampling(Sampling):
         return tokens
 
     def _keep_top_logprobs(self, logits: Tensor, request_ids: list[int], positions: list[int]):
-        """Keeps the most likely tokens of rows whose requests want them."""
         by_temperature = defaultdict(list)
         for row, request_id in enumerate(request_ids):
             if request_id in self._top_counts:
@@ -175,8 +168,7 @@ class KeyedSampling(Sampling):
                 self._top_logprobs[request_id][positions[row]] = pairs
 
     def log_probs(self, tokens: Tensor) -> Tensor:
-        """Returns [n] log-probs of the tokens [n] just sampled, under the temperature-scaled policy over the whole
-        vocabulary, as training recomputes them."""
+        """Log-probs [n] of the tokens [n] just sampled, of the scaled policy over all tokens, as training has them."""
         return self._policy.logprobs(tokens) if self._log_probs is None else self._log_probs
 
     def log_probs_kernel(self, logits, context, *, token_to_request_index=None):

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.attention import backends
-from megarl.mcore.attention.cache_attention import PrefillDedup, deduplicate_prefills, latent_attention
+from megarl.mcore.attention.cache_attention import PrefillDedup, StepRequests, deduplicate_prefills, latent_attention
 from megarl.mcore.attention.segments import window_of
 from megarl.mcore.inference.cache_size import cached_heads
 from megarl.mcore.inference.draft_rows import DraftRows
@@ -116,15 +115,8 @@ class PagedContext(DynamicInferenceContext):
         dedup = dedup and PrefillDedup(*(x.to(slot_mapping.device) for x in dedup))
         positions = view.token_to_position_in_request[tokens].long()
         positions = positions if dedup is None else positions[dedup.kept_tokens]
-        return StepPlan(
-            slot_mapping=slot_mapping,
-            dedup=dedup,
-            rotations=self._rotations_at(positions, frequencies),
-            reads=reads,
-            caches=self.layer_caches(),
-            attend=self._attend,
-            **states,
-        )
+        rotations = self._rotations_at(positions, frequencies)
+        return StepPlan(slot_mapping, dedup, rotations, reads, self.layer_caches(), self._attend, **states)
 
     def layer_caches(self) -> tuple[Tensor, ...]:
         """The cache of each layer of this rank."""
@@ -136,6 +128,11 @@ class PagedContext(DynamicInferenceContext):
 
     def keep_states(self, counts: Tensor):
         """Takes the first `counts` [n] rows of each request, in a step with drafts, into its recurrent states."""
+
+    @property
+    def of_step(self) -> slice:
+        """Rows of the requests that take part in the step; those before them wait."""
+        return slice(self.paused_request_count, self.total_request_count)
 
     @property
     def reads_tables(self) -> bool:
@@ -165,15 +162,9 @@ class PagedContext(DynamicInferenceContext):
     def _device_plan(self, step: "DeviceStep", frequencies: Tensor | None) -> StepPlan:
         windows = (None,) if self._window is None else (None, self._window)
         by_kind = [self._backend.reads_of_table(step.blocks, step.lengths, window) for window in windows]
-        return StepPlan(
-            slot_mapping=step.slot_mapping(self.block_size_tokens),
-            dedup=None,
-            rotations=self._rotations_at(step.positions, frequencies),
-            reads=(by_kind[0], by_kind[-1]),
-            caches=self.layer_caches(),
-            attend=self._attend,
-            is_on_device=True,
-        )
+        slots, rotations = step.slot_mapping(self.block_size_tokens), self._rotations_at(step.positions, frequencies)
+        reads = by_kind[0], by_kind[-1]
+        return StepPlan(slots, None, rotations, reads, self.layer_caches(), self._attend, is_on_device=True)
 
     def recorded_routes(self) -> Tensor | None:
         """[T, L, k] int32 routes of a step's tokens, padding included; None: not recorded, or no MoE layer here."""
@@ -202,7 +193,7 @@ class PagedContext(DynamicInferenceContext):
 
     def _reads(self) -> tuple[PrefillDedup | None, tuple]:
         """Plans which keys each token of the step reads, without duplicate prompts, in layers of each kind."""
-        active = slice(self.paused_request_count, self.total_request_count)
+        active = self.of_step
         queries = self.request_query_lengths[active].long()
         keys = self.request_kv_length_offsets[active] + queries
         pages = self.request_to_kv_block_ids[active].long()
@@ -221,11 +212,11 @@ class PagedContext(DynamicInferenceContext):
         if dedup is not None:
             queries, keys, pages = (x[dedup.requests] for x in (queries, keys, pages))
             total = len(dedup.kept_tokens)
-        plan = functools.partial(self._backend.plan_cache_reads, queries, keys, pages, total, self.memory_buffer[0])
-        reads = plan(None, self._token_bytes)
+        step = StepRequests(queries, keys, pages, total, self.memory_buffer[0], None, self._token_bytes)
+        reads = self._backend.plan_cache_reads(step)
         if self._window is None or int(keys.max()) <= self._window:
             return dedup, (reads, reads)
-        return dedup, (reads, plan(self._window, self._token_bytes))
+        return dedup, (reads, self._backend.plan_cache_reads(step._replace(window=self._window)))
 
     @property
     def read_tokens(self) -> int:
@@ -259,7 +250,7 @@ class PagedContext(DynamicInferenceContext):
         """Returns ([n] request ids, [n] positions) of the tokens that the step samples; n ≥ N with drafted tokens."""
         if self.draft_rows is not None:
             return self.request_ids[self.draft_rows.owners], self.draft_rows.owner_positions + 1
-        active = slice(self.paused_request_count, self.total_request_count)
+        active = self.of_step
         return self.request_ids[active], self.request_kv_length_offsets[active] + self.request_query_lengths[active]
 
     def calculate_log_probs(self, logits, new_tokens, only_last_token_logits=False, sampling=None):
@@ -267,11 +258,8 @@ class PagedContext(DynamicInferenceContext):
         return [[logprob] for logprob in sampling.log_probs(new_tokens).tolist()], None
 
     def update_requests(self, active_requests_mask: Tensor, new_tokens: Tensor, *args, **kwargs):
-        """Advances to the next step; blocks of finished requests may be reused afterwards.
-
-        If the step only decoded one token of each request, megarl advances the requests itself: Megatron's version
-        handles requests that join, end and wait, and takes as long as a small layer.
-        """
+        """Advances to the next step; blocks of finished requests may be reused afterwards. Megarl itself advances
+        requests that only decoded one token each: Megatron's version takes as long as a small layer."""
         if self.after_prefill is not None:
             self.after_prefill(new_tokens)
         self.only_decodes = self._is_simple and bool(active_requests_mask.all()) and self._advance(new_tokens)
@@ -293,11 +281,8 @@ class PagedContext(DynamicInferenceContext):
         return super().resume_paused_requests(active_request_count, *args)
 
     def _find_kv_match_count(self, req, start_block: int, end_block: int) -> tuple[list[int], int]:
-        """Returns the cached blocks of a prompt from `start_block` on, and the hash of the last one.
-
-        Megatron takes for granted that the blocks before a cached one are cached. They need not be if two requests
-        with the same tokens computed some of them twice.
-        """
+        """Returns the cached blocks of a prompt from `start_block` on, and the hash of the last one. Unlike for
+        Megatron, those before a cached block need not be cached: two requests may have computed some of them twice."""
         known, hashes = self.kv_block_allocator.kv_hash_to_block_id, req.precomputed_block_hashes[start_block:end_block]
         found = list(itertools.takewhile(lambda block: block is not None, map(known.get, hashes)))
         return found, hashes[len(found) - 1] if found else 0
@@ -314,8 +299,7 @@ class PagedContext(DynamicInferenceContext):
         """Prepares a new request whose first tokens, of blocks in the cache, are skipped."""
 
     def advance_decode(self, new_tokens: Tensor) -> bool:
-        """Advances from a step that `only_decodes`; returns False, changing nothing, if a request ends or the free
-        blocks do not suffice."""
+        """Advances from a step that `only_decodes`; False, changing nothing: a request ends, or blocks are lacking."""
         active = slice(self.total_request_count)
         request_ids, positions = self.sampled_rows()
         ends = self.end_tokens.contains(new_tokens, request_ids, positions)

@@ -1,10 +1,8 @@
 """Drafts by the layer of multi-token prediction, one token a request and step.
 
-After a step has drawn its tokens, the layer reads the step's hidden states and these tokens: once after each step, as
-replicas that share its experts compute together. It has keys and values of
-its own, in one more layer of the cache: they take part in guesses alone, so that no text depends on them. That of a
-token was computed with the token that followed it in the sequence which was read first; sequences that share blocks or
-rows of a step may go on differently.
+The layer reads a step's hidden states and the tokens drawn from them: once after each step, as replicas that share its
+experts compute together. Its keys and values, one more layer of the cache, take part in guesses alone: those of a token
+belong to the sequence that was read first, and sequences that share blocks or rows may go on differently.
 Shapes: n requests, T tokens of the step with padding, H hidden size.
 """
 
@@ -13,9 +11,7 @@ import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megarl.mcore.inference.device_decode import DeviceDecode
 from megarl.mcore.inference.draft_index import NO_TOKEN
-from megarl.mcore.inference.keyed_sampling import KeyedSampling
 from megarl.mcore.inference.paged_context import PagedContext
 from megarl.mcore.model.gpt import ModelChunk, without_fork_of_random_state
 from megarl.mcore.model.prediction_layer import PredictionLayer
@@ -24,20 +20,14 @@ from megarl.mcore.model.prediction_layer import PredictionLayer
 class PredictionDrafts:
     """The layer's part in the steps of an engine."""
 
-    def __init__(
-        self,
-        model: ModelChunk,
-        layer: PredictionLayer,
-        context: PagedContext,
-        sampling: KeyedSampling,
-        device_decode: DeviceDecode,
-    ):
-        """`model`: whose hidden states it reads; `sampling`: draws its tokens; the others are the engine's."""
-        self._model, self._layer, self._context, self._sampling = model, layer, context, sampling
-        self._device = device_decode
-        device_decode.modules.append(layer)
-        self._guesses = np.full(context.max_requests, NO_TOKEN, np.int64)  # by request id
-        context.after_prefill = self._after_prefill
+    def __init__(self, engine, layer: PredictionLayer):
+        """`engine`: on the model whose hidden states the layer reads; its sampling draws the layer's tokens."""
+        self._model: ModelChunk = engine.controller.inference_wrapped_model.model
+        self._layer, self._device, self._sampling = layer, engine.device_decode, engine.controller.sampling
+        self._context: PagedContext = engine.context
+        self._device.modules.append(layer)
+        self._guesses = np.full(self._context.max_requests, NO_TOKEN, np.int64)  # by request id
+        self._context.after_prefill = self._after_prefill
 
     def guesses(self, request_ids: np.ndarray) -> np.ndarray:
         """Returns [n] the token that may follow the last one of each request; `NO_TOKEN` without a guess."""
@@ -53,12 +43,8 @@ class PredictionDrafts:
         self._guess(self._predicted(following)[:n], torch.arange(n), *c.sampled_rows())
 
     def after_drafts(self, drawn: Tensor, counts: Tensor):
-        """After a step with drafted tokens, before it ends.
-
-        Args:
-            drawn: [S] the token after each row of all requests.
-            counts: [n] rows of each request that drew its next tokens.
-        """
+        """After a step with drafted tokens, before it ends. `drawn`: [S] the token after each row of all requests;
+        `counts`: [n] rows of each request that drew its next tokens."""
         c, rows = self._context, self._context.draft_rows
         is_own = rows.requests[rows.computed] == rows.owners  # the others have the same rows
         following = torch.zeros(c.hidden_rows, dtype=torch.int64)
@@ -80,7 +66,7 @@ class PredictionDrafts:
         c = self._context
         if c.hidden is None:
             return
-        active = slice(c.paused_request_count, c.total_request_count)
+        active = c.of_step
         ends, size = c.request_query_lengths[active].long().cumsum(0), c.padded_active_token_count
         following = c.token_to_input_ids[:size].long().cpu().roll(-1)
         following[ends - 1] = drawn[: len(ends)].long().cpu()
@@ -116,13 +102,8 @@ class PredictionDrafts:
         return states.squeeze(1)
 
     def _guess(self, hidden: Tensor, rows: Tensor, ids: Tensor, positions: Tensor):
-        """Guesses what follows the tokens of some requests.
-
-        Args:
-            hidden: [T, H] of the layer.
-            rows: [n] those of them that read each request's last token.
-            ids, positions: [n] of the requests, and of these tokens.
-        """
+        """Guesses what follows the tokens of some requests. `hidden`: [T, H] of the layer; `rows`: [n] those of them
+        that read each request's last token; `ids`, `positions`: [n] of the requests, and of these tokens."""
         model, ids = self._model, ids.long()
         weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
         head, is_split = model.output_layer, model.output_layer.sequence_parallel

@@ -1,9 +1,8 @@
 """Rollout state of models with recurrent states: a state of each request beside the cache of keys and values.
 
-With prefix caching there are snapshots of states, which later prompts that begin alike continue. A block of the cache
-has keys and values of its tokens, but a state is of all tokens before it. A state is as large as the keys and values of
-thousands of tokens, so it is kept only where it is wanted: at the end of the last whole block of each prompt that some
-token follows. Other responses to the prompt, and the next turn of its episode, continue there.
+With prefix caching there are snapshots of states, which later prompts that begin alike continue. A state is of all
+tokens before it and as large as the keys and values of thousands, so it is kept only at the end of the last whole block
+of each prompt that some token follows. Other responses, and the next turn of an episode, continue there.
 """
 
 import copy
@@ -31,12 +30,10 @@ if TYPE_CHECKING:
 
 
 class RecurrentContext(PagedContext):
-    """Keeps the states of a request under its id, which the session gives to no other request before this one ended.
-
-    A request whose first tokens are read starts from zeros, so states are never cleared: one that is evicted or comes
+    """Keeps the states of a request under its id, which the session gives to no other request before this one ended. A
+    request whose first tokens are read starts from zeros, so states are never cleared: one that is evicted or comes
     later reads its whole sequence again. With prefix caching there are further states, for ends of prompts, and a
-    prompt continues the last of them on its way. States and cache share one memory, states first.
-    """
+    prompt continues the last of them on its way. States and cache share one memory, states first."""
 
     def __init__(
         self,
@@ -48,12 +45,8 @@ class RecurrentContext(PagedContext):
         has_cache: list[bool],
         snapshots: int | None,
     ):
-        """Arguments as of `PagedContext`, and these.
-
-        Args:
-            has_states, has_cache: whether each layer of this rank has a state, or keys and values.
-            snapshots: states for ends of prompts; None: as many as of requests. Without prefix caching there are none.
-        """
+        """Arguments as of `PagedContext`; `has_states`, `has_cache`: whether each layer of this rank has a state, or
+        keys and values; `snapshots`: states for ends of prompts, with prefix caching; None: as many as of requests."""
         self._has_states, self._has_cache, self._cache_memory = has_states, has_cache, memory
         ranks = inference_config.pg_collection.tp.size()
         self._taps, self._sizes = model_config.linear_conv_kernel_dim, layer_sizes(model_config, ranks)
@@ -159,7 +152,7 @@ class RecurrentContext(PagedContext):
         if not self.enable_prefix_caching or not self.num_prefill_requests:
             return {}
         found, pinned = {}, set(self._continued.values())
-        active = slice(self.paused_request_count, self.total_request_count)
+        active = self.of_step
         for row in self.request_in_prefill_status_tensor[active].nonzero().flatten().tolist():
             request = self.request_of(int(ids[row]))
             hashes = self.hashes_to_find(request)  # Megatron gives none to a request that was evicted
@@ -173,7 +166,7 @@ class RecurrentContext(PagedContext):
 
     def _states_of_step(self, rows: int, dedup: PrefillDedup | None) -> dict:
         if self.draft_rows is None:
-            active = slice(self.paused_request_count, self.total_request_count)
+            active = self.of_step
             ids, queries = self.request_ids[active].long(), self.request_query_lengths[active].long()
             offsets = self.request_kv_length_offsets[active].long()
             starts, snapshots = self._starts(ids, offsets), self._new_snapshots(ids, offsets, queries)
@@ -208,9 +201,7 @@ def runs_of_step(
     """[N, 4] the runs of an engine's step without padding; a request keeps its state under its id.
 
     Args:
-        ids: [n] int64 of the requests.
-        queries: [n] int64 rows of each.
-        before: [n] int64 the state that they continue, or `NONE`.
+        ids, queries, before: [n] int64 of the requests; rows of each; the state that they continue, or `NONE`.
         dedup: equal prompts, computed once: the others get copies of the state.
         snapshots: of some requests, (rows, state in which these leave theirs): the other rows continue that one.
     """
@@ -238,14 +229,9 @@ def _cut(table: Tensor, cuts: dict[int, tuple[int, int]]) -> Tensor:
     return torch.tensor(found) if cuts else table
 
 
-# -- snapshots ------------------------------------------------------------------------------------------------------
-
-
 class StateSnapshots:
-    """Which slot of the states holds the one after a block, by the hash of all tokens up to the block's end.
-
-    The host's bookkeeping alone: it decides the same on all ranks of a replica.
-    """
+    """Which slot of the states holds the one after a block, by the hash of all tokens up to the block's end. The host's
+    bookkeeping alone: it decides the same on all ranks of a replica."""
 
     def __init__(self, slots: range):
         """`slots`: numbers of the states that no request has."""

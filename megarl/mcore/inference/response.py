@@ -1,5 +1,4 @@
-"""A response from its first request to its end, through all that stops it: new weights, a server's pause, a round's
-end.
+"""A response from its first request to its end, through new weights, a server's pause, a round's end.
 
 What it has got is read again as the end of a prompt, so `Response.request` is all that an engine needs to go on. Random
 numbers are keyed by position, and a prefill computes what decode steps would: so under the same weights, a response

@@ -51,15 +51,9 @@ class SequenceGroups:
         return self._are_apart and not self._unseen
 
     def update(self, ids: Sequence[int], lengths: Sequence[int], last: Sequence[int], max_growth: int = 1) -> Groups:
-        """Returns the groups of a step's requests.
-
-        Args:
-            ids: [n] of the requests.
-            lengths: [n] of their sequences.
-            last: [n] their last tokens.
-            max_growth: tokens that a sequence may have got since the last call: as many of the requests of a group are
-                the same if as many of their tokens and the last ones are. A request with more gets a group of its own.
-        """
+        """Returns the groups of a step's requests [n]. `lengths`, `last`: [n] of their sequences, and their last
+        tokens; `max_growth`: tokens that a sequence may have got since the last call: as many of the requests of a
+        group are the same if as many of their tokens and the last ones are. One with more gets a group of its own."""
         found, first, of = {}, [], []
         for i, (request, length, token) in enumerate(zip(ids, lengths, last, strict=True)):
             group, before = self._known[request]

@@ -1,9 +1,8 @@
 """Speculative decoding that changes no result: several tokens of a request in one engine step.
 
-The token at a position is the one that the position's uniform number draws (`megarl.algorithms.token_sampling`). It
-depends on the sequence before it alone, so a drafted token can be compared with the one that is drawn at its position
-in any case: if they are equal, the row that read the draft has drawn the next token; if not, the drawn token is the
-next one, and later rows are dropped. Rejection sampling (arXiv 2211.17192) would give another sequence.
+The token at a position is the one that the position's uniform number draws (`megarl.algorithms.token_sampling`),
+whatever was drafted: if the draft is equal, the row that read it has drawn the next token; if not, later rows are
+dropped. Rejection sampling (arXiv 2211.17192) would give another sequence.
 """
 
 from collections.abc import Sequence
@@ -43,10 +42,7 @@ class DecodeCounts(NamedTuple):
 
 
 class SpeculativeEngine(DecodeLoopEngine):
-    """Generates the same tokens, log-probs and routes as its base class, in fewer steps.
-
-    It drafts in steps for which the base class has its short path.
-    """
+    """Generates what its base class does in fewer steps: it drafts in those for which that has its short path."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -83,12 +79,8 @@ class SpeculativeEngine(DecodeLoopEngine):
         return self._step_with_drafts(drafts, groups)
 
     def _update_groups(self, more: int = 0, max_growth: int = 1, last: Tensor | None = None) -> Groups:
-        """Returns which requests in the cache have the same sequence.
-
-        Args:
-            more: tokens that each drew after the last one that is known to the context.
-            max_growth, last: as in `SequenceGroups.update`; `last`: by default those of the context.
-        """
+        """Returns which requests in the cache have the same sequence. `more`: tokens that each drew after its last
+        known one; `max_growth`, `last`: as in `SequenceGroups.update`, `last` by default those of the context."""
         c, groups = self.context, self.drafter.groups
         if groups.are_apart:
             return Groups.apart(c.total_request_count - c.paused_request_count)
@@ -137,7 +129,9 @@ class SpeculativeEngine(DecodeLoopEngine):
         """
         c, requests = self.context, self._requests_in_cache()
         tokens, each = torch.from_numpy(drafts.tokens), torch.from_numpy(drafts.counts)
-        rows = self._device_rows_of(len(tokens) + len(each), groups)
+        # The host plans rows that stand for several requests, recurrent states, and replicas that share experts.
+        is_apart = len(groups.first) == len(groups.of) and not self.is_coupled and c.drafts_on_device
+        rows = self.device_decode.rows(len(tokens) + len(each)) if is_apart else None
         inputs = draft_rows.begin_step(c, tokens, each, groups, rows)
         if rows is None:
             drawn, logprobs = self._draw(self._forward(inputs).squeeze(0))
@@ -164,16 +158,6 @@ class SpeculativeEngine(DecodeLoopEngine):
         self.counts = self.counts.plus(DecodeCounts(tokens=more, drafted=drafted, accepted=more))
         return self._end_step(drawn_last, [logprobs[row] for row in last.tolist()])
 
-    def _device_rows_of(self, count: int, groups: Groups) -> int | None:
-        """Rows of a step with so many computed ones if the device can plan it; else None.
-
-        Not there: rows that stand for several requests, recurrent states, replicas that share experts.
-        """
-        has_own_rows, is_alone = len(groups.first) == len(groups.of), not self.is_coupled
-        if not (has_own_rows and is_alone and self.context.drafts_on_device):
-            return None
-        return self.device_decode.rows(count)
-
     def _end_step(self, tokens: Tensor, logprobs: list[float]) -> dict:
         if self.prediction is not None:
             self.prediction.after_decode(tokens)
@@ -195,8 +179,7 @@ class SpeculativeEngine(DecodeLoopEngine):
 
 
 def parameters_of_a_token(model) -> int:
-    """Returns how many of this rank's parameters a token is multiplied by: those of its experts only, of which other
-    replicas' tokens use as many."""
+    """This rank's parameters that a token is multiplied by: of its experts, other replicas' tokens use as many."""
     config, count = model.config, 0
     for name, parameter in model.named_parameters():
         ranks = config.expert_model_parallel_size

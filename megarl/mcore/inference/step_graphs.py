@@ -5,7 +5,7 @@ since Megatron's asks for process-wide groups.
 """
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,10 +45,8 @@ def _tensors(tree) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-class _Graph(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    outputs: Any
-    held: list[torch.UntypedStorage]  # that it reads where they are, and that nobody else may hold: tables, constants
+# A graph, its outputs, and what it reads where it is and nobody else may hold: tables, constants.
+_Graph = tuple[torch.cuda.CUDAGraph, Any, list[torch.UntypedStorage]]
 
 
 class StepGraphs:
@@ -60,12 +58,9 @@ class StepGraphs:
         self._pool = None  # memory that all graphs share, since one runs at a time
 
     def begin(self, memory: Iterable[Tensor], is_so_on_any_rank: Callable[[bool], bool] = bool):
-        """Begins a time in which all of `memory`, what functions read and others write, stays where it is.
-
-        Graphs of earlier times are kept if it is where it was then, on all ranks with which functions communicate:
-        NCCL wants a collective to be part of a graph on all of its ranks or on none. What else graphs read must never
-        change.
-        """
+        """Begins a time in which all of `memory`, what functions read and others write, stays where it is. Graphs of
+        earlier times are kept if it is where it was then, on all ranks with which functions communicate: NCCL wants a
+        collective to be part of a graph on all of its ranks or on none. What else graphs read must never change."""
         addresses = tuple(tensor.data_ptr() for tensor in memory)
         # For example, weights came back from the host to another place.
         if is_so_on_any_rank(addresses != self._addresses):
@@ -77,18 +72,17 @@ class StepGraphs:
         return self._graphs.get(key) is not None
 
     def run(self, key: Hashable, function: Callable[[], Any]) -> Any:
-        """Returns the outputs of `function`, which the next call of any key may overwrite.
-
-        `key`: calls of one key launch the same kernels on the same shapes, and read inputs from the same memory.
-        """
+        """Returns the outputs of `function`, which the next call of any key may overwrite. `key`: calls of one key
+        launch the same kernels on the same shapes, and read inputs from the same memory."""
         if key not in self._graphs:
             self._graphs[key] = None
             return function()
         found = self._graphs[key]
         if found is None:
             found = self._graphs[key] = self._capture(function)
-        found.graph.replay()
-        return found.outputs
+        graph, outputs, _ = found
+        graph.replay()
+        return outputs
 
     def _capture(self, function: Callable[[], Any]) -> _Graph:
         torch.cuda.synchronize()
@@ -96,4 +90,4 @@ class StepGraphs:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"), read:
             outputs = function()
         self._pool = graph.pool()
-        return _Graph(graph, outputs, list(read.held.values()))
+        return graph, outputs, list(read.held.values())

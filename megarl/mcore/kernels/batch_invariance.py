@@ -1,13 +1,9 @@
-"""What makes kernels batch-invariant: a token's results do not depend on the rest of the batch.
+"""What makes kernels batch-invariant: a token's results do not depend on the rest of the batch (docs/exactness.md).
 
-This makes rollout and training equal to the last bit (docs/exactness.md). On a CPU sizes suffice: matrix products of
-fewer than `MIN_ROWS` rows use another BLAS kernel; a softmax row that does not fill whole vectors of `VECTOR` elements
-is summed in another order. Extra rows and keys are padding; their results are dropped. On CUDA it takes other kernels
-(`kernels.cuda`), which a model of an exact rollout uses.
-
-Element-wise functions depend on places, too: on a CPU the elements after the last vectors of a tensor, and of a
-thread's share of it, use another exp or tanh. `silu`, `gelu_tanh` and `quick_gelu` do not: a token's result depends
-neither on its position in the batch nor on the number of threads.
+On a CPU sizes suffice: products of fewer than `MIN_ROWS` rows use another BLAS kernel, a softmax row that does not fill
+whole vectors of `VECTOR` elements is summed in another order; extra rows and keys are padding. Element-wise functions
+depend on places, too: the elements after the last vectors of a thread's share use another exp or tanh; those here do
+not. On CUDA it takes other kernels (`kernels.cuda`), which a model of an exact rollout uses.
 """
 
 import math

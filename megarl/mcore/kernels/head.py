@@ -106,19 +106,21 @@ class Head:
 
     def statistics(self, rows: slice, weights: Tensor | None, squares: bool) -> list[Tensor]:
         """`softmax_statistics` of a chunk, with the rollout's own log-probs if it is exact."""
-        logits = self.logits(rows)
-        exact = self._row_logprobs(logits, rows) if self.options.is_exact else None
+        logits, exact, o = self.logits(rows), None, self.options
+        if o.is_exact:
+            from megarl.mcore.kernels.cuda.row_sampling import row_logprobs  # needs Triton
+
+            exact = row_logprobs(logits, self.targets[rows], float(o.temperature), o.vocab_size)
         if self.has_row_kernels:
             found = self._statistics_by_rows(logits, rows, squares)
         else:
             columns, here = self.columns(rows)
             scaled = self.scaled_logits(rows, logits)
-            found = list(softmax_statistics(scaled, columns, here, self.options.group, weights, squares))
+            found = list(softmax_statistics(scaled, columns, here, o.group, weights, squares))
         found[2] = found[2] if exact is None else exact
         return found
 
     def _statistics_by_rows(self, logits: Tensor, rows: slice, squares: bool) -> list[Tensor]:
-        """As `softmax_statistics`, by one pass over the logits."""
         from megarl.mcore.kernels.cuda.head_rows import head_sums  # needs Triton
 
         own = head_sums(logits, *self.row_arguments(rows))
@@ -126,21 +128,10 @@ class Head:
         all_reduce(top, self.options.group, dist.ReduceOp.MAX)
         drop = (own[0] - top).masked_fill(own[0].isneginf(), 0.0)  # −∞: this rank has no token of the vocabulary
         factor, (_, here) = drop.exp(), self.columns(rows)
-        sums = torch.stack(
-            [
-                factor * own[1],
-                (own[4] - top).masked_fill(~here.squeeze(-1), 0.0),
-                factor * (own[2] + drop * own[1]),
-                factor.square() * own[3],
-            ]
-        )
+        chosen, weighted = (own[4] - top).masked_fill(~here.squeeze(-1), 0.0), factor * (own[2] + drop * own[1])
+        sums = torch.stack([factor * own[1], chosen, weighted, factor.square() * own[3]])
         all_reduce(sums, self.options.group)
         return [top, *_scores(*sums[: 3 + squares])]
-
-    def _row_logprobs(self, logits: Tensor, rows: slice) -> Tensor:
-        from megarl.mcore.kernels.cuda.row_sampling import row_logprobs  # needs Triton
-
-        return row_logprobs(logits, self.targets[rows], float(self.options.temperature), self.options.vocab_size)
 
     def softcap_slope(self, scaled: Tensor, rows: slice) -> Tensor | None:
         """Returns the softcap's derivative from scaled logits [C, V/tp]; None without a softcap."""
@@ -171,10 +162,8 @@ class Head:
 
 
 def softmax_statistics(logits: Tensor, columns: Tensor, here: Tensor, group, weights: Tensor | None, squares: bool):
-    """Returns (maximum, Σe, log p(target), entropy[, Σπ²]), each [C]; overwrites the logits [C, V/tp].
-
-    `weights` receives e^(logit − maximum) if it is not None.
-    """
+    """Returns (maximum, Σe, log p(target), entropy[, Σπ²]), each [C]; overwrites the logits [C, V/tp]. `weights` gets
+    e^(logit − maximum)."""
     top = logits.amax(-1)
     all_reduce(top, group, dist.ReduceOp.MAX)
     chosen = logits.gather(-1, columns).sub_(top.unsqueeze(-1)).masked_fill(~here, 0.0).squeeze(-1)

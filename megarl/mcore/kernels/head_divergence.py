@@ -71,7 +71,6 @@ class _HeadDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, states, targets, indices, teacher, options):
-        """Arguments as in `head_divergence`; hidden states are already gathered."""
         ctx.set_materialize_grads(False)
         heads = _heads(hidden, weight, states, targets, indices, teacher, options)
         count, divergence, kept = len(targets), teacher.divergence, None
@@ -117,45 +116,11 @@ class _HeadDivergence(torch.autograd.Function):
 
 
 def _heads(hidden, weight, states, targets, indices, teacher: TeacherHead, options: HeadOptions) -> tuple[Head, Head]:
-    """Student's and teacher's head; arguments as of `_HeadDivergence`."""
     of_teacher = options._replace(temperature=teacher.temperature, softcap=teacher.softcap)
     return Head(hidden, weight, targets, indices, options), Head(states, teacher.weight, targets, None, of_teacher)
 
 
-def head_divergence(
-    hidden: Tensor,
-    weight: Tensor,
-    states: Tensor,
-    teacher: TeacherHead,
-    targets: Tensor,
-    options: HeadOptions,
-    indices: Tensor | None = None,
-) -> DistillScores:
-    """Compares the student's next-token distributions with the teacher's, differentiable once in `hidden` and `weight`.
-
-    Args:
-        states: [n, H_T] the teacher's hidden states after its final norm, of the same tokens as `targets`.
-        hidden, weight, targets, options, indices: of the student, as of `head_scores`.
-
-    Returns:
-        DistillScores in float32 (float64 for float64 hidden states), equal on all ranks of the group.
-
-    Raises:
-        ValueError: as many states as targets are needed, and as many rows of the teacher's weight as of the student's.
-    """
-    hidden = linear.to_all_ranks(hidden, options.group, options.sequence_parallel)
-    return _compared(hidden, weight, states, teacher, targets, options, indices)
-
-
-def _compared(
-    hidden: Tensor,
-    weight: Tensor,
-    states: Tensor,
-    teacher: TeacherHead,
-    targets: Tensor,
-    options: HeadOptions,
-    indices: Tensor | None,
-) -> DistillScores:
+def _compared(hidden, weight, states, teacher: TeacherHead, targets, options, indices=None) -> DistillScores:
     """`head_divergence` of hidden states that are already gathered."""
     total = len(hidden if indices is None else indices)
     if (len(states), len(targets), len(teacher.weight)) != (total, total, len(weight)):
@@ -172,33 +137,39 @@ def _compared(
 
 
 class TaughtRows(NamedTuple):
-    """The tokens that one of several teachers teaches."""
+    """The tokens that a teacher teaches."""
 
-    rows: Tensor  # [m] int64, their places among the targets
-    states: Tensor  # [m, H_T] the teacher's hidden states of them
+    rows: Tensor | None  # [m] int64, their places among the targets; None: all, in order
+    states: Tensor  # [m, H_T] its hidden states of them, after its final norm
     teacher: TeacherHead
 
 
-def heads_divergence(
-    hidden: Tensor,
-    weight: Tensor,
-    taught: Sequence[TaughtRows],
-    targets: Tensor,
-    options: HeadOptions,
-    indices: Tensor | None = None,
+def head_divergence(
+    hidden: Tensor, weight: Tensor, taught: Sequence[TaughtRows], targets: Tensor, options: HeadOptions, indices=None
 ) -> DistillScores:
-    """`head_divergence` with a teacher for each token: the numbers of each token are those with its teacher alone.
+    """Compares the student's next-token distributions with the teachers', differentiable once in `hidden` and `weight`.
 
-    `taught`: every target is in one of them; the same rows on all ranks of the group. ValueError as there.
+    Args:
+        taught: one teacher of all targets, or several: every target has one, and its numbers are those with its teacher
+            alone. The same rows on all ranks of the group.
+        hidden, weight, targets, options, indices: of the student, as of `head_scores`.
+
+    Returns:
+        DistillScores in float32 (float64 for float64 hidden states), equal on all ranks of the group.
+
+    Raises:
+        ValueError: as many states as targets are needed, and as many rows of the teacher's weight as of the student's.
     """
     hidden = linear.to_all_ranks(hidden, options.group, options.sequence_parallel)
+    if taught[0].rows is None:
+        return _compared(hidden, weight, taught[0].states, taught[0].teacher, targets, options, indices)
     hidden = hidden if indices is None else hidden.index_select(0, indices)
-    places = torch.cat([each.rows for each in taught])
+    places = torch.cat([each.rows for each in taught if each.rows is not None])
     if len(places) != len(hidden):
         raise ValueError(f"{len(hidden)} hidden states, but teachers for {len(places)}")
     scores = [
-        _compared(hidden.index_select(0, rows), weight, states, teacher, targets[rows], options, None)
-        for rows, states, teacher in [each for each in taught if len(each.rows)] or taught[:1]
+        _compared(hidden.index_select(0, rows), weight, states, teacher, targets[rows], options)
+        for rows, states, teacher in [each for each in taught if len(each.states)] or taught[:1]
     ]
     order = places.argsort()
     return DistillScores(*(torch.cat(of_teachers).index_select(0, order) for of_teachers in zip(*scores, strict=True)))

@@ -72,7 +72,6 @@ class _HeadScores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, indices, squares, options):
-        """Arguments as in `head_scores`; hidden states are already gathered."""
         ctx.set_materialize_grads(False)
         head = Head(hidden, weight, targets, indices, options)
         count, dtype = len(targets), at_least_fp32(hidden)
@@ -116,19 +115,13 @@ class _HeadScores(torch.autograd.Function):
                 else:
                     weights.sub_(column_of(top, rows)).exp_()
             columns = [None if x is None else column_of(x, rows) for x in (total, entropy, square_sum, *grads)]
-            gradients.add(  # nested calls, so that no name keeps the logits' gradient during the next chunk
-                rows,
-                _with_target(
-                    _logits_grad(weights, kept is None, *columns[:3], columns[3:]), columns[3], *head.columns(rows)
-                ),
-                slope,
-            )
+            grad = _logits_grad(weights, kept is None, *columns[:3], columns[3:])
+            if columns[3] is not None:  # the 1_y term
+                places, here = head.columns(rows)
+                grad.scatter_add_(-1, places, columns[3] * here)
+            gradients.add(rows, grad, slope)
+            del grad, weights, slope  # before the next chunk's logits
         return *gradients.returned(), *[None] * 4
-
-
-def _with_target(grad: Tensor, grad_logprob: Tensor | None, columns: Tensor, here: Tensor) -> Tensor:
-    """Adds the 1_y term to a chunk's gradient [C, V/tp], in place."""
-    return grad if grad_logprob is None else grad.scatter_add_(-1, columns, grad_logprob * here)
 
 
 def _gradients_by_rows(head: Head, statistics: Tensor, grads) -> Iterator[tuple[slice, Tensor]]:
@@ -154,12 +147,7 @@ def _gradients_by_rows(head: Head, statistics: Tensor, grads) -> Iterator[tuple[
 
 
 def head_scores(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    options: HeadOptions,
-    indices: Tensor | None = None,
-    squares: bool = True,
+    hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions, indices=None, squares: bool = True
 ) -> HeadScores:
     """Returns scores of next-token distributions, differentiable once in `hidden` and `weight`.
 

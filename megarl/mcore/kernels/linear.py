@@ -1,10 +1,8 @@
 """Matrix products of linear layers and heads, and a CPU implementation of Megatron's parallel linear layers.
 
-In fp32 on a CPU, products with weights use megarl's compiled kernel, else oneDNN's inner product if this torch has it.
-With few rows, as in a decode step, both take half the time of BLAS, and from two rows on a row's result does not depend
-on the number of rows. Rollout and training use the same, so that they are equal to the last bit. With
-`--exact-rollout` on CUDA forward passes multiply by tiles of fixed size (`kernels.cuda.fixed_tiles`). Other cases use
-torch's products.
+In fp32 on a CPU, products with weights use megarl's compiled kernel, else oneDNN's inner product: with few rows both
+take half the time of BLAS, and a row's result does not depend on the number of rows. With `--exact-rollout` on CUDA
+forward passes multiply by tiles of fixed size (`kernels.cuda.fixed_tiles`). Other cases use torch's products.
 """
 
 import contextlib
@@ -116,38 +114,27 @@ def exact_product() -> Product:
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """[…, K] and weight [N, K] -> […, N] = x · weightᵀ + bias [N]. Not differentiable; see `linear`."""
     if native.supports(x, weight):
-        return _native_product(x, weight, _prepacked.get(id(weight)), bias)
+        return native.ops.linear(x.contiguous(), weight, _prepacked.get(id(weight)), bias)
     if _has_onednn_kernel(x, weight):
         return _inner_product(x, _prepacked.get(id(weight), weight), bias, "none", [], "")
     return _of_torch(x, weight, bias)
 
 
-def _native_product(x: Tensor, weight: Tensor, packed: Tensor | None, bias: Tensor | None) -> Tensor:
-    if packed is None:
-        return native.ops.linear(x.contiguous(), weight, bias)
-    return native.ops.packed_linear(x.contiguous(), packed, len(weight), bias)
+def logits_with(weight: Tensor, is_exact: bool = False) -> Callable[[Tensor], Tensor]:
+    """`matmul`, or `exact_product`, with a head's weight [N, K] as a function of x; the weight is packed once.
 
-
-def product_with(weight: Tensor, is_exact: bool = False) -> Callable[[Tensor], Tensor]:
-    """`matmul`, or `exact_product`, with a weight [N, K] as a function of x: for several products, the weight is packed
-    once."""
+    In 16 bits on CUDA logits are fp32, where torch has such a product: rounded to bf16, one between 16 and 32 is off by
+    up to 0.06, in rollout and training by different amounts.
+    """
     if is_exact:
         return functools.partial(exact_product(), weight=weight)
-    if native.supports(weight):
-        packed = _prepacked.get(id(weight))
-        packed = native.ops.pack_weight(weight) if packed is None else packed
-        return lambda x: _native_product(x, weight, packed, None) if native.supports(x) else matmul(x, weight)
-    return functools.partial(matmul, weight=weight)
-
-
-def logits_with(weight: Tensor, is_exact: bool = False) -> Callable[[Tensor], Tensor]:
-    """`product_with` for logits: in 16 bits on CUDA the product gives them in fp32, where torch has one that does.
-
-    Rounded to bf16, a logit between 16 and 32 is off by up to 0.06, in rollout and training by different amounts.
-    """
-    if not is_exact and _has_wide_product(weight):
+    if _has_wide_product(weight):
         return lambda x: torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return product_with(weight, is_exact)
+    if not native.supports(weight):
+        return functools.partial(matmul, weight=weight)
+    packed = _prepacked.get(id(weight))
+    own = native.ops.pack_weight(weight) if packed is None else packed
+    return lambda x: native.ops.linear(x.contiguous(), weight, own, None) if native.supports(x) else matmul(x, weight)
 
 
 def logits_dtype(config) -> torch.dtype:
@@ -169,9 +156,11 @@ def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Output gradient […, N] and input […, K] -> weight gradient [N, K] = gradᵀ · x."""
     grad, x = grad.flatten(0, -2), x.flatten(0, -2)
-    if native.supports(grad, x):
-        return native.ops.weight_gradient(grad, x)
-    return grad.t() @ x  # BLAS is faster than oneDNN here
+    if not native.supports(grad, x):
+        return grad.t() @ x  # BLAS is faster than oneDNN here
+    total = x.new_zeros(grad.shape[1], x.shape[1])
+    native.ops.add_weight_gradient(total, grad, x)
+    return total
 
 
 def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor):
@@ -180,15 +169,10 @@ def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor):
         native.ops.add_weight_gradient(total, grad, x)
     elif total.dtype == grad.dtype:
         total.addmm_(grad.t(), x)  # avoids a second buffer of the weight's size
-    elif _adds_wider(total, grad) and x.dtype == grad.dtype:
+    elif total.dtype is torch.float32 and _has_wide_product(grad) and x.dtype == grad.dtype:
         torch.ops.aten.addmm.dtype_out(total, grad.t(), x, total.dtype, out=total)  # here, too
     else:
         total.add_(grad.t() @ x)
-
-
-def _adds_wider(total: Tensor, x: Tensor) -> bool:
-    """Whether torch multiplies matrices of 16 bits and adds the product to one of 32 bits: on CUDA alone."""
-    return total.dtype is torch.float32 and _has_wide_product(x)
 
 
 def adds_to_main_grad(weight: Tensor) -> bool:
@@ -197,17 +181,9 @@ def adds_to_main_grad(weight: Tensor) -> bool:
     Then all gradients of the weight must do so, except for that of an embedding, which Megatron's hook adds
     (`stand_in`). A head that shares its weight with another pipeline stage keeps to Megatron's way.
     """
-    total = getattr(weight, "main_grad", None)
     is_owned = hasattr(weight, "grad_added_to_main_grad") and not getattr(weight, "shared_embedding", False)
-    return total is not None and is_owned and _adds_wider(total, weight)
-
-
-def _accumulated(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor:
-    """The weight's gradient, or a stand-in if it was added to `main_grad`."""
-    if not adds_to_main_grad(weight):
-        return weight_gradient(grad, x)
-    add_weight_gradient(weight.main_grad, grad.flatten(0, -2), x.flatten(0, -2))
-    return stand_in(weight)
+    is_wide = getattr(getattr(weight, "main_grad", None), "dtype", None) is torch.float32
+    return is_wide and is_owned and _has_wide_product(weight)
 
 
 def stand_in(weight: Tensor) -> Tensor:
@@ -265,7 +241,12 @@ class _Linear(torch.autograd.Function):
             full = input_gradient(grad, weight)
             grad_x, handle = start_reduction(full, ctx.group, ctx.sequence_parallel, ctx.sums_input_gradient)
         if ctx.needs_input_grad[1]:
-            grad_weight = _accumulated(weight, grad, gather_tokens(x, ctx.group) if ctx.sequence_parallel else x)
+            x = gather_tokens(x, ctx.group) if ctx.sequence_parallel else x
+            if adds_to_main_grad(weight):
+                add_weight_gradient(weight.main_grad, grad.flatten(0, -2), x.flatten(0, -2))
+                grad_weight = stand_in(weight)
+            else:
+                grad_weight = weight_gradient(grad, x)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.flatten(0, -2).sum(0)
         if handle is not None:
@@ -298,15 +279,9 @@ def parallel_linear(
     """
     needs_megatron = others.get("grad_output_buffer") is not None or others.get("gtp_remat_size", 1) > 1
     if gradient_accumulation_fusion or needs_megatron:
+        fused = gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel
         return linear_with_grad_accumulation_and_async_allreduce(
-            input,
-            weight,
-            bias,
-            gradient_accumulation_fusion,
-            allreduce_dgrad,
-            sequence_parallel,
-            tp_group=tp_group,
-            **others,
+            input, weight, bias, *fused, tp_group=tp_group, **others
         )
     product = forward_product(layer.config)
     if torch.is_grad_enabled():

@@ -32,7 +32,6 @@ def rotated_heads(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) ->
 
 
 def _rotated_heads(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, is_backward: bool) -> list[Tensor]:
-    """Rotated queries and keys; of gradients, turned back."""
     if query.is_cuda:
         from megarl.mcore.kernels.cuda.rotate_heads import rotate_heads  # needs Triton
 
@@ -61,6 +60,5 @@ def rotate_(heads: Tensor, cosines: Tensor, sines: Tensor):
 
 
 def _swapped(x: Tensor) -> Tensor:
-    """The second half of the channels, then the first one."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([second, first], dim=-1)

@@ -1,10 +1,8 @@
 """SwiGLU MLPs (arXiv 2002.05202 eq. 5) with few passes over the activations: of dense layers, and of several experts.
 
-The experts' rows are grouped by expert. Their MLPs run one after another, or, on CUDA devices in bf16, as grouped
-matrix products: one kernel for all, whose rows the host need not know. The experts' weights are parameters of their
-own, as checkpoints name them. `stack_` and `moe.layer.stacked_experts` lay them out at equal distances, so that a view
-of their memory is the stack that the kernel wants. Weights that FSDP gathers have memory of their own, so that each
-product copies them.
+The MLPs of experts run one after another, or, on CUDA in bf16, as grouped products: one kernel for all, whose rows the
+host need not know. The experts' weights are parameters of their own, as checkpoints name them. `stack_` and
+`moe.layer.stacked_experts` lay them out at equal distances: a view of their memory is the stack that the kernel wants.
 """
 
 import itertools
@@ -63,14 +61,9 @@ def swiglu(x: Tensor) -> Tensor:
 def is_plain_swiglu(config) -> bool:
     """Whether MLPs or experts with this config are two products with `swiglu` between them."""
     c = config
+    others = c.add_bias_linear, c.glu_linear_offset, c.bias_activation_fusion, c.use_te_activation_func
     return (
-        c.gated_linear_unit
-        and c.activation_func is silu
-        and not c.add_bias_linear
-        and not c.glu_linear_offset
-        and c.activation_func_clamp_value is None
-        and not c.bias_activation_fusion
-        and not c.use_te_activation_func
+        c.gated_linear_unit and c.activation_func is silu and c.activation_func_clamp_value is None and not any(others)
     )
 
 
@@ -120,7 +113,6 @@ def grouped_swiglu(
 
 
 def _product(rows: Tensor, weight: Tensor, multiply: Product = matmul) -> Tensor:
-    """[n, K] and weight [N, K] -> [n, N], with the kernel for `MIN_ROWS` rows or more."""
     return at_least_rows(multiply, rows, weight) if len(rows) else rows.new_empty(0, len(weight))
 
 
@@ -230,7 +222,6 @@ def _grouped_product(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> T
 
 
 def _input_gradient(grad: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
-    """Gradient [P, N] of the outputs -> [P, K] of the rows."""
     return grouped_mm(grad, stack_of(weights), offs=ends)
 
 

@@ -68,10 +68,12 @@ class LowRankProduct(NamedTuple):
 
     def projected_gradients(self, grad: Tensor, factors: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Output gradient […, N] -> for each projection its columns g […, n], and s·g·B […, r]."""
-        parts = [grad[..., rows].contiguous() for rows in self.rows]
-        return [
-            (g, _input_gradient(g, b).mul_(self.scale)) for g, (_, b) in zip(parts, self.used(factors), strict=True)
-        ]
+        found = []
+        for rows, (_, b) in zip(self.rows, self.used(factors), strict=True):
+            g = grad[..., rows].contiguous()  # without columns on a rank that has no row of the projection
+            gb = input_gradient(g, b).mul_(self.scale) if len(b) else g.new_zeros(*g.shape[:-1], b.shape[1])
+            found.append((g, gb))
+        return found
 
     def factor_gradients(
         self, projected: list[tuple[Tensor, Tensor]], x: Tensor, factors: list[tuple[Tensor, Tensor]]
@@ -89,11 +91,6 @@ class LowRankProduct(NamedTuple):
             for part, total in zip(whole, flat.split([part.numel() for part in whole]), strict=True):
                 part.copy_(total.view(part.shape))
         return grads
-
-
-def _input_gradient(grad: Tensor, b: Tensor) -> Tensor:
-    """`input_gradient` [T, r]; zeros on a rank that has no row of the projection."""
-    return input_gradient(grad, b) if len(b) else grad.new_zeros(*grad.shape[:-1], b.shape[1])
 
 
 class _AdaptedLinear(torch.autograd.Function):
@@ -130,22 +127,6 @@ class _AdaptedLinear(torch.autograd.Function):
 
 def _pairs(flat) -> list[tuple[Tensor, Tensor]]:
     return list(zip(flat[::2], flat[1::2], strict=True))
-
-
-def adapted_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    product: LowRankProduct,
-    factors: list[tuple[Tensor, Tensor]],
-    sums_input_gradient: bool,
-    sequence_parallel: bool,
-) -> Tensor:
-    """[…, K], under sequence parallelism this rank's [T/t, …, K] -> […, N]; only the factors get gradients."""
-    if torch.is_grad_enabled():
-        flat = [tensor for pair in factors for tensor in pair]
-        return _AdaptedLinear.apply(x, weight, bias, product, sums_input_gradient, sequence_parallel, *flat)
-    return product.forward(gather_tokens(x, product.group) if sequence_parallel else x, weight, bias, factors)
 
 
 class AdaptedLinear(torch.nn.Module):
@@ -216,8 +197,14 @@ class AdaptedLinear(torch.nn.Module):
             a.allreduce = b.allreduce = getattr(weight, "allreduce", True)
 
     def _forward_impl(self, input, weight, bias, allreduce_dgrad, sequence_parallel, **_):
-        """Replaces that of Megatron's layer, whose weight never gets a gradient."""
-        return adapted_linear(input, weight, bias, self.product, self.pairs(), allreduce_dgrad, sequence_parallel)
+        """Replaces that of Megatron's layer: […, K], under sequence parallelism this rank's [T/t, …, K] -> […, N]; only
+        the factors get gradients."""
+        product, pairs = self.product, self.pairs()
+        if torch.is_grad_enabled():
+            flat = [tensor for pair in pairs for tensor in pair]
+            return _AdaptedLinear.apply(input, weight, bias, product, allreduce_dgrad, sequence_parallel, *flat)
+        input = gather_tokens(input, product.group) if sequence_parallel else input
+        return product.forward(input, weight, bias, pairs)
 
     @torch.no_grad()
     def change(self, here: range) -> list[tuple[slice | Tensor, Tensor]]:
@@ -289,14 +276,10 @@ class AdaptedLinear(torch.nn.Module):
             a_axis, b_axis = 1 if self.is_row_parallel else None, None if self.product.has_whole_b else 0
             for factor, axis in (("a", a_axis), ("b", b_axis)):
                 split = () if axis is None else ((axis + len(stacked), rank, size),)
-                state[f"{prefix}factors.{projection}.{factor}"] = ShardedTensor.from_rank_offsets(
-                    f"lora.{name}.{projection}.lora_{factor.upper()}",
-                    getattr(factors, factor),
-                    *stacked,
-                    *split,
-                    replica_id=(0, rank if axis is None else 0, replica),
-                    prepend_axis_num=len(stacked),
-                )
+                key, copy = f"lora.{name}.{projection}.lora_{factor.upper()}", (0, rank if axis is None else 0, replica)
+                options = {"replica_id": copy, "prepend_axis_num": len(stacked)}
+                described = ShardedTensor.from_rank_offsets(key, getattr(factors, factor), *stacked, *split, **options)
+                state[f"{prefix}factors.{projection}.{factor}"] = described
         return state
 
 

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megarl.mcore.kernels.linear import ReplicatedLinear
 from megarl.mcore.lora.adapted_linear import AdaptedLinear
 from megarl.mcore.lora.targets import LoRASettings, projections_of
-from megarl.mcore.model.gpt import has_value_head
+from megarl.mcore.model.gpt import value_head_of
 from megarl.mcore.model.initialization import global_name
 from megarl.mcore.parallel.fsdp import gathered_outside_layers, rows_here
 
@@ -38,7 +38,7 @@ class Adapter(torch.nn.Module):
         """Freezes the chunk, except for a scalar head, and makes it train the factors."""
         for parameter in chunk.parameters():
             parameter.requires_grad_(False)
-        if has_value_head(chunk):
+        if value_head_of(chunk):
             chunk.output_layer.requires_grad_(True)
         for linear in self.linears:
             linear.attach()
@@ -71,7 +71,7 @@ class Adapter(torch.nn.Module):
                 name, expert = match[1] + match[3], (int(match[2]), self.experts)
                 replicas = self.pg_collection.expt_dp
             state |= linear.sharded_state(f"adapter.linears.{i}.", name, expert, dist.get_rank(replicas))
-        head = ("output_layer.",) if has_value_head(chunk) else ()
+        head = ("output_layer.",) if value_head_of(chunk) else ()
         whole = chunk.sharded_state_dict(metadata=metadata).items()
         return state | {name: v for name, v in whole if name.startswith(head) or name.endswith(BALANCING)}
 

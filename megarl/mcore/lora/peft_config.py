@@ -24,34 +24,34 @@ def _is_positive(value) -> bool:
     return is_plain_number(value) and value > 0
 
 
-def _are_names(value) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
 def _is_rank(value) -> bool:
     return type(value) is int and value > 0
 
 
-def _is_pattern(value) -> bool:
-    return isinstance(value, dict) and all(map(_is_positive, value.values()))
+def _are_names(value) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _are_ranks(value) -> bool:
-    return isinstance(value, dict) and all(map(_is_rank, value.values()))
+def _by_pattern(holds: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, dict) and all(map(holds, value.values()))
 
 
 # Entries of the config that are read, and what they must be, if they are there.
 ALLOWED: dict[str, tuple[Callable[[object], bool], str]] = {
-    "r": (_is_rank, "a whole number above 0"), "rank_pattern": (_are_ranks, "whole numbers above 0 by pattern"),
-    "lora_alpha": (_is_positive, "a number above 0"), "alpha_pattern": (_is_pattern, "numbers above 0 by pattern"),
+    "r": (_is_rank, "a whole number above 0"),
+    "rank_pattern": (_by_pattern(_is_rank), "whole numbers above 0 by pattern"),
+    "lora_alpha": (_is_positive, "a number above 0"),
+    "alpha_pattern": (_by_pattern(_is_positive), "numbers above 0 by pattern"),
     "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
-    "modules_to_save": (_are_names, "a list of names"), "target_parameters": (_are_names, "a list of names"),
-}  # fmt: skip
+    "modules_to_save": (_are_names, "a list of names"),
+    "target_parameters": (_are_names, "a list of names"),
+}
 # Entries that say how factors were chosen and trained, not what they compute. Other entries must be off.
-UNREAD = {"peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
-          "inference_mode", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
-          "lora_dropout", "bias", "init_lora_weights", "megatron_core", "qalora_group_size",
-          "ensure_weight_tying"}  # fmt: skip
+UNREAD = {
+    *"peft_type task_type auto_mapping peft_version base_model_name_or_path revision inference_mode".split(),
+    *"target_modules exclude_modules layers_to_transform layers_pattern lora_dropout bias init_lora_weights".split(),
+    *"megatron_core qalora_group_size ensure_weight_tying".split(),
+}
 
 
 def read_config(folder: Path, error: Callable[[str], UsageError]) -> dict:

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -75,13 +75,12 @@ def _error(path: str) -> Problem:
 
 
 def _read_tensors(folder: Path, error: Problem) -> dict[str, Tensor]:
-    """The tensors by name without PEFT's prefix."""
     try:
         check_regular(folder / WEIGHTS)
         tensors = load_file(folder / WEIGHTS)
     except FileNotFoundError:
-        pickled = f"; {PICKLED} is not read, PEFT's save_pretrained writes the other" if _has_pickle(folder) else ""
-        raise error(f"{WEIGHTS} is missing{pickled}") from None
+        pickled = f"; {PICKLED} is not read, PEFT's save_pretrained writes the other"
+        raise error(f"{WEIGHTS} is missing{pickled if (folder / PICKLED).exists() else ''}") from None
     except (SafetensorError, OSError) as problem:
         raise error(f"{WEIGHTS} is no readable safetensors file ({' '.join(str(problem).split())})") from None
     return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
@@ -95,10 +94,6 @@ def _pop_head(tensors: dict[str, Tensor], hidden_size: int, error: Problem) -> T
     return head
 
 
-def _has_pickle(folder: Path) -> bool:
-    return (folder / PICKLED).exists()
-
-
 def _check_rest(names: list[str], rest: dict[str, Tensor], trained: list[PeftModule], family: Family, error: Problem):
     """UsageError for tensors that are no factors of `trained` modules, with what to train instead.
 
@@ -108,7 +103,8 @@ def _check_rest(names: list[str], rest: dict[str, Tensor], trained: list[PeftMod
     """
     known = {module.name for module in trained}
     owners = {name: PARAMETER.sub("", name) for name in sorted(rest)}
-    if alone := [name for name, owner in owners.items() if owner in known or _is_half(name, owner, rest)]:
+    halves = {name: {f"{owner}.lora_A.weight", f"{owner}.lora_B.weight"} for name, owner in owners.items()}
+    if alone := [x for x, owner in owners.items() if owner in known or x in halves[x] and not halves[x] <= rest.keys()]:
         raise error(f"{alone[0]} is not one of a pair of factors, lora_A.weight and lora_B.weight")
     modules = sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", owner) for owner in owners.values()})
     if modules:
@@ -118,11 +114,6 @@ def _check_rest(names: list[str], rest: dict[str, Tensor], trained: list[PeftMod
             f"trains modules that have no factors in megarl: {', '.join(modules[:SHOWN])}{more}; "
             f"{_instead(trained, read, family)}{MERGE}"
         )
-
-
-def _is_half(name: str, owner: str, rest: dict[str, Tensor]) -> bool:
-    halves = {f"{owner}.lora_A.weight", f"{owner}.lora_B.weight"}
-    return name in halves and not halves <= rest.keys()
 
 
 def _instead(trained: list[PeftModule], read: list[str], family: Family) -> str:
@@ -237,8 +228,7 @@ def _pop(name: str, tensors: dict[str, Tensor], error: Problem) -> Pair | None:
 def _wrapper(experts: str, parameter: str, tensors: dict[str, Tensor], config: dict) -> str:
     """Name of the wrapper of a parameter: PEFT wraps the down projections around those of gate and up."""
     named = [name.rpartition(".")[2] for name in config.get("target_parameters") or ()]
-    is_inner = parameter != "down_proj" and (f"{experts}.base_layer.lora_A.weight" in tensors)
-    if is_inner:
+    if parameter != "down_proj" and f"{experts}.base_layer.lora_A.weight" in tensors:
         return f"{experts}.base_layer"
     return experts if parameter == "down_proj" or "down_proj" not in named else f"{experts}.none"
 
@@ -277,13 +267,13 @@ def write_adapter(
     if head is not None:
         tensors[f"{PREFIX}{HEAD}"] = head
     alphas = {name: lora.with_rank(rank).alpha for name, rank in ranks.items()}
-    config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM" if head is None else "SEQ_CLS", "base_model_name_or_path": base,
-        "r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "rank_pattern": ranks,
-        "alpha_pattern": alphas, "target_modules": modules, "target_parameters": parameters or None, "bias": "none",
-        "lora_dropout": 0.0, "fan_in_fan_out": False, "init_lora_weights": True, "inference_mode": True,
-        "modules_to_save": None if head is None else ["score"],
-    }  # fmt: skip
+    task = "CAUSAL_LM" if head is None else "SEQ_CLS"
+    config: dict[str, Any] = {"peft_type": "LORA", "task_type": task, "base_model_name_or_path": base}
+    config |= {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}
+    config |= {"rank_pattern": ranks, "alpha_pattern": alphas}
+    config |= {"target_modules": modules, "target_parameters": parameters or None, "bias": "none", "lora_dropout": 0.0}
+    config |= {"fan_in_fan_out": False, "init_lora_weights": True, "inference_mode": True}
+    config["modules_to_save"] = None if head is None else ["score"]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / WEIGHTS).unlink(missing_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -11,7 +11,7 @@ from torch import Tensor
 from megarl.errors import UsageError
 from megarl.mcore.lora.adapter import BALANCING, Adapter, base_weights, set_base
 from megarl.mcore.lora.targets import LoRASettings
-from megarl.mcore.model.gpt import has_value_head
+from megarl.mcore.model.gpt import value_head_of
 from megarl.mcore.parallel import fsdp
 from megarl.mcore.weights import dist_checkpoint, reshard
 from megarl.mcore.weights.reshard_plan import LocalWeights
@@ -83,7 +83,7 @@ def gather_factors(stages, pg_collection) -> tuple[dict[str, Tensor], Tensor | N
     """
     found = [(value, fsdp.whole(value.data).cpu()) for value in _factors(stages, pg_collection)]
     mine = [(v.key, v.global_shape, _box(v), data) for v, data in found if not any(v.replica_id)]
-    heads = [fsdp.whole(chunk.output_layer.weight).cpu() for chunk in stages if has_value_head(chunk)]
+    heads = [fsdp.whole(chunk.output_layer.weight).cpu() for chunk in stages if value_head_of(chunk)]
     group = pg_collection.intra_dist_opt
     gathered: list[Any] = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
     dist.gather_object((mine, heads), gathered, group=group, group_dst=0)
@@ -112,7 +112,7 @@ def fill_factors(stages, factors: dict[str, Tensor], head: Tensor | None, pg_col
                 whole[..., : factors[value.key].shape[-1]] = factors[value.key]
             _copy_rows(value.data, whole[_box(value)].view(value.data.shape))
     for chunk in stages:
-        if head is not None and has_value_head(chunk):
+        if head is not None and value_head_of(chunk):
             _copy_rows(chunk.output_layer.weight, head)
 
 
@@ -122,7 +122,6 @@ def _copy_rows(parameter: Tensor, whole: Tensor):
 
 
 def _factors(stages, pg_collection) -> list:
-    """Descriptions of this rank's factors."""
     metadata = {"dp_cp_group": pg_collection.dp_cp}
     states = [chunk.adapter.trained_state(chunk, metadata) for chunk in stages]
     return [value for state in states for name, value in state.items() if name.startswith("adapter.")]

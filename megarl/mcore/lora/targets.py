@@ -106,7 +106,11 @@ def projections_of(linear: str, layer, args, targets: tuple[str, ...]) -> list[P
         starts = [0, *itertools.accumulate(layer_sizes(args, ranks).parts.values())]
         found = [Projection(name, slice(a, b)) for name, a, b in zip(names, starts, starts[1:], strict=False)]
     elif names == MAMBA_LINEARS["self_attention.in_proj"] and ranks > 1:
-        held = _share_of_parts([*layer_sizes(args, ranks).parts.values()], rank, ranks)
+        # Its share of each part of the whole projection, one after another.
+        sizes = [*layer_sizes(args, ranks).parts.values()]
+        starts = [0, *itertools.accumulate(size * ranks for size in sizes)]
+        of_parts = zip(starts[:-1], sizes, strict=True)
+        held = torch.cat([torch.arange(size) + start + rank * size for start, size in of_parts])
         found = [Projection(names[0], slice(0, count), count * ranks, held.to(device))]
     elif len(names) == 2 and is_gated(args):
         found = [Projection(names[0], slice(0, count // 2)), Projection(names[1], slice(count // 2, count))]
@@ -128,12 +132,6 @@ def _projections_of_heads(heads: HeadLayout, rows: Tensor, rank: int, ranks: int
         found.append(Projection(name, here, *whole))
         first += each
     return found
-
-
-def _share_of_parts(sizes: list[int], rank: int, ranks: int) -> Tensor:
-    """Which rows of a whole projection a rank has: its share of each part, of these sizes, one after another."""
-    starts = [0, *itertools.accumulate(size * ranks for size in sizes)]
-    return torch.cat([torch.arange(size) + start + rank * size for start, size in zip(starts[:-1], sizes, strict=True)])
 
 
 def factor_shapes(args, lora: LoRASettings) -> dict[str, tuple[int, ...]]:

@@ -25,10 +25,8 @@ def _side_stream():
 
 
 def host_memory(size: int, is_pinned: bool = True) -> Tensor:
-    """Allocates [size] bytes on the host, page-locked for CUDA unless not `is_pinned`.
-
-    torch rounds its own page-locked allocations up to powers of two, which could double the memory.
-    """
+    """Allocates [size] bytes on the host, page-locked for CUDA unless not `is_pinned`. torch rounds its own page-locked
+    allocations up to powers of two, which could double the memory."""
     memory = torch.empty(size, dtype=torch.uint8)
     if is_pinned and size and device.has_cuda():
         cudart, address = torch.cuda.cudart(), memory.data_ptr()
@@ -53,11 +51,9 @@ class TensorLayout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, offset: int) -> "TensorLayout":
-        """That of a tensor if it began at this offset."""
         return cls(dtype=tensor.dtype, offset=offset, shape=tensor.shape, stride=tensor.stride())
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """Returns the tensor with this layout on a storage."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.shape, self.stride)
 

@@ -22,9 +22,7 @@ class Offload:
 
     def __init__(self, blocks: dict[str, list[DeviceBlock]], host_states: int = 0):
         """Moves all `blocks` to the host. `timed` may be set to a factory of context managers that time moves.
-
-        `host_states`: bytes of optimizer states that stay there (`training.adam`).
-        """
+        `host_states`: bytes of optimizer states that stay there (`training.adam`)."""
         self.blocks, self.host_states = blocks, host_states
         self.timed: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         for block in self._all():
@@ -45,11 +43,8 @@ class Offload:
 
     @contextlib.contextmanager
     def present(self, *kinds: str, changed: bool = False):
-        """Context in which these kinds are on the device; blocks that were there before stay afterwards.
-
-        `changed`: the caller writes to them; blocks that are only read are not copied back. After an exception the
-        blocks leave as well, and the exception is raised even if leaving fails.
-        """
+        """Context in which these kinds are on the device; blocks that were there before stay afterwards. `changed`: the
+        caller writes to them, else they are not copied back. They also leave after an exception, which is raised."""
         blocks = [block for kind in kinds for block in self.blocks.get(kind, ())]
         arriving = [block for block in blocks if not block.is_present]
         self._move(arriving, methodcaller("arrive"))
@@ -118,13 +113,8 @@ def offload_frozen(stages) -> Offload:
 
 
 def offload_trainable(stages, wrapped, optimizer, keeps_weights: bool = False) -> Offload:
-    """Offloads gradients, optimizer states and, unless it `keeps_weights`, weights of a trained role.
-
-    Args:
-        stages: the model's bare chunks.
-        wrapped: the chunks with gradient buffers, from `optimizer.wrap_for_training`.
-        optimizer: from `optimizer.build_optimizer`, with its states created.
-    """
+    """Offloads gradients, optimizer states and, unless it `keeps_weights`, weights of a trained role: its bare chunks,
+    those `wrapped` by `optimizer.wrap_for_training`, and its optimizer, with its states created."""
     buffers = _grad_buffers(wrapped)
     weights = [] if keeps_weights else _weights(stages, [b.param_data for b in buffers if b.param_data is not None])
     blocks = {

@@ -52,11 +52,7 @@ class Rotation(NamedTuple):
     def by_kind(cls, frequencies: Tensor, config, dtype: torch.dtype) -> "list[Rotation]":
         """Builds one from the frequencies of all layers, or two if layers with a window have another."""
         return [
-            cls.of(
-                rotary.of_kind(frequencies, config, kind),
-                dtype,
-                rotary.concentration(config, kind),
-            )
+            cls.of(rotary.of_kind(frequencies, config, kind), dtype, rotary.concentration(config, kind))
             for kind in rotary.kinds(config)
         ]
 
@@ -122,23 +118,16 @@ class PagedSelfAttention(SelfAttention):
         self._has_plain_heads = self.q_layernorm is None and not config.attention_output_gate
 
     def forward(
-        self,
-        hidden_states,
-        attention_mask,
-        *args,
-        inference_context=None,
-        rotary_pos_emb=None,
-        packed_seq_params=None,
-        **kwargs,
+        self, hidden, attention_mask, *args, inference_context=None, rotary_pos_emb=None, packed_seq_params=None, **kw
     ):
         """Same as Megatron's; `inference_context` is a `megarl.mcore.inference.paged_context.PagedContext`,
         `packed_seq_params` a `PackedLayout`, by which the core attention rotates queries and keys."""
         if inference_context is not None:
-            return self.step(hidden_states, inference_context.plan(rotary_pos_emb))
+            return self.step(hidden, inference_context.plan(rotary_pos_emb))
         if self.checkpoint_core_attention and self.training:
-            return super().forward(hidden_states, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs)
+            return super().forward(hidden, attention_mask, *args, packed_seq_params=packed_seq_params, **kw)
         has_gate = self.config.attention_output_gate
-        heads = self.get_query_key_value_tensors(hidden_states, None, split_qkv=True, output_gate=has_gate)
+        heads = self.get_query_key_value_tensors(hidden, None, split_qkv=True, output_gate=has_gate)
         query, key, value, *gates = heads
         attended = self.core_attention(
             query.squeeze(1), key.squeeze(1), value.squeeze(1), None, packed_seq_params=packed_seq_params
@@ -259,7 +248,6 @@ class DecoderLayer(TransformerLayer):
         return self.mlp(self.pre_mlp_layernorm(hidden))
 
     def _add(self, residual: Tensor, output: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns residual + (output + bias)."""
         output = output if bias is None else output + bias
         return residual + output if torch.is_grad_enabled() else output.add_(residual)
 
@@ -304,7 +292,6 @@ class PostNormLayer(DecoderLayer):
         return self._add_normed(self.post_mlp_layernorm, self._feed_forward(hidden, plan), hidden)
 
     def _add_normed(self, norm: Norm, output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, *_) -> Tensor:
-        """Returns residual + norm(output + bias), in rollout and training."""
         output, bias = output_with_bias
         return residual + norm(output if bias is None else output + bias)
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from megatron.core.inference.utils import InferenceMode
 from torch import Tensor
 
-from megarl.batch import SharedPrefix
 from megarl.mcore import device
 from megarl.mcore.attention import backends
 from megarl.mcore.attention.packing import PackedLayout, pack_sequences, scored_tokens
@@ -22,13 +21,7 @@ from megarl.mcore.attention.segments import window_of
 from megarl.mcore.config.recurrent_rules import has_states
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 from megarl.mcore.kernels.head import HeadOptions
-from megarl.mcore.kernels.head_divergence import (
-    DistillScores,
-    TaughtRows,
-    TeacherHead,
-    head_divergence,
-    heads_divergence,
-)
+from megarl.mcore.kernels.head_divergence import DistillScores, TaughtRows, TeacherHead, head_divergence
 from megarl.mcore.kernels.head_scores import head_scores, head_top_logprobs
 from megarl.mcore.model.gpt import ValueHead
 from megarl.mcore.moe.routes import Routing
@@ -80,22 +73,8 @@ def gather_stream(local: Tensor, packing: PackedLayout) -> Tensor:
     return local[: packing.tokens]
 
 
-def _head_values(hidden: Tensor, head: ValueHead, packing: PackedLayout, model) -> Tensor:
-    """Outputs of the scalar head at each token of the whole stream, from hidden states of this rank's tokens."""
-    values = head(hidden)
-    if model.config.sequence_parallel:
-        values = gather_result(values, head.group)
-    return gather_stream(values, packing)
-
-
 def run_chunk(
-    chunk,
-    tokens: Tensor,
-    lengths: Tensor,
-    processor: Callable,
-    routing: Routing | None,
-    shared: SharedPrefix | None,
-    learner: Callable | None = None,
+    chunk, tokens: Tensor, lengths: Tensor, processor: Callable, routing: Routing | None, shared, learner=None
 ):
     """Returns hidden states [T', 1, H] of a chunk; from the last chunk, what `processor` returns for them.
 
@@ -105,16 +84,10 @@ def run_chunk(
         raise RuntimeError("a training forward while the rollout engine is active: suspend the engine first")
     model = chunk.module if hasattr(chunk, "module") else chunk  # with or without the gradient-buffer wrapper
     pg_collection, sequence_parallel = model.pg_collection, model.config.sequence_parallel
-    packing = pack_sequences(
-        lengths,
-        pg_collection.cp,
-        dist.get_world_size(pg_collection.tp) if sequence_parallel else 1,
-        routing,
-        shared,
-        window_of(model.config),
-        backends.load(model.config).plan_attention,
-        model.config.linear_conv_kernel_dim if has_states(model.config) else None,
-    )
+    tensor_ranks = dist.get_world_size(pg_collection.tp) if sequence_parallel else 1
+    taps = model.config.linear_conv_kernel_dim if has_states(model.config) else None
+    plan, window = backends.load(model.config).plan_attention, window_of(model.config)
+    packing = pack_sequences(lengths, pg_collection.cp, tensor_ranks, routing, shared, window, plan, taps)
     tokens = tokens if packing.held is None else tokens.index_select(0, packing.held)
     padded = torch.cat([tokens, tokens.new_zeros(packing.padding)])
     next_tokens = torch.cat([padded[1:], padded[:1]])
@@ -168,25 +141,16 @@ class TokenScorer:
             return SquaredScores(*scores, aligned(square_sums)) if self.squares else scores
         places = packing.next_tokens if rows is None else packing.next_tokens[rows]
         if self.teachers[0].tokens is None:
-            (teacher,) = self.teachers
-            states = teacher.states[places]
-            divergences = head_divergence(hidden, weight, states, teacher.head, row_targets, options, rows)
+            taught = [TaughtRows(None, self.teachers[0].states[places], self.teachers[0].head)]
         else:
             host_places = packing.host_next_tokens if rows is None else packing.host_next_tokens[scored.host_rows]
             taught = _taught_rows(self.teachers, places, host_places)
-            divergences = heads_divergence(hidden, weight, taught, row_targets, options, rows)
+        divergences = head_divergence(hidden, weight, taught, row_targets, options, rows)
         return TaughtScores(aligned(logprobs), aligned(entropy), DistillScores(*map(aligned, divergences)))
 
 
 def token_scores(
-    chunk,
-    tokens: Tensor,
-    lengths: Tensor,
-    temperature: float,
-    vocab_size: int,
-    routing: Routing | None = None,
-    mask: Tensor | None = None,
-    shared: SharedPrefix | None = None,
+    chunk, tokens: Tensor, lengths: Tensor, temperature: float, vocab_size: int, routing=None, mask=None, shared=None
 ):
     """Returns log-probabilities and entropies of packed tokens under a language model.
 
@@ -195,8 +159,8 @@ def token_scores(
         tokens: [T] int64, sequences packed one after another.
         lengths: [N] int64, each at least 1, on the host.
         temperature, vocab_size, mask: as of `TokenScorer`.
-        routing: routes of this micro-batch to replay or record; None: the routers choose the experts.
-        shared: which sequences share a prefix: it is computed once, with results equal to the last bit.
+        routing: `Routing` of this micro-batch to replay or record; None: the routers choose the experts.
+        shared: the `SharedPrefix` of sequences: it is computed once, with results equal to the last bit.
 
     Returns:
         TokenScores from a model's last chunk; hidden states for the next stage from other chunks.
@@ -205,10 +169,8 @@ def token_scores(
 
 
 def _head_options(output_layer, model, temperature: float, vocab_size: int) -> HeadOptions:
-    c = model.config
-    return HeadOptions(
-        temperature, vocab_size, output_layer.tp_group, c.sequence_parallel, c.final_logit_softcapping, is_exact(c)
-    )
+    c, group = model.config, output_layer.tp_group
+    return HeadOptions(temperature, vocab_size, group, c.sequence_parallel, c.final_logit_softcapping, is_exact(c))
 
 
 def _taught_rows(teachers: Sequence[TeacherRows], places: Tensor, host_places: np.ndarray) -> list[TaughtRows]:
@@ -230,7 +192,6 @@ def top_scores(chunk, tokens: Tensor, lengths: Tensor, temperature: float, vocab
     """
 
     def processor(hidden, output_layer, weight, targets, packing, model):
-        """The results for the whole micro-batch from hidden states of this rank's tokens."""
         options = _head_options(output_layer, model, temperature, vocab_size)
         logprobs = head_scores(hidden, weight, targets, options, squares=False).logprobs
 
@@ -245,14 +206,7 @@ def top_scores(chunk, tokens: Tensor, lengths: Tensor, temperature: float, vocab
     return run_chunk(chunk, tokens, lengths, processor, None, None)
 
 
-def token_states(
-    chunk,
-    tokens: Tensor,
-    lengths: Tensor,
-    routing: Routing | None = None,
-    mask: Tensor | None = None,
-    shared: SharedPrefix | None = None,
-) -> Tensor:
+def token_states(chunk, tokens: Tensor, lengths: Tensor, routing=None, mask: Tensor | None = None, shared=None):
     """Returns [T, H] hidden states before each token, after the final norm; 0 at tokens that were not requested. Hidden
     states for the next stage from other chunks than the last. Arguments as of `token_scores`."""
 
@@ -265,44 +219,41 @@ def token_states(
     return run_chunk(chunk, tokens, lengths, processor, routing, shared)
 
 
-def token_values(
-    chunk, tokens: Tensor, lengths: Tensor, routing: Routing | None = None, shared: SharedPrefix | None = None
-) -> Tensor:
+def token_values(chunk, tokens: Tensor, lengths: Tensor, routing=None, shared=None) -> Tensor:
     """Returns [T] values of the states before each token, 0 at first tokens; hidden states from other than the last
     chunk. Arguments as of `token_scores`."""
-
-    def processor(hidden, output_layer, weight, targets, packing, model):
-        return align_to_tokens(_head_values(hidden, output_layer, packing, model), packing)
-
-    return run_chunk(chunk, tokens, lengths, processor, routing, shared)
+    return run_chunk(chunk, tokens, lengths, _of_scalar_head(align_to_tokens), routing, shared)
 
 
-def sequence_scores(
-    chunk, tokens: Tensor, lengths: Tensor, routing: Routing | None = None, shared: SharedPrefix | None = None
-) -> Tensor:
+def sequence_scores(chunk, tokens: Tensor, lengths: Tensor, routing=None, shared=None) -> Tensor:
     """Returns [N] fp32 scores of sequences: the scalar head at each last token; hidden states from other than the last
     chunk. Arguments as of `token_scores`."""
+    of_last = _of_scalar_head(lambda values, packing: values[packing.last])
+    return run_chunk(chunk, tokens, lengths, of_last, routing, shared)
 
-    def processor(hidden, output_layer, weight, targets, packing, model):
-        return _head_values(hidden, output_layer, packing, model)[packing.last]
 
-    return run_chunk(chunk, tokens, lengths, processor, routing, shared)
+def _of_scalar_head(result: Callable[[Tensor, PackedLayout], Tensor]) -> Callable:
+    """The processor that returns `result` of the scalar head's values [T] of the whole stream."""
+
+    def processor(hidden, head: ValueHead, weight, targets, packing, model):
+        values = head(hidden)
+        values = gather_result(values, head.group) if model.config.sequence_parallel else values
+        return result(gather_stream(values, packing), packing)
+
+    return processor
 
 
 @contextlib.contextmanager
 def eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Context with the model in evaluation mode, and in its own mode afterwards.
-
-    Changing the mode visits every module, so a model that is in evaluation mode, such as a frozen one, is left alone.
-    """
-    if not model.training:
-        yield
-        return
-    model.eval()
+    """Context with the model in evaluation mode, and in its own mode afterwards."""
+    was_training = model.training
+    if was_training:  # a change of the mode visits every module
+        model.eval()
     try:
         yield
     finally:
-        model.train()
+        if was_training:
+            model.train()
 
 
 @contextlib.contextmanager

@@ -61,13 +61,9 @@ class ModelChunk(GPTModel):
         """Adds the last stage's copy of the embedding to a checkpoint; Megatron's version needs process-wide groups."""
         if self.post_process and not self.pre_process:
             replicas, weight = metadata["dp_cp_group"], self.shared_embedding_or_output_weight()
+            groups = {"tp_group": self.tp_group, "dp_cp_group": replicas}
             state[output_key] = make_tp_sharded_tensor_for_checkpoint(
-                weight,
-                embedding_key,
-                replica_id=(1, 0, dist.get_rank(replicas)),
-                allow_shape_mismatch=True,
-                tp_group=self.tp_group,
-                dp_cp_group=replicas,
+                weight, embedding_key, replica_id=(1, 0, dist.get_rank(replicas)), allow_shape_mismatch=True, **groups
             )
 
 
@@ -118,11 +114,6 @@ def value_head_of(chunk) -> ValueHead | None:
     return head if isinstance(head, ValueHead) else None
 
 
-def has_value_head(chunk) -> bool:
-    """Whether a model's chunk ends with a scalar head."""
-    return value_head_of(chunk) is not None
-
-
 # The chunks of a model that this rank holds, in the order in which a micro-batch runs through them.
 ModelChunks = torch.nn.ModuleList
 
@@ -130,11 +121,8 @@ ModelChunks = torch.nn.ModuleList
 def _seed_everything(seed: int, pg_collection):
     """Seeds Megatron's own random states; weights have their own generators (`initialization`)."""
     torch.manual_seed(seed)
-    ranks = {
-        "tp_rank": dist.get_rank(pg_collection.tp),
-        "ep_rank": dist.get_rank(pg_collection.ep),
-        "etp_rank": dist.get_rank(pg_collection.expt_tp),
-    }
+    groups = {"tp_rank": pg_collection.tp, "ep_rank": pg_collection.ep, "etp_rank": pg_collection.expt_tp}
+    ranks = {name: dist.get_rank(group) for name, group in groups.items()}
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True, **ranks)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # scratch memory of sequence parallelism, process-wide
         parallel_state._set_global_memory_buffer()

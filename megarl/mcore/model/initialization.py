@@ -20,7 +20,8 @@ def initialize(chunk, seed: int, pg_collection):
     """Initializes a model chunk: matrices by the config's methods, biases to 0; norms keep their values."""
     for name, parameter in chunk.named_parameters():
         whole_name = global_name(name, chunk, pg_collection)
-        if parameter.dim() > 1 and not _is_scalar_head(name, parameter):
+        is_scalar_head = name == "output_layer.weight" and parameter.shape[0] == 1
+        if parameter.dim() > 1 and not is_scalar_head:
             _draw(whole_name, parameter, chunk.config, seed, pg_collection)
         elif whole_name.endswith(".bias") and "layernorm" not in name:
             torch.nn.init.zeros_(parameter)
@@ -28,10 +29,6 @@ def initialize(chunk, seed: int, pg_collection):
             _draw_decays(whole_name, parameter, seed, pg_collection.tp)
         elif whole_name.endswith(".dt_bias") and getattr(parameter, "draws_steps", False):
             _draw_steps(whole_name, parameter, seed, pg_collection.tp)
-
-
-def _is_scalar_head(name: str, parameter: Tensor) -> bool:
-    return name == "output_layer.weight" and parameter.shape[0] == 1
 
 
 def global_name(name: str, chunk, pg_collection) -> str:
@@ -57,12 +54,6 @@ def _seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest())
 
 
-def _method(name: str, config):
-    if name.endswith(SCALED):
-        return config.output_layer_init_method
-    return config.embedding_init_method if name.startswith("embedding.") else config.init_method
-
-
 def draw_uniform(whole_name: str, seed: int, shape: tuple[int, ...], bound: float) -> Tensor:
     """A whole fp32 matrix on the host, uniform in ±`bound`."""
     generator = torch.Generator().manual_seed(_seed(seed, whole_name))
@@ -85,7 +76,10 @@ def _draw(whole_name: str, parameter: Tensor, config, seed: int, pg_collection):
         # torch.manual_seed keeps a stack trace for each kind of device that is not in use yet.
         draw_from = torch.manual_seed if devices else torch.default_generator.manual_seed
         draw_from(_seed(seed, whole_name))
-        _method(whole_name, config)(whole)
+        if whole_name.endswith(SCALED):
+            config.output_layer_init_method(whole)
+        else:
+            (config.embedding_init_method if whole_name.startswith("embedding.") else config.init_method)(whole)
     # A rank holds its shard of the gate projection, then the same shard of the up projection.
     halves = 2 if whole_name.endswith("linear_fc1.weight") and config.gated_linear_unit else 1
     parts = getattr(parameter, "parts", [parameter.shape[axis] // halves] * halves)  # rows of each shard

@@ -1,11 +1,9 @@
 """Multi-latent attention (DeepSeek-V2, 2405.04434 §2.1) over packed sequences in training and a cache of latents.
 
-Parameters have Megatron's names, so that its checkpoints fit; the rest is megarl's own, because Megatron's module needs
-sequences that start at position 0, and its cache needs CUDA kernels with other bits than training.
-Projections to the latents are whole on each tensor-parallel rank, and so are the latents: their size does not depend on
-the number of heads. PyTorch's fused kernels need keys, queries and values of one width: they are padded to it.
-Shapes: T tokens, A heads of this rank with D channels for scores (the last r of them rotated) and V for values, L
-channels of a latent.
+Parameters have Megatron's names; the rest is megarl's own, because Megatron's module needs sequences that start at
+position 0, and its cache needs CUDA kernels with other bits than training. Projections to the latents are whole on each
+tensor-parallel rank. PyTorch's fused kernels need keys, queries and values of one width: they are padded to it.
+Shapes: T tokens, A heads of this rank with D channels for scores (the last r rotated) and V for values, L of a latent.
 """
 
 import functools
@@ -41,12 +39,11 @@ class LatentAttention(Attention):
         self.kv_channels = config.qk_head_dim, config.v_head_dim
         self.latent_channels = config.kv_lora_rank, config.qk_pos_emb_head_dim
         self.score_channels = config.qk_head_dim, config.qk_pos_emb_head_dim
-        width = max(sum(self.score_channels), config.v_head_dim)
-        takes_unequal = hasattr(self.core_attention.backend, "LatentAttention")
-        self.widths = (sum(self.score_channels), config.v_head_dim) if takes_unequal else (width, width)
+        self.widths = sum(self.score_channels), config.v_head_dim
+        if not hasattr(self.core_attention.backend, "LatentAttention"):
+            self.widths = max(self.widths), max(self.widths)
         self.concentration = rotary.concentration(config, self.core_attention.kind)
         heads, hidden = config.num_attention_heads, config.hidden_size
-        latent = config.kv_lora_rank
         queries = heads * sum(self.score_channels)
         self.has_query_latent = config.q_lora_rank is not None
         if self.has_query_latent:
@@ -56,8 +53,8 @@ class LatentAttention(Attention):
         else:
             self.linear_q_proj = self._column_parallel(submodules.linear_q_proj, hidden, queries)
         self.linear_kv_down_proj = ReplicatedLinear(hidden, sum(self.latent_channels), config, self.tp_group)
-        self.kv_layernorm = self._norm(submodules.kv_layernorm, latent)
-        up = self._column_parallel(submodules.linear_kv_up_proj, latent, heads * sum(self.kv_channels))
+        self.kv_layernorm = self._norm(submodules.kv_layernorm, config.kv_lora_rank)
+        up = self._column_parallel(submodules.linear_kv_up_proj, config.kv_lora_rank, heads * sum(self.kv_channels))
         # Its input is what `to_all_ranks` returned.
         up.sequence_parallel = up.allreduce_dgrad = False
         up.disable_grad_reduce = True
@@ -68,17 +65,9 @@ class LatentAttention(Attention):
         return kind(self.config, width, self.config.layernorm_epsilon if epsilon is None else epsilon)
 
     def _column_parallel(self, kind, columns: int, rows: int):
-        return kind(
-            columns,
-            rows,
-            config=self.config,
-            init_method=self.config.init_method,
-            gather_output=False,
-            bias=False,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_group=self.tp_group,
-        )
+        off = dict.fromkeys(("gather_output", "bias", "skip_bias_add", "is_expert"), False)
+        own = {"config": self.config, "init_method": self.config.init_method, "tp_group": self.tp_group}
+        return kind(columns, rows, **off, **own)
 
     def get_query_key_value_tensors(self, *args, **kwargs):
         """Megatron's interface, which `forward` does not use."""

@@ -43,14 +43,12 @@ def run_decode_layers(block: TransformerBlock, hidden: Tensor | None, context, f
 
 
 def _supports(block: TransformerBlock, plan: StepPlan) -> bool:
-    """Whether `_run` computes this step of a block."""
     reads = plan.reads[0]
     only_decodes = reads.only_decodes and isinstance(reads.decodes[0], NativeDecodes)
     return only_decodes and plan.dedup is None and bool(_weights(block))
 
 
 def _run(block: TransformerBlock, hidden: Tensor, plan: StepPlan) -> Tensor:
-    """Returns the hidden states [T, 1, H] after a block's layers, without its final norm."""
     config, reads = block.config, plan.reads[0].decodes[0]
     out = hidden.squeeze(1).clone(memory_format=torch.contiguous_format)
     empty = out.new_empty(0)
@@ -88,15 +86,10 @@ def _is_plain(layer) -> bool:
     norms += [norm for norm in (attention.q_layernorm, attention.k_layernorm) if not _is_absent(norm)]
     linears = [attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2]
     has_biases = any(linear.bias is not None for linear in linears[1:])
-    return (
-        all(type(norm) is RMSNorm for norm in norms)
-        and len(norms) in (2, 4)
-        and all(_is_whole(linear) for linear in linears)
-        and not has_biases
-        and type(attention.core_attention) is PackedAttention
-        and mlp.is_plain_swiglu
-        and layer.config.mlp_chunks_for_prefill == 1
-    )
+    has_parts = all(map(_is_whole, linears)) and not has_biases and mlp.is_plain_swiglu
+    has_norms = all(type(norm) is RMSNorm for norm in norms) and len(norms) in (2, 4)
+    is_plain_attention = type(attention.core_attention) is PackedAttention
+    return has_norms and has_parts and is_plain_attention and layer.config.mlp_chunks_for_prefill == 1
 
 
 def _is_absent(norm) -> bool:
@@ -105,8 +98,8 @@ def _is_absent(norm) -> bool:
 
 def _is_whole(linear) -> bool:
     """Whether the layer's prepacked weight is all that it multiplies by."""
-    has_other_product = vars(linear).get("adds_product", False)
-    return linear.tp_group.size() == 1 and not has_other_product and prepacked(linear.weight) is not None
+    is_alone = linear.tp_group.size() == 1 and not vars(linear).get("adds_product", False)
+    return is_alone and prepacked(linear.weight) is not None
 
 
 def _weights_of(layer) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """What the layers of a model have, and which layers each pipeline stage holds."""
 
 import functools
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -11,12 +12,8 @@ def moe_layer_pattern(args) -> list[bool]:
     """Returns whether each layer of the whole model has experts; `--moe-layer-freq` is a period or a pattern."""
     if args.hybrid_layer_pattern:
         return [letter == "E" for letter in args.hybrid_layer_pattern]
-    if not args.num_experts:
-        return [False] * args.num_layers
-    pattern = args.moe_layer_freq
-    if isinstance(pattern, int):
-        return [i % pattern == 0 for i in range(args.num_layers)]
-    return [bool(x) for x in pattern]
+    pattern = args.moe_layer_freq if args.num_experts else [False] * args.num_layers
+    return [i % pattern == 0 for i in range(args.num_layers)] if isinstance(pattern, int) else list(map(bool, pattern))
 
 
 def recurrent_layer_pattern(args) -> list[bool]:
@@ -24,19 +21,13 @@ def recurrent_layer_pattern(args) -> list[bool]:
     `--linear-attention-freq` N, or a pattern; those with an M of `--hybrid-layer-pattern`."""
     if args.hybrid_layer_pattern:
         return [letter == "M" for letter in args.hybrid_layer_pattern]
-    every = args.linear_attention_freq
-    if args.experimental_attention_variant is None:
-        return [False] * args.num_layers
-    if isinstance(every, int):
-        return [bool((i + 1) % every) for i in range(args.num_layers)]
-    return [bool(x) for x in every]
+    every = [False] * args.num_layers if args.experimental_attention_variant is None else args.linear_attention_freq
+    return [bool((i + 1) % every) for i in range(args.num_layers)] if isinstance(every, int) else list(map(bool, every))
 
 
 def attention_layer_pattern(args) -> list[bool]:
     """Returns whether each layer of the whole model has attention, and so keys and values in a cache."""
-    if args.hybrid_layer_pattern:
-        return [letter == "*" for letter in args.hybrid_layer_pattern]
-    return [not is_recurrent for is_recurrent in recurrent_layer_pattern(args)]
+    return [kind.has_mixer and not kind.is_recurrent for kind in layer_kinds(args)]
 
 
 class LayerKind(NamedTuple):
@@ -54,10 +45,7 @@ DENSE = LayerKind()
 def layer_kinds(args) -> list[LayerKind]:
     """Returns the kind of each layer of the whole model."""
     if args.hybrid_layer_pattern:  # one half each
-        return [
-            LayerKind(letter == "E", letter == "M", letter in "M*", letter in "-E")
-            for letter in args.hybrid_layer_pattern
-        ]
+        return [LayerKind(part == "E", part == "M", part in "M*", part in "-E") for part in args.hybrid_layer_pattern]
     return list(map(LayerKind, moe_layer_pattern(args), recurrent_layer_pattern(args)))
 
 
@@ -78,37 +66,27 @@ def virtual_stage_numbers(args) -> list[int | None]:
     return list(range(virtual)) if virtual else [None]
 
 
-class Division(NamedTuple):
-    """What divides layers among pipeline stages, under the names of a model's config, which Megatron reads."""
-
-    num_layers: int
-    pipeline_model_parallel_size: int
-    virtual_pipeline_model_parallel_size: int | None
-    num_layers_in_first_pipeline_stage: int | None
-    num_layers_in_last_pipeline_stage: int | None
-    account_for_embedding_in_pipeline_split: bool
-    account_for_loss_in_pipeline_split: bool
-    pipeline_model_parallel_layout: None = None  # refused
-
-
 def stage_layers(args) -> tuple[tuple[range, ...], ...]:
     """Returns a range of layers for each chunk of every pipeline stage, numbered from 0 over the whole model."""
-    return _stage_layers(
-        Division(
-            args.num_layers,
-            args.pipeline_model_parallel_size,
-            args.virtual_pipeline_model_parallel_size,
-            args.decoder_first_pipeline_num_layers,
-            args.decoder_last_pipeline_num_layers,
-            args.account_for_embedding_in_pipeline_split,
-            args.account_for_loss_in_pipeline_split,
-        )
-    )
+    return _stage_layers(tuple(getattr(args, flag) for flag in DIVISION))
+
+
+# What divides layers among pipeline stages: flag -> its name in a model's config, which Megatron reads.
+DIVISION = {
+    "num_layers": "num_layers",
+    "pipeline_model_parallel_size": "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size": "virtual_pipeline_model_parallel_size",
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split": "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split": "account_for_loss_in_pipeline_split",
+}
 
 
 @functools.cache  # the planner asks thousands of times
-def _stage_layers(division: Division) -> tuple[tuple[range, ...], ...]:
+def _stage_layers(values: tuple) -> tuple[tuple[range, ...], ...]:
+    config = SimpleNamespace(**dict(zip(DIVISION.values(), values, strict=True)), pipeline_model_parallel_layout=None)
     return tuple(
-        tuple(layers_of_chunk(division, stage, chunk) for chunk in virtual_stage_numbers(division))
-        for stage in range(division.pipeline_model_parallel_size)
+        tuple(layers_of_chunk(config, stage, chunk) for chunk in virtual_stage_numbers(config))
+        for stage in range(config.pipeline_model_parallel_size)
     )

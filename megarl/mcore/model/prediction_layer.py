@@ -33,28 +33,16 @@ class _Parts(torch.nn.Module):
         sizes = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.enorm, self.hnorm, self.final_layernorm = (cast(torch.nn.Module, Norm(**sizes)) for _ in range(3))
         self.eh_proj = ReplicatedLinear(2 * config.hidden_size, config.hidden_size, config, pg_collection.tp)
-        self.mtp_model_layer = cast(
-            DecoderLayer,
-            build_module(
-                layer_spec(args, prediction_kind(args)),
-                config=config,
-                layer_number=config.num_layers + 1,
-                pg_collection=pg_collection,
-                add_layer_offset=False,
-            ),
-        )
+        own = {"config": config, "layer_number": config.num_layers + 1, "pg_collection": pg_collection}
+        layer = build_module(layer_spec(args, prediction_kind(args)), **own, add_layer_offset=False)
+        self.mtp_model_layer = cast(DecoderLayer, layer)
 
 
 class PredictionLayer(MegatronModule):
     """The layer on this rank; its experts choose by their scores alone, without losses for balance."""
 
     def __init__(self, args, pg_collection):
-        """Builds it on the device; its weights depend only on `--seed`.
-
-        Args:
-            args: the role's Megatron namespace.
-            pg_collection: the role's process groups.
-        """
+        """Builds it on the device; its weights depend only on `--seed`. `args`: the role's Megatron namespace."""
         config = copy.copy(transformer_config(args))
         config.perform_initialization = False
         config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, config.moe_z_loss_coeff = "none", 0.0, None
@@ -97,12 +85,8 @@ class PredictionLayer(MegatronModule):
             frequencies: rotary ones of the tokens, as a model's layers take them.
             packing: the micro-batch's `PackedLayout`.
         """
-        predicted, _ = self.layer.mtp_model_layer(
-            hidden_states=self.combined(hidden, embedded),
-            attention_mask=None,
-            rotary_pos_emb=frequencies,
-            packed_seq_params=packing,
-        )
+        inputs = {"attention_mask": None, "rotary_pos_emb": frequencies, "packed_seq_params": packing}
+        predicted, _ = self.layer.mtp_model_layer(hidden_states=self.combined(hidden, embedded), **inputs)
         return self.layer.final_layernorm(predicted)
 
 

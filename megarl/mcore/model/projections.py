@@ -1,10 +1,8 @@
 """The projections of a layer by their names in Hugging Face's models, their sizes, and Megatron's linear layers.
 
-Megatron fuses some: `linear_qkv` keeps, for each key and value group, R·D rows of q, D of k and D of v; `linear_fc1`
-all gate rows, then all up rows. With gates of the output a group has its R·D rows of gates after those of q, and
-both are rows of `q_proj`. `in_proj` of a gated delta net has the rows of `HeadSizes.parts`, of which families fuse
-different ones; the names here say the parts. That of Mamba-2 is one projection, with the rows of `SpaceSizes.parts`.
-Projections of multi-latent attention are layers of their own.
+Megatron fuses some: `linear_qkv` keeps, for each key and value group, R·D rows of q (twice with gates), D of k and D of
+v; `linear_fc1` all gate rows, then all up rows. `in_proj` of a gated delta net has the rows of `HeadSizes.parts`, of
+which families fuse different ones; that of Mamba-2 is one projection with the rows of `SpaceSizes.parts`.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,7 @@
 """What layers have instead of attention: a first projection, a recurrence over runs of rows, a last projection.
 
 The recurrence is a gated delta net (2412.06464, Qwen3-Next) or Mamba-2 (2405.21060, Nemotron-H): packed sequences in
-training, a state of each request in rollout. Megatron's modules have no packed sequences in their deterministic form,
-and no inference.
+training, a state of each request in rollout, neither of which Megatron's modules have.
 Shapes on this rank: T rows; of a gated delta net G key heads with K channels and H value heads with V channels; of
 Mamba-2 G groups, H heads of P channels, I = H·P.
 """
@@ -43,13 +42,7 @@ class RecurrentMixer(MegatronModule):
     """
 
     def __init__(
-        self,
-        config,
-        submodules: GatedDeltaNetSubmodules,
-        layer_number: int,
-        pg_collection,
-        convolved: tuple[str, ...],
-        has_bias: bool,
+        self, config, submodules, layer_number: int, pg_collection, convolved: tuple[str, ...], has_bias: bool
     ):
         """Builds the projections, the convolution, and the parameters of heads that both kinds have.
 
@@ -63,31 +56,14 @@ class RecurrentMixer(MegatronModule):
         self.sizes = layer_sizes(config, ranks)
         parts, channels = self.sizes.parts, self.sizes.channels
         linear = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
-        self.in_proj = submodules.in_proj(
-            config.hidden_size,
-            sum(parts.values()) * ranks,
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            **linear,
-        )
-        self.out_proj = submodules.out_proj(
-            self.sizes.heads * self.sizes.values * ranks,
-            config.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            **linear,
-        )
-        self.conv1d = torch.nn.Conv1d(
-            channels,
-            channels,
-            config.linear_conv_kernel_dim,
-            groups=channels,
-            bias=has_bias,
-            dtype=config.params_dtype,
-            device=device.device(),
-        )
+        first = linear | {"init_method": config.init_method, "gather_output": False, "skip_bias_add": False}
+        self.in_proj = submodules.in_proj(config.hidden_size, sum(parts.values()) * ranks, **first)
+        last = {"init_method": config.output_layer_init_method, "input_is_parallel": True, "skip_bias_add": True}
+        columns = self.sizes.heads * self.sizes.values * ranks
+        self.out_proj = submodules.out_proj(columns, config.hidden_size, **linear, **last)
+        on = {"dtype": config.params_dtype, "device": device.device()}
+        taps = config.linear_conv_kernel_dim
+        self.conv1d = torch.nn.Conv1d(channels, channels, taps, groups=channels, bias=has_bias, **on)
         # Always fp32: in 16 bits e^A_log would move decays by a part in 256.
         self.dt_bias = torch.nn.Parameter(torch.ones(self.sizes.heads, device=device.device()))
         self.A_log = torch.nn.Parameter(torch.zeros(self.sizes.heads, device=device.device()))
@@ -99,7 +75,6 @@ class RecurrentMixer(MegatronModule):
             parameter.parts = tuple(self._convolved.values())
 
     def _mark_split(self, *parameters: torch.nn.Parameter):
-        """Sets the marks of parameters whose first axis is split over tensor-parallel ranks."""
         for parameter in parameters:
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
@@ -123,9 +98,7 @@ class RecurrentMixer(MegatronModule):
         channels = [torch.cat([part.chunk(shares)[share] for part in parts]) for parts in split]
         return channels + [whole.chunk(shares)[share] for whole in heads]
 
-    def _mixed(
-        self, projected: Tensor, runs: AnyRuns, states: States | None, shares: int = 1, share: int = 0
-    ) -> Tensor:
+    def _mixed(self, projected: Tensor, runs: AnyRuns, states: States | None, shares=1, share=0) -> Tensor:
         """[T, in_proj rows] -> [T, out_proj columns].
 
         `shares`, `share`: the heads are one of so many shares of this rank's.

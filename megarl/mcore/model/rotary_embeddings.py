@@ -41,7 +41,6 @@ class Rotary(RotaryEmbedding):
         self.inverse = [x.to(device.device()) for x in (inverse, window) if x is not None]
 
     def _inverse(self, base: float, divisors: float | Tensor = 1.0) -> Tensor:
-        """Returns [r/2] frequencies in radians per position."""
         return 1.0 / (divisors * base**self.exponents)
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
@@ -53,7 +52,6 @@ class Rotary(RotaryEmbedding):
 
 
 def _llama3_constants(args) -> tuple[float, float, int]:
-    """Low and high frequency factors, and the original context length."""
     low, high = args.rope_low_freq_factor, args.rope_high_freq_factor
     length = args.rope_original_max_position_embeddings
     return 1.0 if low is None else low, 4.0 if high is None else high, 8192 if length is None else length

@@ -1,15 +1,13 @@
 """Query groups of which tensor-parallel ranks share one, because there are fewer groups than ranks.
 
-Megatron splits the rows of `linear_qkv` equally over all ranks: with s ranks to a group, a rank computes an s-th of its
-rows, and heads are cut anywhere. A rank needs the rows of its own R/s query heads, and the key and value, which all of
-the s ranks need. Megatron gathers all rows of all groups on every rank for that; here the ranks of a group exchange the
-rows that each lacks. Weights, gradients and checkpoints stay split; keys, values and their cache are equal on s ranks.
-Shapes: T tokens, R query heads of a group, doubled where queries have gates, D channels of a head, m = (R + 2)·D / s
-rows of a rank.
+Megatron splits the rows of `linear_qkv` equally, so that heads are cut anywhere, and gathers all rows on every rank.
+Here the s ranks of a group exchange the rows that each lacks: a rank needs its own R/s query heads, the key and the
+value. Weights, gradients and checkpoints stay split; keys, values and their cache are equal on s ranks.
+Shapes: T tokens, R query heads of a group (doubled with gates), D channels of a head, m = (R + 2)·D / s rows of a rank.
 """
 
 import functools
-from typing import NamedTuple
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -19,20 +17,10 @@ from torch.autograd.function import once_differentiable
 from megarl.mcore.model.projections import HeadLayout
 
 
-class SharedColumns(NamedTuple):
-    """Neighbouring columns that one rank sends to another: of what the sender has, and of what the receiver gets."""
-
-    sent: slice
-    received: slice
-
-    @property
-    def count(self) -> int:
-        return self.sent.stop - self.sent.start
-
-
 @functools.cache
-def columns_between(heads: HeadLayout, ranks: int, sender: int, receiver: int) -> list[SharedColumns]:
-    """What a rank of a group, from 0 to `ranks` − 1, has of what another needs, or of what it needs itself."""
+def columns_between(heads: HeadLayout, ranks: int, sender: int, receiver: int) -> list[tuple[slice, slice]]:
+    """What a rank of a group, from 0 to `ranks` − 1, has of what another needs, or of what it needs itself: columns of
+    what the sender has, and of what the receiver gets."""
     kinds, channels = 1 + heads.has_gates, heads.channels  # queries, and perhaps gates after them
     own, of_kind = heads.queries // ranks * channels, heads.queries * channels
     rows = (kinds * of_kind + 2 * channels) // ranks
@@ -42,26 +30,18 @@ def columns_between(heads: HeadLayout, ranks: int, sender: int, receiver: int) -
         low, high = max(start, first), min(start + count, first + rows)
         if low < high:
             shift = place - start
-            found.append(SharedColumns(slice(low - first, high - first), slice(low + shift, high + shift)))
+            found.append((slice(low - first, high - first), slice(low + shift, high + shift)))
     return found
 
 
 def columns_sent(heads: HeadLayout, ranks: int) -> float:
     """Columns of a token that a rank sends to the others of its group, on average."""
     pairs = [(one, other) for one in range(ranks) for other in range(ranks) if one != other]
-    return sum(each.count for one, other in pairs for each in columns_between(heads, ranks, one, other)) / ranks
+    return sum(_width(sent) for one, other in pairs for sent, _ in columns_between(heads, ranks, one, other)) / ranks
 
 
-class _ColumnsOfRanks(NamedTuple):
-    """Columns that are sent to, or come from, the tensor-parallel ranks, in their order."""
-
-    places: list[slice]
-    counts: list[int]  # of each rank
-
-    @classmethod
-    def of(cls, columns: list[list[SharedColumns]], side: str) -> "_ColumnsOfRanks":
-        places = [getattr(each, side) for of_rank in columns for each in of_rank]
-        return cls(places, [sum(each.count for each in of_rank) for of_rank in columns])
+def _width(columns: slice) -> int:
+    return columns.stop - columns.start
 
 
 class SharedGroup:
@@ -76,13 +56,13 @@ class SharedGroup:
         queries = heads.queries * (1 + heads.has_gates)
         self._rows = (queries + 2) * heads.channels // self.ranks
         self._width = (queries // self.ranks + 2) * heads.channels
-        sent: list[list[SharedColumns]] = [[] for _ in range(size)]
-        received: list[list[SharedColumns]] = [[] for _ in range(size)]
+        # Columns that are sent to, and come from, each tensor-parallel rank.
+        self._sent: list[list[slice]] = [[] for _ in range(size)]
+        self._received: list[list[slice]] = [[] for _ in range(size)]
         for other in range(self.ranks):
             rank = self.number * self.ranks + other
-            sent[rank] = columns_between(heads, self.ranks, place, other)
-            received[rank] = columns_between(heads, self.ranks, other, place)
-        self._sent, self._received = _ColumnsOfRanks.of(sent, "sent"), _ColumnsOfRanks.of(received, "received")
+            self._sent[rank] = [sent for sent, _ in columns_between(heads, self.ranks, place, other)]
+            self._received[rank] = [received for _, received in columns_between(heads, self.ranks, other, place)]
 
     def exchange(self, projected: Tensor) -> Tensor:
         """This rank's rows [T, 1, m] of `linear_qkv` -> [T, 1, (R/s + 2)·D]: its query heads, the key and the value."""
@@ -102,15 +82,15 @@ class SharedGroup:
             projected[:, columns] += part
         return projected.to(heads.dtype)
 
-    def _swap(self, x: Tensor, sent: _ColumnsOfRanks, received: _ColumnsOfRanks) -> list[tuple[slice, Tensor]]:
+    def _swap(self, x: Tensor, sent: list[list[slice]], received: list[list[slice]]) -> list[tuple[slice, Tensor]]:
         """Sends columns of x [T, …] to the ranks; returns where the columns belong that come from them, [T, n] each."""
-        tokens = len(x)
-        message = torch.cat([x[:, columns].flatten() for columns in sent.places])
-        arrived = x.new_empty(tokens * sum(received.counts))
-        taken, given = ([tokens * count for count in of_ranks.counts] for of_ranks in (received, sent))
+        tokens, places = len(x), list(chain.from_iterable(received))
+        message = torch.cat([x[:, columns].flatten() for columns in chain.from_iterable(sent)])
+        taken, given = ([tokens * sum(map(_width, of_rank)) for of_rank in side] for side in (received, sent))
+        arrived = x.new_empty(sum(taken))
         dist.all_to_all_single(arrived, message, taken, given, group=self._group)
-        parts = arrived.split([tokens * (columns.stop - columns.start) for columns in received.places])
-        return [(columns, part.view(tokens, -1)) for columns, part in zip(received.places, parts, strict=True)]
+        parts = arrived.split([tokens * _width(columns) for columns in places])
+        return [(columns, part.view(tokens, -1)) for columns, part in zip(places, parts, strict=True)]
 
 
 class _Exchange(torch.autograd.Function):

@@ -1,11 +1,9 @@
 """Expert load balancing: auxiliary losses, the z-loss, and the expert bias.
 
 Megatron's losses are means over the tokens of one router call. Here, as everywhere in megarl, a loss is a sum over this
-rank's counted tokens, divided by global counts of the mini-batch. Gradients are summed over ranks and micro-batches, so
-layout, micro-batches, padding and blank micro-batches do not change them. A recomputed layer runs each micro-batch once
-with gradients, and counts it then. A token that several sequences share counts in each of them.
-
-Biases and expert shares change after the update (`finish_update`), so a skipped update leaves them unchanged.
+rank's counted tokens, divided by global counts of the mini-batch, so layout, micro-batches and padding do not change
+it. A recomputed layer counts once, with gradients; a shared token counts in each of its sequences. Biases and expert
+shares change after the update (`finish_update`), so a skipped update leaves them unchanged.
 """
 
 import torch
@@ -43,11 +41,7 @@ class BalancedRouter(TopKRouter):
             self.register_buffer("expert_counts", counts, persistent=False)  # this rank's tokens in the update
 
     def _trained_routing(self) -> Routing | None:
-        """Returns the routing of the current micro-batch in a training pass; None in other passes.
-
-        Raises:
-            RuntimeError: the routing lacks the counts of the mini-batch.
-        """
+        """The routing of a training pass, else None. RuntimeError: it lacks the counts of the mini-batch."""
         if not (self.training and torch.is_grad_enabled()):
             return None
         if self.current_routing is None or self.current_routing.totals is None:
@@ -59,8 +53,7 @@ class BalancedRouter(TopKRouter):
         return self.current_routing
 
     def _attach(self, carrier: Tensor, name: str, routing: Routing, terms: Tensor, count: Tensor, coefficient: float):
-        """Returns `carrier`, whose backward adds the loss: terms [R, …] of counted tokens, times the sequences that use
-        each, over a global count."""
+        """As `_attach_sum`, of terms [R, …] of counted tokens, times the sequences that use each."""
         uses = routing.rows.uses.view(-1, *[1] * (terms.dim() - 1))
         return self._attach_sum(carrier, name, routing, terms.masked_fill(uses == 0, 0.0) * uses, count, coefficient)
 
@@ -153,10 +146,8 @@ def balanced_routers(stages) -> list[BalancedRouter]:
 
 
 def finish_update(routers: list[BalancedRouter], applied: bool):
-    """Updates biases and shares if the update was applied, and resets the counts. Collective over each stage's ranks.
-
-    A skipped update (non-finite gradients) leaves the whole model unchanged; its counts are dropped.
-    """
+    """Updates biases and shares if the update was applied, and resets the counts. Collective over each stage's ranks. A
+    skipped update (non-finite gradients) leaves the whole model unchanged; its counts are dropped."""
     if applied and routers:
         counts = torch.stack([router.expert_counts for router in routers])
         dist.all_reduce(counts, group=routers[0].tp_dp_cp_group)

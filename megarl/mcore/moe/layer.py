@@ -1,18 +1,13 @@
 """The MoE layer and its experts, with a direct path for experts that are plain SwiGLU MLPs.
 
-Megatron's experts are made batch-invariant: a token's output does not depend on the other tokens.
+Megatron's experts are made batch-invariant: a token's output does not depend on the other tokens. The direct path
+replaces Megatron's dispatcher and experts, whose some 100 small operators take longer than a decode step's products.
+It groups the (token, expert) pairs by expert once, and sums the k results of a token in ascending order of the experts:
+on a CPU with the bits of Megatron's path, which on CUDA adds in no fixed order. There `--moe-grouped-gemm` computes all
+experts of a layer in one product (`kernels.swiglu`). With expert parallelism, rows travel with their gates.
 
-Megarl's direct path replaces Megatron's dispatcher and experts, which run about 100 small operators per layer besides
-the products with weights, more than a decode step's products take. It groups a layer's (token, expert) pairs by expert
-once, runs the experts' products, and sums the k results of a token in ascending order of the experts: on a CPU with the
-bits of Megatron's path, in rollout and training. Megatron adds them by atomics on CUDA, in no fixed order.
-On CUDA `--moe-grouped-gemm` computes all experts of a layer in one grouped product (`kernels.swiglu`); else
-each has a product of its own. With expert parallelism, rows travel with their gates; in decode steps in which the ranks
-have equally many rows, the host need not know how many (`moe.equal_rows`).
-
-Experts may read and write latents instead of hidden states (Nemotron 3, `--moe-latent-size`). A projection of the
-hidden states goes to the experts, and one of the sum of their results comes back; the router and the shared expert read
-hidden states. Tokens travel to experts on other ranks as latents.
+Experts may read and write latents (Nemotron 3, `--moe-latent-size`): projections of hidden states lead to the experts
+and back; the router and the shared expert read hidden states.
 """
 
 import contextlib
@@ -102,10 +97,7 @@ class LatentProjection(ReplicatedLinear):
 
 @contextlib.contextmanager
 def _own_projections(group) -> Iterator[None]:
-    """Context in which Megatron's MoE layer is built with these projections: its own need Transformer Engine.
-
-    `group`: tensor-parallel ranks.
-    """
+    """Context in which Megatron's MoE layer gets these projections: its own need Transformer Engine."""
     of_megatron = moe_layer.HAVE_TE, moe_layer.TELinear
     moe_layer.HAVE_TE, moe_layer.TELinear = True, functools.partial(LatentProjection, group=group)
     try:
@@ -305,11 +297,9 @@ class _Linear(torch.autograd.Function):
 @contextlib.contextmanager
 def stacked_experts(stages, config, pg_collection):
     """Context in which Megatron's buffers of these chunks are made, with a DistributedDataParallelConfig, so that the
-    weights of grouped experts lie at equal distances, in ascending order; names do not change.
-
-    Megatron lays parameters out in the reverse order of the modules, and pads the end of a bucket, which may lie
-    between two experts of a layer. Here every parameter begins where a bucket could end: its end adds no padding.
-    """
+    weights of grouped experts lie at equal distances, in ascending order; names do not change. Megatron lays parameters
+    out in the reverse order of the modules, and pads the end of a bucket, which may lie between two experts of a layer.
+    Here every parameter begins where a bucket could end: its end adds no padding."""
     modules = [module for chunk in stages for module in chunk.modules()]
     lists = [m.experts.local_experts for m in modules if isinstance(m, MixtureLayer) and m.is_grouped]
     replicas = math.lcm(*(dist.get_world_size(group) for group in (pg_collection.dp_cp, pg_collection.expt_dp)))

@@ -29,11 +29,8 @@ def topk_of_best_groups(scores: Tensor, topk: int, num_groups: int, group_topk: 
 
 
 class RouteRecorder(RouterReplay):
-    """Chooses each token's experts: the replayed ones or the top k, in ascending order.
-
-    Megatron orders experts by score, but not without gradients. One order makes the sums over a token's gates equal to
-    the last bit in rollout, training and replay.
-    """
+    """Chooses each token's experts: the replayed ones or the top k, in ascending order. Megatron's order, by score, is
+    another one without gradients; one order makes sums over a token's gates equal in rollout, training, replay."""
 
     def __init__(self, group_score: str):
         """`group_score`: `--moe-router-group-score`."""
@@ -82,12 +79,10 @@ class Router(BalancedRouter):
         return self.router_replay.routing
 
     def gating(self, input: Tensor) -> Tensor:
-        """Hidden states [R, 1, H] -> scores [R, 1, E].
-
-        On a CPU in fp32 the product is that of linear layers: BLAS has kernels for few columns whose sums depend on the
-        number of rows on some processors. Each row is padded in memory to whole vectors: functions like exp compute the
-        elements after a tensor's last whole vector differently, and a token's gates would depend on its position.
-        """
+        """Hidden states [R, 1, H] -> scores [R, 1, E]. On a CPU in fp32 the product is that of linear layers: BLAS has
+        kernels for few columns whose sums depend on the number of rows on some processors. Each row is padded in memory
+        to whole vectors: functions like exp compute the elements after a tensor's last whole vector differently, and a
+        token's gates would depend on its position."""
         if is_exact(self.config):
             dtype = torch.float32 if self.config.moe_router_dtype == "fp32" else input.dtype
             return self._product(input.to(dtype))

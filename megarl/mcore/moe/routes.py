@@ -1,12 +1,9 @@
 """Routing of one micro-batch on one rank: the routes its MoE layers take, and statistics of them.
 
 A route is the k experts of one token in one MoE layer, in ascending order. A `Routing` travels with its micro-batch to
-every layer, in the forward pass and in recomputation. Both therefore take the same routes, without a queue that could
-get out of step. Layers have Megatron's numbers, from 1 over the whole model.
-
-A token counts if another token follows it in its sequence: the last token's output affects no log-prob and no value,
-and the rollout never ran it. Tokens that do not count, including padding, have no route and are routed live. A token of
-a shared prompt is routed once for several sequences, and counts once in each of them.
+every layer, in the forward pass and in recomputation. Layers have Megatron's numbers, from 1 over the whole model. A
+token counts if another one follows it in its sequence, once in each sequence that shares it. Others, which affect no
+log-prob and no value, and padding have no route and are routed live.
 """
 
 import functools
@@ -83,11 +80,7 @@ class Routing:
 
     def choose(self, layer: int, live: Tensor) -> Tensor:
         """Returns the experts to use, [R, k]: the replayed route of a token if it has one, else its live experts.
-
-        Args:
-            layer: layer number.
-            live: [R, k] int64 experts that the router chose now, ascending in each row.
-        """
+        `layer`: layer number; `live`: [R, k] int64 experts that the router chose now, ascending in each row."""
         if layer not in self.layers:
             raise RuntimeError(f"{self.role}: no routes for MoE layer {layer}, only for {list(self.layers)}")
         if len(live) != len(self.rows.token_indices):

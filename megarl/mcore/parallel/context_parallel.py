@@ -59,18 +59,14 @@ def gather_for_attention(local: Tensor, order: Tensor, group) -> Tensor:
 
 
 def gather_result(local: Tensor, group) -> Tensor:
-    """Gathers results of this rank's tokens [T/n, …] to all ranks' tokens [T, …], in rank order.
-
-    Every rank must compute the same from the result: gradients are not summed over the ranks.
-    """
+    """Gathers results of this rank's tokens [T/n, …] to all ranks' tokens [T, …], in rank order. Every rank must
+    compute the same from the result: gradients are not summed over the ranks."""
     return gather_from_sequence_parallel_region(local, tensor_parallel_output_grad=False, group=group)
 
 
 def to_heads(local: Tensor, sections: Sequence[int], order: Tensor, group) -> Tensor:
-    """Gives each of c ranks all tokens of a share of the heads: [T/c, W] -> [T, W/c] in stream order.
-
-    `sections`: columns of each kind of channels, heads one after another; a rank gets the same share of each.
-    """
+    """Gives each of c ranks all tokens of a share of the heads: [T/c, W] -> [T, W/c] in stream order. `sections`:
+    columns of each kind of channels, heads one after another; a rank gets the same share of each."""
     ranks = dist.get_world_size(group)
     parts = torch.cat([part.unflatten(1, (ranks, -1)) for part in local.split(list(sections), 1)], 2)
     return all_to_all(group, parts.transpose(0, 1)).flatten(0, 1)[order]

@@ -34,11 +34,8 @@ clip_grads.get_data_parallel_group_if_dtensor = lambda tensor, found=None: _grou
 
 
 class FullyShardedDataParallel(_BaseDataParallel):
-    """A model chunk with parameters, gradients and optimizer states sharded over data- and context-parallel ranks.
-
-    Every backward reduce-scatters gradients into the shards, so all ranks of the group must run the same number of
-    micro-batches.
-    """
+    """A model chunk with parameters, gradients and optimizer states sharded over data- and context-parallel ranks. Each
+    backward reduce-scatters gradients, so all ranks must run the same number of micro-batches."""
 
     def __init__(self, config, ddp_config, module, pg_collection):
         """Takes the arguments of DistributedDataParallel; `module` has equal weights on every rank of the group."""
@@ -54,8 +51,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             parameter.main_grad = None
 
     def finish_grad_sync(self, force_all_reduce: bool = False):
-        """Sets `main_grad`, which Megatron's optimizers read, to the gradients; backward has already reduced those of
-        sharded parameters."""
+        """Sets `main_grad`, which Megatron's optimizers read; backward has reduced gradients of sharded parameters."""
         grads = [parameter.grad for parameter in self._whole_parameters()]
         if grads:
             flat = torch.cat(grads)
@@ -71,11 +67,8 @@ class FullyShardedDataParallel(_BaseDataParallel):
 
 
 def shard(chunk, pg_collection, reduce_in_fp32: bool = False):
-    """Shards a chunk's parameters by rows over `pg_collection.dp_cp`, in place, for training or scoring.
-
-    Forward passes gather the parameters they need and free them again, with and without gradients. Parameters of
-    another type than the chunk's stay whole.
-    """
+    """Shards a chunk's parameters by rows over `pg_collection.dp_cp`, in place. Forward passes gather what they need
+    and free it again, with and without gradients. Parameters of another type than the chunk's stay whole."""
     mesh = DeviceMesh.from_group(pg_collection.dp_cp, device.device().type)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if reduce_in_fp32 else None, cast_forward_inputs=False)
     attributes = {name: dict(vars(parameter)) for name, parameter in chunk.named_parameters()}
@@ -127,14 +120,8 @@ def with_rows(parameter: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """A tensor that is sharded like a parameter and has these rows on this rank; without FSDP the rows themselves."""
     if not isinstance(parameter, DTensor):
         return rows
-    return DTensor.from_local(
-        rows,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
+    return DTensor.from_local(rows, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _local_range(parameter: DTensor) -> range:
@@ -162,11 +149,9 @@ def gathered_outside_layers(chunk):
 
 
 def local_rows(state: dict) -> dict:
-    """Replaces checkpoint entries of whole FSDP parameters and moments by this rank's rows, in place.
-
-    Keys and global shapes stay those of an unsharded model, so each layout loads the checkpoints of any other. Loaded
-    values are sharded like the parameters. Entries of plain tensors stay unchanged.
-    """
+    """Replaces checkpoint entries of whole FSDP parameters and moments by this rank's rows, in place. Keys and global
+    shapes stay those of an unsharded model, so each layout loads the checkpoints of any other. Loaded values are
+    sharded like the parameters. Entries of plain tensors stay unchanged."""
 
     def rows(entry):
         is_sharded = isinstance(entry, ShardedBase) and isinstance(entry.data, DTensor)
@@ -193,11 +178,9 @@ def _rows(entry: ShardedTensor | ShardedTensorFactory) -> ShardedTensorFactory:
             start += tensor.local_shape[0]
         return shards or [_placeholder(tensors[0], local)]
 
-    def merge(shards: list[torch.Tensor]) -> DTensor:
+    def merge(shards: list[torch.Tensor]) -> torch.Tensor:
         rows = [data.reshape(-1, *whole.shape[1:]) for data in shards]
-        local = torch.cat(rows)[: len(here)]  # drops a placeholder row
-        layout = {"shape": whole.shape, "stride": whole.stride()}
-        return DTensor.from_local(local, whole.device_mesh, whole.placements, run_check=False, **layout)
+        return with_rows(whole, torch.cat(rows)[: len(here)])  # without a placeholder row
 
     return ShardedTensorFactory(entry.key, whole, build, merge, entry.replica_id)
 

@@ -13,10 +13,8 @@ from megarl.observe import activity
 
 
 class KnownShapeCommunicator(P2PCommunicator):
-    """Megatron's communicator for stages that know the length of every micro-batch.
-
-    Otherwise stages exchange each tensor's shape first, and the host would wait for all queued device work.
-    """
+    """Megatron's communicator for stages that know the length of every micro-batch. Otherwise stages exchange each
+    tensor's shape first, and the host would wait for all queued device work."""
 
     def __init__(self, group, config, rows: list[int], chunks: int):
         """`rows`: hidden-state rows of each micro-batch on a rank; `chunks`: number of model chunks on a rank."""
@@ -93,10 +91,7 @@ def run_microbatches(
 
 def from_last_stage(results: list, group) -> list:
     """Returns the last pipeline stage's results on every stage: broadcasts their structure, then all bytes at once.
-
-    Args:
-        results: nested lists and tuples of tensors on the last stage; ignored on other stages.
-    """
+    `results`: nested lists and tuples of tensors on the last stage; ignored on other stages."""
     size = dist.get_world_size(group)
     if size == 1:
         return results

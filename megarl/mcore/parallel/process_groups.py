@@ -21,11 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megarl.mcore import device
 
 # Attribute of the ProcessGroupCollection -> dimensions of the dense grid (tp fastest, pp slowest: Megatron's order).
-DENSE = {
-    "tp": ["tp"],
-    "cp": ["cp"],
-    "dp": ["dp"],
-    "pp": ["pp"],
+DENSE = {name: [name] for name in ("tp", "cp", "dp", "pp")} | {
     "mp": ["tp", "pp"],
     "tp_cp": ["tp", "cp"],
     "dp_cp": ["cp", "dp"],
@@ -33,10 +29,7 @@ DENSE = {
     "intra_dp_cp": ["cp", "dp"],
     "intra_dist_opt": ["tp", "cp", "dp", "pp"],
 }
-EXPERT = {
-    "expt_tp": ["expt_tp"],
-    "ep": ["ep"],
-    "expt_dp": ["expt_dp"],
+EXPERT = {name: [name] for name in ("expt_tp", "ep", "expt_dp")} | {
     "intra_expt_dp": ["expt_dp"],
     "tp_ep": ["expt_tp", "ep"],
     "tp_ep_pp": ["expt_tp", "ep", "pp"],
@@ -105,10 +98,8 @@ def replica_ranks(ranks: range, sizes: ParallelSizes) -> list[list[int]]:
 
 
 def create_groups(ranks: range, sizes: ParallelSizes, cache: GroupCache) -> ProcessGroupCollection | None:
-    """Creates all groups of a role; returns them on members and None elsewhere. Collective over the world.
-
-    The position-embedding group has only the first stage: with the last stage in it `finalize_model_grads` fails.
-    """
+    """Creates all groups of a role; returns them on members and None elsewhere. Collective over the world. The
+    position-embedding group has only the first stage: with the last stage in it `finalize_model_grads` fails."""
     grid = _grid(ranks, sizes)
     pg_collection = ProcessGroupCollection()
     for name, dims in DENSE.items():
@@ -127,9 +118,7 @@ def create_groups(ranks: range, sizes: ParallelSizes, cache: GroupCache) -> Proc
 @contextlib.contextmanager
 def fake_world(size: int, rank: int = 0):
     """Makes this process `rank` of a world of `size` ranks, without other processes, through torch's fake backend.
-
-    RuntimeError if torch.distributed is initialized.
-    """
+    RuntimeError if torch.distributed is initialized."""
     if dist.is_initialized():
         raise RuntimeError("torch.distributed is initialized already: start a fake world only in a process without one")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -139,25 +128,17 @@ def fake_world(size: int, rank: int = 0):
         dist.destroy_process_group()
 
 
-# -- collectives ---------------------------------------------------------------------------------------------------
-
-
 def all_reduce(values: Tensor, group, op=dist.ReduceOp.SUM) -> Tensor:
-    """Reduces a tensor over the ranks of a group, in place, and returns it.
-
-    A rank alone calls nothing: gloo would hand the tensor to a thread and wait for it, which takes as long as several
-    small operators.
-    """
+    """Reduces a tensor over the ranks of a group, in place, and returns it. A rank alone calls nothing: gloo would hand
+    the tensor to a thread and wait for it, which takes as long as several small operators."""
     if dist.get_world_size(group) > 1:
         dist.all_reduce(values, op=op, group=group)
     return values
 
 
 def all_reduce_max(values: Tensor, group) -> Tensor:
-    """The largest of each number over the ranks of a group, in place; NaN if a rank has NaN.
-
-    gloo keeps a NaN of the first rank alone: of the others a comparison, which is false, takes the other number.
-    """
+    """The largest of each number over the ranks of a group, in place; NaN if a rank has NaN. gloo keeps a NaN of the
+    first rank alone: of the others a comparison, which is false, takes the other number."""
     if dist.get_world_size(group) == 1 or not values.is_floating_point():
         return all_reduce(values, group, dist.ReduceOp.MAX)
     is_nan = values.isnan()

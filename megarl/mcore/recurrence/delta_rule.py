@@ -114,10 +114,8 @@ class Inputs(NamedTuple):
 
 
 def _chunk_steps(q: Tensor, k: Tensor, v: Tensor, log_decays: Tensor, strengths: Tensor) -> Callable:
-    """As `steps_of` of `scan_chunks`; rows of padding have strength 0 and decay 1, and so change nothing.
-
-    q, k: [M, H, C, K], v: [M, H, C, V], others: [M, H, C, 1].
-    """
+    """As `steps_of` of `scan_chunks`; rows of padding have strength 0 and decay 1, and so change nothing. q, k:
+    [M, H, C, K], v: [M, H, C, V], others: [M, H, C, 1]."""
     total = log_decays.squeeze(-1).cumsum(-1)
     ratios = decay_ratios(total)
     scores, system = (q @ k.mT) * ratios, (k * strengths) @ k.mT * ratios

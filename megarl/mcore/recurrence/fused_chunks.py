@@ -48,8 +48,7 @@ def load():
 
 
 def convolved(x: Tensor, weight: Tensor, kind: torch.dtype, runs: Runs, states: States | None) -> Tensor:
-    """[T, C] of a type, after the causal convolution and its SiLU; `states` get its last inputs. Arguments as of
-    `states.convolved`."""
+    """[T, C] of a type, after the causal convolution and its SiLU; otherwise as `states.convolved`."""
     from fla.modules.causal_conv1d import causal_conv1d
 
     plan, packed, before = runs.convolution, runs.in_order, None
@@ -88,12 +87,8 @@ def scan(
     states: States | None,
 ) -> Tensor:
     """[T, H, V]: what the rows read, in their type; `states` get the memories after the runs. Has gradients without.
-
-    Args:
-        queries, keys: [T, G, K] before their norms, of 16 bits; each serves the values of H / G heads.
-        values: [T, H, V], of the same type.
-        log_decays, strengths: [T, H], fp32.
-    """
+    `queries`, `keys`: [T, G, K] before their norms, of 16 bits; each serves the values of H / G heads. `values`:
+    [T, H, V], of the same type. `log_decays`, `strengths`: [T, H], fp32."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     kept, found = dict[int, Tensor](), []  # memories by the number of the state; results of levels

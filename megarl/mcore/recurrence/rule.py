@@ -17,10 +17,7 @@ AnyInputs = Inputs | SpaceInputs
 
 
 def layer_sizes(config, ranks: int) -> HeadSizes | SpaceSizes:
-    """Sizes of a model's recurrent layers on one of some tensor-parallel ranks.
-
-    `config`: the model's, or its role's Megatron namespace.
-    """
+    """Sizes of a model's recurrent layers on a tensor-parallel rank; `config`: its own or its role's namespace."""
     if config.hybrid_layer_pattern is None:
         return HeadSizes.of(config, ranks)
     groups, heads = config.mamba_num_groups // ranks, config.mamba_num_heads // ranks

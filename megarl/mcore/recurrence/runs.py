@@ -168,11 +168,8 @@ AnyRuns = Runs | DeviceRuns
 def runs_of_stream(
     starts: np.ndarray, ends: np.ndarray, holders: np.ndarray, prefix_lengths: np.ndarray, taps: int
 ) -> Runs:
-    """The runs of a packed stream: one of each sequence, and several of one that holds a prefix for others.
-
-    A prefix's state is kept under a number of its own for the sequences that continue it. The first arguments are the
-    fields of an `attention.segments.TokenStream`.
-    """
+    """The runs of a packed stream: one of each sequence, and several of one that holds a prefix for others, whose state
+    has a number of its own. The first arguments are fields of an `attention.segments.TokenStream`."""
     prefixes: dict[int, list[int]] = {}
     for holder, length in zip(holders.tolist(), prefix_lengths.tolist(), strict=True):
         if length and length not in prefixes.setdefault(holder, []):

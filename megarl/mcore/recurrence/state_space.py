@@ -1,10 +1,7 @@
-"""Mamba-2's state space (2405.21060) with its convolution and steps, over the runs of a pass.
+"""Mamba-2's state space (2405.21060) with its convolution and steps, over the runs of a pass; computed as `delta_rule`.
 
 Each head keeps a state S [N, P]. A token with channels x [P], step Δ, and its group's input and output vectors B, C [N]
-makes it e^(−e^A·Δ)·S + B ⊗ Δ·x and reads Cᵀ·S + D·x. On a CPU compiled kernels do this token by token, in training,
-prefill and decode alike, so that a token's bits depend on the tokens before it alone. On a device PyTorch's operations
-do it by chunks of tokens (§6), and in a decode step Triton kernels by token, which differ by rounding. The backward
-pass computes everything again from the layer's inputs.
+makes it e^(−e^A·Δ)·S + B ⊗ Δ·x and reads Cᵀ·S + D·x. By chunks as in §6.
 Shapes: T rows, G groups of N numbers, H heads of P channels, C = H·P + 2·G·N channels.
 """
 
@@ -111,10 +108,8 @@ def _heads_of(mixed: Tensor, sizes: SpaceSizes) -> Tensor:
 
 
 def _chunk_steps(c: Tensor, b: Tensor, changes: Tensor, log_decays: Tensor) -> Callable:
-    """As `steps_of` of `scan_chunks`; rows of padding have B = 0 and decay 1, and so change nothing.
-
-    c, b: [M, H, C, N], changes: [M, H, C, P] Δ·x, log_decays: [M, H, C, 1].
-    """
+    """As `steps_of` of `scan_chunks`; rows of padding have B = 0 and decay 1, and so change nothing. c, b:
+    [M, H, C, N], changes: [M, H, C, P] Δ·x, log_decays: [M, H, C, 1]."""
     total = log_decays.squeeze(-1).cumsum(-1)
     own = (c @ b.mT) * decay_ratios(total) @ changes
     c, b = c * total.exp().unsqueeze(-1), b * (total[..., -1:] - total).exp().unsqueeze(-1)

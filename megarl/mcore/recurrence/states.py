@@ -36,13 +36,8 @@ def own_states(x: Tensor, sizes, runs: Runs) -> States:
 
 
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, runs: Runs, states: States | None) -> Tensor:
-    """[T, C] after the causal convolution and its SiLU, of PyTorch's operations; `states` get its last inputs.
-
-    Args:
-        x: [T, C].
-        weight: [C, 1, taps].
-        bias: [C].
-    """
+    """[T, C] after the causal convolution and its SiLU, of PyTorch's operations; `states` get its last inputs. `x`:
+    [T, C]; `weight`: [C, 1, taps]; `bias`: [C]."""
     taps, plan = weight.squeeze(1).t(), runs.convolution
     padded = functional.pad(x, (0, 0, 0, 1))
     padded = padded if states is None else torch.cat([padded, states.inputs.flatten(0, 1)])

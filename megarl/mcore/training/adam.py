@@ -6,7 +6,7 @@ new weights in the model's type come back. Their fp32 weights and moments never 
 that it had before, if they are fp32.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -25,11 +25,15 @@ class Adam(torch.optim.Optimizer):
 
     torch's AdamW keeps a step in every parameter's state, which a distributed-optimizer checkpoint cannot load.
     If Transformer Engine or Apex is installed, Megatron uses their FusedAdam instead of this class.
+
+    With `--use-precision-aware-optimizer` it keeps its moments in types of their own and computes in fp32. After each
+    update they are rounded to the nearest number. Their fp32 copies are of about `PIECE` elements at a time.
     """
 
-    def __init__(self, params, lr, weight_decay, betas, eps, adam_w_mode=True, capturable=False):
+    def __init__(self, params, lr, weight_decay, betas, eps, adam_w_mode=True, capturable=False, moments=None):
+        """`moments`: types by name, "exp_avg" and "exp_avg_sq"; None: those of the parameters."""
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
-        self.adam_w_mode = adam_w_mode
+        self.adam_w_mode, self.moments = adam_w_mode, moments
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -57,45 +61,8 @@ class Adam(torch.optim.Optimizer):
     def create_moments(self, parameter: Tensor):
         """Creates the moments of a parameter that has none, as zeros."""
         if not self.state[parameter]:
-            self.state[parameter] = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-
-    def _apply(self, group: dict, decay: float, weights: list, grads: list, first: list, second: list):
-        # One tensor for all: one for each would be as many copies to a device.
-        steps = list(torch.full((len(weights),), group["step"] - 1.0, device=weights[0].device).unbind())
-        adamw(
-            weights,
-            grads,
-            first,
-            second,
-            [],
-            steps,
-            fused=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=decay,
-            eps=group["eps"],
-            maximize=False,
-        )
-
-
-class SmallMomentsAdam(Adam):
-    """Adam that keeps its moments in types of its own and computes in fp32: `--use-precision-aware-optimizer`.
-
-    After each update the moments are rounded to the nearest number of their type. Their fp32 copies are of about
-    `PIECE` elements at a time.
-    """
-
-    def __init__(self, params, *args, moments: dict[str, torch.dtype], **kwargs):
-        """`moments`: types by name, "exp_avg" and "exp_avg_sq"; the other arguments are those of `Adam`."""
-        super().__init__(params, *args, **kwargs)
-        self.moments = moments
-
-    def create_moments(self, parameter: Tensor):
-        """Creates the moments of a parameter that has none, as zeros of their types."""
-        if not self.state[parameter]:
-            self.state[parameter] = {name: torch.zeros_like(parameter, dtype=t) for name, t in self.moments.items()}
+            moments = self.moments or dict.fromkeys(("exp_avg", "exp_avg_sq"))
+            self.state[parameter] = {name: torch.zeros_like(parameter, dtype=kind) for name, kind in moments.items()}
 
     def create_all_moments(self):
         """Creates the moments of all parameters that have none."""
@@ -107,15 +74,25 @@ class SmallMomentsAdam(Adam):
         """As torch's, which gives each state the type of its parameter, and then in the types of the moments."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
-            state |= {name: state[name].to(dtype) for name, dtype in self.moments.items() if name in state}
+            state |= {name: state[name].to(dtype) for name, dtype in (self.moments or {}).items() if name in state}
 
     def _apply(self, group: dict, decay: float, weights: list, grads: list, first: list, second: list):
+        if self.moments is None:
+            return _adamw(group, decay, weights, grads, first, second)
         for of_weights, of_grads, *kept in pieces(weights, grads, first, second):
             computed = [[moment.float() for moment in moments] for moments in kept]
-            super()._apply(group, decay, of_weights, of_grads, *computed)
+            _adamw(group, decay, of_weights, of_grads, *computed)
             for moment, result in zip(chain(*kept), chain(*computed), strict=True):
                 if moment is not result:  # fp32
                     moment.copy_(result)
+
+
+def _adamw(group: dict, decay: float, weights: list, grads: list, first: list, second: list):
+    # One tensor for all: one for each would be as many copies to a device.
+    steps = list(torch.full((len(weights),), group["step"] - 1.0, device=weights[0].device).unbind())
+    options = {"beta1": group["betas"][0], "beta2": group["betas"][1], "lr": group["lr"], "eps": group["eps"]}
+    options |= {"fused": True, "amsgrad": False, "maximize": False, "weight_decay": decay}
+    adamw(weights, grads, first, second, [], steps, **options)
 
 
 def pieces(*columns: list[Tensor]) -> Iterator[list[list[Tensor]]]:
@@ -146,24 +123,17 @@ class HostShard(NamedTuple):
     transfer: Tensor  # [n] fp32 on the host: the gradient, after the update the weights in the model's type
 
 
-class _Piece(NamedTuple):
-    """Views of one or several host shards that are updated at a time, after `arrived`."""
-
-    group: dict
-    columns: list[list[Tensor]]  # weights, main, transfer, moments
-    arrived: Callable[[], None]  # waits for the gradients
-
-
-class HostAdam(SmallMomentsAdam):
-    """`SmallMomentsAdam` that updates parameters in `on_host` with the cores of the host, all others on the device.
+class HostAdam(Adam):
+    """`Adam` that updates parameters in `on_host` with the cores of the host, all others on the device.
 
     The device's storage of such a parameter's fp32 copy is empty. Its gradient is on the device as any other's, so that
     norms and clipping see no difference.
     """
 
-    def __init__(self, params, *args, moments: dict[str, torch.dtype], overlaps: bool, pins: bool, **kwargs):
-        """`overlaps`: copies run beside updates; `pins`: page-locked memory for copies; the rest as of the base."""
-        super().__init__(params, *args, moments=moments, **kwargs)
+    def __init__(self, params, *args, overlaps: bool, pins: bool, **kwargs):
+        """`overlaps`: copies run beside updates; `pins`: page-locked memory for copies; the rest as of the base, with
+        `moments`."""
+        super().__init__(params, *args, **kwargs)
         self.on_host: dict[Tensor, HostShard] = {}
         self._overlaps, self._pins = overlaps, pins
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
@@ -215,10 +185,20 @@ class HostAdam(SmallMomentsAdam):
         down, up = self._streams or (current, current)
         down.wait_stream(current)
         up.wait_stream(current)
-        sent = [self._send_gradients(group, columns, down) for group, columns in self._host_columns()]
+        sent = []
+        for group, (gradients, *columns) in self._host_columns():
+            with torch.cuda.stream(down):
+                for gradient, transfer in zip(gradients, columns[2], strict=True):
+                    transfer.copy_(gradient, non_blocking=True)
+                sent.append((group, columns, down.record_event()))
         super().step()
-        for piece in sent:
-            self._update_on_host(piece, up)
+        for group, (weights, main, transfers, *moments), arrived in sent:
+            arrived.synchronize()
+            self._update_tensors(group, main, transfers, *moments)
+            with torch.cuda.stream(up):
+                for of_model, own, memory in zip(weights, main, transfers, strict=True):
+                    rounded = memory.view(of_model.dtype)[: len(own)].copy_(own)  # the gradient is no longer needed
+                    of_model.copy_(rounded, non_blocking=True)
         current.wait_stream(up)
 
     def _update(self, group: dict, params: list):
@@ -226,7 +206,7 @@ class HostAdam(SmallMomentsAdam):
             super()._update(group, params)
 
     def _host_columns(self) -> Iterator[tuple[dict, list[list[Tensor]]]]:
-        """(group, columns) of each piece: gradients on the device, then as in `_Piece`."""
+        """(group, columns) of each piece: gradients on the device, fields of `HostShard`, moments."""
         for group in self.param_groups:
             rows = []
             for parameter in group["params"]:
@@ -236,19 +216,3 @@ class HostAdam(SmallMomentsAdam):
                     rows.append((parameter.grad, *self.on_host[parameter], state["exp_avg"], state["exp_avg_sq"]))
             for columns in pieces(*map(list, zip(*rows, strict=True))):
                 yield group, columns
-
-    def _send_gradients(self, group: dict, columns: list[list[Tensor]], stream) -> _Piece:
-        gradients, *others = columns
-        with torch.cuda.stream(stream):
-            for gradient, transfer in zip(gradients, others[2], strict=True):
-                transfer.copy_(gradient, non_blocking=True)
-            return _Piece(group, others, stream.record_event().synchronize)
-
-    def _update_on_host(self, piece: _Piece, stream):
-        weights, main, transfer, *moments = piece.columns
-        piece.arrived()
-        self._update_tensors(piece.group, main, transfer, *moments)
-        with torch.cuda.stream(stream):
-            for of_model, own, memory in zip(weights, main, transfer, strict=True):
-                rounded = memory.view(of_model.dtype)[: len(own)].copy_(own)  # the gradient is no longer needed
-                of_model.copy_(rounded, non_blocking=True)

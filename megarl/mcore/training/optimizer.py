@@ -25,7 +25,7 @@ from megarl.mcore.config.optimizer_flags import on_host
 from megarl.mcore.moe.balancing import balanced_routers, finish_update
 from megarl.mcore.moe.layer import stacked_experts
 from megarl.mcore.parallel.fsdp import FullyShardedDataParallel
-from megarl.mcore.training.adam import Adam, HostAdam, SmallMomentsAdam
+from megarl.mcore.training.adam import Adam, HostAdam
 from megarl.mcore.training.parameter_groups import group_overrides
 from megarl.mcore.training.sharded_optimizer import copy_together, create_momentum
 
@@ -115,7 +115,7 @@ def build_optimizer(wrapped: list[DistributedDataParallel | FullyShardedDataPara
     if args.optimizer_cpu_offload:
         _move_to_host(optimizer.chained_optimizers, args)
     for chained in optimizer.chained_optimizers:
-        if isinstance(chained.optimizer, SmallMomentsAdam):  # Megatron's function would create them in fp32
+        if isinstance(chained.optimizer, Adam) and chained.optimizer.moments:  # Megatron would create them in fp32
             chained.optimizer.create_all_moments()
         chained.init_state_fn = chained.init_state_fn or create_momentum
         _number_as_grouped(chained)
@@ -147,13 +147,12 @@ def _moments(args) -> dict[str, torch.dtype]:
 
 @contextlib.contextmanager
 def _adam_of(args):
-    """Context in which Megatron builds optimizers with the moments that a role's flags ask for."""
     adam, moments = megatron_optimizer.Adam, _moments(args)
     if args.optimizer_cpu_offload:
         copies = {"overlaps": args.overlap_cpu_optimizer_d2h_h2d, "pins": args.pin_cpu_grads}
         megatron_optimizer.Adam = functools.partial(HostAdam, moments=moments, **copies)
     elif any(dtype != torch.float32 for dtype in moments.values()):
-        megatron_optimizer.Adam = functools.partial(SmallMomentsAdam, moments=moments)
+        megatron_optimizer.Adam = functools.partial(Adam, moments=moments)
     try:
         yield
     finally:
@@ -161,21 +160,15 @@ def _adam_of(args):
 
 
 def _move_to_host(parts, args):
-    """Moves the states of a fraction of this rank's parameters to the host, before there are moments.
-
-    Args:
-        parts: the distributed optimizers of a role.
-    """
+    """Moves the states of a fraction of this rank's parameters to the host, before there are moments. `parts`: the
+    distributed optimizers of a role."""
     weights = [part.model_weights() for part in parts]
     moments = sum(dtype.itemsize for dtype in _moments(args).values())
-    sizes = [
-        len(parameter) * (moments + 4 * (parameter is not of_model))
-        for pairs in weights
-        for parameter, of_model in pairs.items()
-    ]
+    pairs = chain.from_iterable(each.items() for each in weights)
+    sizes = [len(parameter) * (moments + 4 * (parameter is not of_model)) for parameter, of_model in pairs]
     chosen = iter(on_host(np.array([sizes], dtype=np.int64), args.optimizer_offload_fraction)[0])
-    for part, pairs in zip(parts, weights, strict=True):
-        part.optimizer.move_to_host({parameter: own for parameter, own in pairs.items() if next(chosen)})
+    for part, own in zip(parts, weights, strict=True):
+        part.optimizer.move_to_host({parameter: weight for parameter, weight in own.items() if next(chosen)})
 
 
 def _number_as_grouped(part):
@@ -245,9 +238,8 @@ def build_scheduler(optimizer, args, updates_per_iteration: int) -> RateSchedule
     warmup = (args.lr_warmup_iters or 0) * updates_per_iteration
     if args.lr_warmup_fraction is not None:
         warmup = args.lr_warmup_fraction * decay
-    start = args.lr_warmup_init
-    if start is None:
-        start = min(args.lr, args.decoupled_lr or args.lr) / (warmup + 1)
+    start = min(args.lr, args.decoupled_lr or args.lr) / (warmup + 1)
+    start = start if args.lr_warmup_init is None else args.lr_warmup_init
     return RateSchedule(
         optimizer,
         init_lr=start,

@@ -9,7 +9,7 @@ from torch import Tensor
 from megarl.mcore.config import optimizer_flags
 from megarl.mcore.config.optimizer_flags import LEARNING_RATES, MUON, WEIGHT_DECAYS
 from megarl.mcore.lora.adapter import give_gradient_to_layers
-from megarl.mcore.model.gpt import has_value_head
+from megarl.mcore.model.gpt import value_head_of
 from megarl.mcore.model.initialization import global_name
 
 
@@ -39,7 +39,7 @@ def freeze(stages, args, pg_collection):
 def _keep_from_muon(wrapped):
     """Marks matrices that Adam trains beside Muon, but Megatron does not mark: of scalar heads and positions."""
     for chunk in (each.module for each in wrapped):
-        heads = chunk.output_layer.parameters() if has_value_head(chunk) else ()
+        heads = chunk.output_layer.parameters() if value_head_of(chunk) else ()
         positions = getattr(getattr(chunk, "embedding", None), "position_embeddings", None)
         for parameter in chain(heads, positions.parameters() if positions is not None else ()):
             parameter.is_embedding_or_output_parameter = True

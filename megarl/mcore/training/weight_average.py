@@ -39,7 +39,6 @@ class WeightAverage:
         return sum(average.nbytes for average in self._averages)
 
     def _rows(self) -> list[Tensor]:
-        """This rank's rows of the parameters."""
         return [fsdp.rows_here(parameter).data for parameter in self._parameters]
 
     @torch.no_grad()

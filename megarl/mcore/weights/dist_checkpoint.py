@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, extract_matching_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from megarl.errors import UsageError
-from megarl.mcore.model.gpt import has_value_head
+from megarl.mcore.model.gpt import value_head_of
 from megarl.mcore.parallel.fsdp import local_rows
 from megarl.mcore.weights import optimizer_states, safe_reading
 
@@ -40,18 +40,12 @@ def _metadata(pg_collection) -> dict:
 def _prefixed(state: dict, prefix: str) -> dict:
     """Prefixes the keys under which Megatron stores tensors and objects, in place."""
 
-    def visit(value):
-        if isinstance(value, dict):
-            for item in value.values():
-                visit(item)
-        elif isinstance(value, list):
-            for item in value:
-                visit(item)
-        elif isinstance(value, ShardedBase):
+    def prefixed(value):
+        if isinstance(value, ShardedBase):
             value.key = f"{prefix}.{value.key}"
+        return value
 
-    visit(state)
-    return state
+    return dict_list_map_inplace(prefixed, state)
 
 
 def _object(key: str, data, rank_in_role: int) -> ShardedObject:
@@ -62,8 +56,8 @@ def _object(key: str, data, rank_in_role: int) -> ShardedObject:
 def _weights(stages, pg_collection, by_layer: bool = False) -> dict:
     """Returns the sharded state of each chunk; its keys number layers over the whole model.
 
-    `by_layer`: also where all layers are alike, which Megatron stacks. A stack must have all layers, but only some may
-    have optimizer states.
+    `by_layer`: also where all layers are alike, which Megatron stacks: a stack must have all layers, of which some may
+    have no optimizer states.
     """
     metadata = _metadata(pg_collection) | {"non_homogeneous_layers": by_layer}
     return {f"chunk{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(stages)}
@@ -88,7 +82,7 @@ def role_state(role: str, stages, optimizer, plain: dict, pg_collection, ranks: 
     Args:
         role: prefix of its keys.
         stages: the model's bare chunks.
-        optimizer: Megatron's optimizer, or None for the model alone.
+        optimizer: None for the model alone.
         plain: picklable state such as scheduler and counters.
         loading: create the optimizer states that `load` will fill.
     """
@@ -155,19 +149,18 @@ def factors_state(role: str, stages, adapters, pg_collection, held: Container[st
     """
     metadata, weights = _metadata(pg_collection), {}
     for i, (chunk, adapter) in enumerate(zip(stages, adapters, strict=True)):
-        weights[f"chunk{i}"] = _prefixed(local_rows(adapter.trained_state(chunk, metadata)), role)
-        for name in [name for name in weights[f"chunk{i}"] if not name.startswith("adapter.")]:
-            if weights[f"chunk{i}"][name].key not in held:
-                del weights[f"chunk{i}"][name]
-    plain = _object("plain", None, dist.get_rank(pg_collection.intra_dist_opt))
-    return {"model": weights, "plain": _prefixed({"plain": plain}, role)["plain"]}
+        state = _prefixed(local_rows(adapter.trained_state(chunk, metadata)), role)
+        is_held = {name: name.startswith("adapter.") or entry.key in held for name, entry in state.items()}
+        weights[f"chunk{i}"] = {name: entry for name, entry in state.items() if is_held[name]}
+    plain = _object(f"{role}.plain", None, dist.get_rank(pg_collection.intra_dist_opt))
+    return {"model": weights, "plain": plain}
 
 
 def model_state(role: str, stages, pg_collection, with_value_head: bool = True) -> dict:
     """Returns the state of one role's weights only, under the keys of `role` in the checkpoint."""
     weights = _weights(stages, pg_collection)
     for chunk, state in zip(stages, weights.values(), strict=True):
-        if not with_value_head and has_value_head(chunk):
+        if not with_value_head and value_head_of(chunk):
             for key in [key for key in state if key.startswith("output_layer.")]:
                 del state[key]
     return _prefixed(local_rows(weights), role)

@@ -26,10 +26,8 @@ class HeadRows(NamedTuple):
         """What this rank holds."""
         if self.rows is None or not len(self.rows):
             return ShardDescription({}, [])
-        shape = self.total, self.rows.shape[1]
-        return ShardDescription(
-            {KEY: GlobalTensor(shape, self.rows.dtype)}, [WeightShard(KEY, (), (self.first, 0), tuple(self.rows.shape))]
-        )
+        whole = GlobalTensor((self.total, self.rows.shape[1]), self.rows.dtype)
+        return ShardDescription({KEY: whole}, [WeightShard(KEY, (), (self.first, 0), tuple(self.rows.shape))])
 
     def view(self, shard: WeightShard, offset: Coordinates | None = None, shape: Coordinates | None = None) -> Tensor:
         """A box of the rows, or all of them."""
@@ -56,14 +54,11 @@ class HeadCopy:
     """
 
     def __init__(self, frozen, policy, pg_collection, group, dtype: torch.dtype):
-        """Plans the copy, and makes it. A collective of the group.
+        """Plans the copy, and makes it. A collective of the group, which has the ranks of both.
 
         Args:
-            frozen: the frozen model on this rank; None on others.
-            policy: the other model on this rank; None on others.
-            pg_collection: the policy's groups.
-            group: the ranks of both.
-            dtype: of the frozen model.
+            frozen: the frozen model, of `dtype`, on this rank; None on others.
+            policy: the other model, of the groups `pg_collection`, on this rank; None on others.
         """
         self._frozen, self.weight = frozen, None
         held, shapes = self._held(), [None] * dist.get_world_size(group)

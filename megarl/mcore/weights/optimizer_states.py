@@ -25,8 +25,8 @@ def described(optimizer) -> Iterator[None]:
 def _with_padding(optimizer) -> Iterator[None]:
     """Context in which a distributed optimizer describes its states with the padding between its buckets.
 
-    Megatron gathers them without it, and then takes those of a parameter from where it is with it. So the states of all
-    buckets after one with padding would be those of other parameters, and the last ones zeros.
+    Megatron gathers them without it, and then takes those of a parameter from where it is with it: the states after a
+    bucket with padding would be those of other parameters, and the last ones zeros.
     """
     chained = getattr(optimizer, "chained_optimizers", [])
     buffers = [buffer for part in chained for buffer in getattr(part, "buffers", ())]
@@ -76,11 +76,8 @@ _STATES = "optimizer.state."
 def read_main_weights(state: dict, held: Container[str]):
     """Lets a role's state read its fp32 weights where a checkpoint has them, in place.
 
-    An optimizer for fp32 weights keeps no copy of them, and the kinds that do name it differently.
-
-    Args:
-        state: as of `dist_checkpoint.role_state`, for loading.
-        held: the checkpoint's keys.
+    An optimizer for fp32 weights keeps no copy of them, and the kinds that do name it differently. `state`: as of
+    `dist_checkpoint.role_state`, for loading; `held`: the checkpoint's keys.
     """
 
     def redirect(entry):
@@ -132,19 +129,13 @@ def _by_optimizer(plain: dict) -> list[dict]:
 
 
 def _param_groups(state: dict) -> dict[int, dict]:
-    """Returns the param groups of a plain state by index; their depth depends on the kind of optimizer."""
-    if "param_groups" in state:
-        return state["param_groups"]
-    return next(_param_groups(value) for value in state.values() if isinstance(value, dict) and _has_groups(value))
-
-
-def _has_groups(state: dict) -> bool:
-    return "param_groups" in state or any(isinstance(v, dict) and _has_groups(v) for v in state.values())
+    """The param groups of a plain state by index, at any depth, which depends on the kind of optimizer; {}: none."""
+    found = (_param_groups(value) for value in state.values() if isinstance(value, dict))
+    return state["param_groups"] if "param_groups" in state else next(filter(None, found), {})
 
 
 def _matching_group(group: dict, saved: list[dict]) -> dict:
-    """Returns the group with the counters of a saved group of the same optimizer and kind of parameters, whatever its
-    rates were."""
+    """The group with the counters of a saved one of the same optimizer and kind of parameters, whatever its rates."""
     same = [other for other in saved if other.get("optimizer") == group.get("optimizer")] or saved
     match = next((other for other in same if other["wd_mult"] == group["wd_mult"]), same[0])
     own = {name: value for name, value in group.items() if name not in ("params", "step")}

@@ -32,11 +32,8 @@ class PlannedSave:
             metadata.all_local_plans = None  # for a cache that is not used
 
     def snapshot(self, state: dict):
-        """Copies this rank's tensors to host memory, so that training may change them before `write`.
-
-        Args:
-            state: the state that was planned; other tensors are copies already.
-        """
+        """Copies this rank's tensors to host memory, so that training may change them before `write`. `state`: that was
+        planned; other tensors are copies already."""
         held = (getattr(value, "data", None) for value in nested_values(state))
         self._to_host({data.untyped_storage().data_ptr() for data in held if isinstance(data, torch.Tensor)})
 
@@ -51,11 +48,8 @@ class PlannedSave:
         self._writer.write_buckets = buckets
 
     def write(self) -> tuple[list[WriteResult], dict[str, dict]]:
-        """Writes this rank's files and flushes them to the disk. May run in a thread.
-
-        Returns:
-            What `finish` needs, and {file: {"size": …, "sha256": …}}.
-        """
+        """Writes this rank's files and flushes them to the disk. May run in a thread. Returns what `finish` needs, and
+        {file: {"size": …, "sha256": …}}."""
         self._to_host(set())
         results, sealed = [], {}
         for path, name, (objects, tensors) in self._writer.write_buckets:

@@ -15,14 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.mcore import device
-from megarl.mcore.weights.reshard_plan import (
-    ShardCopy,
-    WeightShard,
-    check,
-    merge_wholes,
-    shard_copies,
-    split_copy,
-)
+from megarl.mcore.weights.reshard_plan import ShardCopy, WeightShard, check, merge_wholes, shard_copies, split_copy
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 ELEMENTS_AT_ONCE = 2**18  # per chunk of a checksum: its 64-bit temporaries fit into a cache, twenty times faster
@@ -56,13 +49,12 @@ class WeightTransfer:
         """Builds the plan.
 
         Args:
-            source, destination: weights of both models on this rank; empty on ranks that do not hold the model. The
-                destination may be anything else with `description` and `view`.
+            source, destination: weights of both models on this rank, empty on ranks that do not hold the model; or
+                anything else with `description` and `view`.
             group: all ranks of both.
             bucket_bytes: maximum bytes that a rank sends, and that it receives, in one exchange.
 
-        Raises:
-            ValueError: a key is missing on one side, has different shapes, or is incomplete in the source.
+        ValueError for a key that is missing on one side, has different shapes, or is incomplete in the source.
         """
         self.group, self.rank = group, dist.get_rank(group)
         self.source, self.destination = source, destination
@@ -91,17 +83,14 @@ class WeightTransfer:
     def send_copy(self) -> list[tuple[dist.Work | None, Tensor]]:
         """Begins to send a copy of what this rank sends in `run`, and returns at once: the source may then change.
 
-        For ranks that only send. Their receivers call `run`, in the same order of transfers.
-
-        Returns:
-            The sends, and the memory of each, which has to live until the send is done.
+        For ranks that only send. Their receivers call `run`, in the same order of transfers. Returns the sends, and the
+        memory of each, which has to live until the send is done.
         """
         operations: list[dist.P2POp] = []
         for round_ in self.rounds:
             for message in round_.sends:
                 memory = torch.empty(message.size, dtype=round_.dtype, device=device.device())
-                for copy, box in zip(message.copies, _split(memory, message.copies), strict=True):
-                    box.copy_(self._source_view(copy))
+                self._pack(memory, message)
                 operations.append(dist.P2POp(dist.isend, memory, group=self.group, group_peer=message.peer))
         works = dist.batch_isend_irecv(operations) if operations else []  # NCCL: one for all of them
         return [(work, operation.tensor) for work, operation in itertools.zip_longest(works, operations)]
@@ -111,11 +100,8 @@ class WeightTransfer:
         self._staging.clear()
 
     def verify(self):
-        """Compares every weight of the destination, on all its ranks, with the source's.
-
-        Raises:
-            RuntimeError: checksums of some keys, which it names, differ.
-        """
+        """Compares every weight of the destination, on all its ranks, with the source's; RuntimeError, which names
+        them, if some differ."""
         self.check(self.source_checksums(self.group), self.group)
 
     def source_checksums(self, group) -> dict[str, int]:
@@ -136,8 +122,11 @@ class WeightTransfer:
     def _destination_view(self, copy: ShardCopy) -> Tensor:
         return self.destination.view(copy.destination, copy.offset, copy.shape)
 
+    def _pack(self, memory: Tensor, message: _Message):
+        for copy, box in zip(message.copies, _split(memory, message.copies), strict=True):
+            box.copy_(self._source_view(copy))
+
     def _max_over_group(self, numbers: list[int]) -> list[int]:
-        """Returns the maximum of each number over the group."""
         values = torch.tensor(numbers, dtype=torch.int64, device=device.device())
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
         return values.tolist()
@@ -150,46 +139,39 @@ class WeightTransfer:
         by_dtype = {dtype: defaultdict(list) for dtype in dtypes}
         for copy in copies:
             by_dtype[self.dtypes[copy.destination.key]][copy.sender, copy.receiver].append(copy)
-        buckets = {}
+        buckets = []
         for dtype, by_pair in by_dtype.items():
             bucket_size = max(1, bucket_bytes // max_peers // dtype.itemsize)
-            buckets[dtype] = {pair: _into_buckets(c, bucket_size) for pair, c in by_pair.items()}
-        counts = self._max_over_group([max(map(len, buckets[dtype].values()), default=0) for dtype in dtypes])
-        return [
-            self._plan_round(dtype, buckets[dtype], number)
-            for dtype, count in zip(dtypes, counts, strict=True)
-            for number in range(count)
-        ]
-
-    def _plan_round(self, dtype: torch.dtype, by_pair: dict, number: int) -> _Round:
-        """Returns this rank's messages of a round: bucket `number` of each pair."""
-        round_ = _Round(dtype, [], [])
-        for (sender, receiver), buckets in sorted(by_pair.items()):
-            bucket = buckets[number] if number < len(buckets) else []
-            side, peer = (round_.sends, receiver) if sender == self.rank else (round_.receives, sender)
-            side.extend(_messages(peer, bucket, dtype))
-        return round_
+            buckets.append({pair: _into_buckets(by_pair[pair], bucket_size) for pair in sorted(by_pair)})
+        counts = self._max_over_group([max(map(len, by_pair.values()), default=0) for by_pair in buckets])
+        rounds = []
+        for dtype, by_pair, count in zip(dtypes, buckets, counts, strict=True):
+            for number in range(count):
+                rounds.append(_Round(dtype, [], []))
+                for (sender, receiver), of_pair in by_pair.items():
+                    bucket = of_pair[number] if number < len(of_pair) else []
+                    side, peer = (rounds[-1].sends, receiver) if sender == self.rank else (rounds[-1].receives, sender)
+                    side.extend(_messages(peer, bucket, dtype))
+        return rounds
 
     def _exchange(self, round_: _Round):
         """Runs a round; its peers run theirs, with the same messages in the same order."""
         operations, staged = [], []
-        used = 0
-        for message in round_.receives:
-            target = self._destination_view(message.copies[0])
-            if not _needs_no_staging(message, target, round_.dtype):
-                target = self._stage("receives", round_.dtype)[used : used + message.size]
-                used += message.size
-                staged.append((target, message.copies))
-            operations.append(dist.P2POp(dist.irecv, target.view(-1), group=self.group, group_peer=message.peer))
-        used = 0
-        for message in round_.sends:
-            origin = self._source_view(message.copies[0])
-            if not _needs_no_staging(message, origin, round_.dtype):
-                origin = self._stage("sends", round_.dtype)[used : used + message.size]
-                used += message.size
-                for copy, box in zip(message.copies, _split(origin, message.copies), strict=True):
-                    box.copy_(self._source_view(copy))
-            operations.append(dist.P2POp(dist.isend, origin.view(-1), group=self.group, group_peer=message.peer))
+        for side, action, view_of in (
+            ("receives", dist.irecv, self._destination_view),
+            ("sends", dist.isend, self._source_view),
+        ):
+            used = 0
+            for message in getattr(round_, side):
+                memory = view_of(message.copies[0])
+                if not _needs_no_staging(message, memory, round_.dtype):
+                    memory = self._stage(side, round_.dtype)[used : used + message.size]
+                    used += message.size
+                    if side == "sends":
+                        self._pack(memory, message)
+                    else:
+                        staged.append((memory, message.copies))
+                operations.append(dist.P2POp(action, memory.view(-1), group=self.group, group_peer=message.peer))
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         for memory, copies in staged:
@@ -199,8 +181,7 @@ class WeightTransfer:
     def _stage(self, side: str, dtype: torch.dtype) -> Tensor:
         """Returns the staging buffer of a side, shared by all rounds and transfers and sized for the largest round."""
         if side not in self._staging:
-            view = self._source_view if side == "sends" else self._destination_view
-            size = 0
+            view, size = self._source_view if side == "sends" else self._destination_view, 0
             for round_ in self.rounds:
                 messages = getattr(round_, side)
                 packed = (m for m in messages if not _needs_no_staging(m, view(m.copies[0]), round_.dtype))
@@ -210,7 +191,7 @@ class WeightTransfer:
 
 
 def _messages(peer: int, bucket: list[ShardCopy], dtype: torch.dtype) -> list[_Message]:
-    """Returns the messages of a bucket: one for each large copy, and one for all small ones."""
+    """The messages of a bucket: one for each large copy, and one for all small ones."""
     sizes = {copy: math.prod(copy.shape) for copy in bucket}
     small = [copy for copy in bucket if sizes[copy] * dtype.itemsize < LARGE_BYTES]
     large = [_Message(peer, [copy], sizes[copy]) for copy in bucket if sizes[copy] * dtype.itemsize >= LARGE_BYTES]
@@ -249,15 +230,12 @@ def checksum(weights: Any, group, dtypes: dict[str, torch.dtype] | None = None) 
     """Returns a checksum for every key of a model's weights, equal in any layout; a collective of the group.
 
     The sum, modulo 2^64, of each element's bits times an odd hash of its index in the whole tensor. One changed bit
-    always changes it; two swapped elements almost always do. Replicated elements count once.
+    always changes it; two swapped elements almost always do. Replicated elements count once; RuntimeError if they have
+    different bits.
 
     Args:
         weights: on this rank, as of `WeightTransfer`.
-        group: all ranks that call this function.
         dtypes: the weights are converted to these first, by key; None: in their own dtypes.
-
-    Raises:
-        RuntimeError: replicas of a shard have different bits.
     """
     totals = {}
     wholes, shards = weights.description()

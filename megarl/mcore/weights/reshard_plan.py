@@ -62,12 +62,8 @@ def overlap(one: tuple[Coordinates, Coordinates], other: tuple[Coordinates, Coor
     return (starts, shape) if all(size > 0 for size in shape) else None
 
 
-def _minus(one: Coordinates, other: Coordinates) -> Coordinates:
-    return tuple(a - b for a, b in zip(one, other, strict=True))
-
-
-def _plus(one: Coordinates, other: Coordinates) -> Coordinates:
-    return tuple(a + b for a, b in zip(one, other, strict=True))
+def _moved(place: Coordinates, by: Coordinates, back_by: Coordinates) -> Coordinates:
+    return tuple(a + b - c for a, b, c in zip(place, by, back_by, strict=True))
 
 
 # -- what a rank holds -------------------------------------------------------------------------------------------
@@ -84,7 +80,6 @@ class LocalWeights:
 
         Args:
             stages: the model's chunks on this rank, or None outside the role.
-            pg_collection: the role's groups.
             describe: (chunk, metadata) -> sharded state; default: of all weights.
         """
         self.wholes, self._locations = {}, {}
@@ -107,17 +102,16 @@ class LocalWeights:
         getter, start = self._locations[shard]
         data = getter().detach()
         data = data.to_local() if isinstance(data, DTensor) else data
-        start = start if offset is None else _plus(start, _minus(offset, shard.offset))
+        start = start if offset is None else _moved(start, offset, shard.offset)
         shape = shard.shape if shape is None else shape
         return data[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
 
     def _add(self, value, getter):
         # An FSDP parameter has the shape of all rows, but only this rank's rows in memory.
-        held = (0,) * value.data.dim(), tuple(value.data.shape)
-        if isinstance(value.data, DTensor):
-            shape, start = compute_local_shape_and_global_offset(
-                value.data.shape, value.data.device_mesh, value.data.placements
-            )
+        data = value.data
+        held = (0,) * data.dim(), tuple(data.shape)
+        if isinstance(data, DTensor):
+            shape, start = compute_local_shape_and_global_offset(data.shape, data.device_mesh, data.placements)
             held = tuple(start), tuple(shape)
         for stored, start in _stored_tensors(value):
             box = overlap((start, stored.local_shape), held)
@@ -125,12 +119,11 @@ class LocalWeights:
                 continue
             stacked = stored.prepend_axis_num
             index, offset = stored.global_offset[:stacked], stored.global_offset[stacked:]
-            held_offset = _plus(offset, _minus(box[0], start))
-            shard = WeightShard(key=stored.key, index=tuple(index), offset=held_offset, shape=box[1])
-            self.wholes[stored.key] = GlobalTensor(tuple(stored.global_shape), value.data.dtype)
+            shard = WeightShard(stored.key, tuple(index), _moved(offset, box[0], start), box[1])
+            self.wholes[stored.key] = GlobalTensor(tuple(stored.global_shape), data.dtype)
             if shard in self._locations:
                 raise ValueError(f"{stored.key}: this rank holds the same part of it twice")
-            self._locations[shard] = getter, _minus(box[0], held[0])
+            self._locations[shard] = getter, tuple(a - b for a, b in zip(box[0], held[0], strict=True))
 
 
 def _tensors(chunk):
@@ -190,10 +183,9 @@ def check(sources: list[ShardDescription], destinations: list[ShardDescription])
     for key in sorted(given.keys() ^ wanted.keys()):
         raise ValueError(f"{key}: the {'destination' if key in given else 'source'} has no such weights")
     for key in sorted(given):
-        if given[key].shape != wanted[key].shape:
-            raise ValueError(
-                f"{key}: its shape is {given[key].shape} in the source, {wanted[key].shape} in the destination"
-            )
+        shape, expected = given[key].shape, wanted[key].shape
+        if shape != expected:
+            raise ValueError(f"{key}: its shape is {shape} in the source, {expected} in the destination")
     held = _holders(sources)
     for tensor, shards in sorted(_holders(destinations).items()):
         for shard in shards:
@@ -216,17 +208,14 @@ def shard_copies(rank: int, sources: list[ShardDescription], destinations: list[
         if not any(is_involved):
             continue
         for destination, receivers in sorted(shards.items()):
-            for source, box in _overlaps(destination, held[tensor]):
+            for source, (offset, shape) in _overlaps(destination, held[tensor]):
                 senders, next_sender = held[tensor][source], number
                 for receiver in receivers:
                     sender = receiver
                     if receiver not in senders:
                         sender, next_sender = senders[next_sender % len(senders)], next_sender + 1
                     if rank in (sender, receiver):
-                        copies.append(ShardCopy(
-                            sender=sender, receiver=receiver, source=source, destination=destination, offset=box[0],
-                            shape=box[1],
-                        ))  # fmt: skip
+                        copies.append(ShardCopy(sender, receiver, source, destination, offset, shape))
     return copies
 
 

@@ -76,27 +76,23 @@ class SafeReader(FileSystemReader):
         return done
 
 
-class _PlainObjects:
-    """Mixin of a planner that reads objects as plain data and tensors only."""
-
-    def load_bytes(self, read_item, value: io.BytesIO):
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+def _load_bytes(planner, read_item, value: io.BytesIO):
+    """A planner's method that reads an object as plain data and tensors only."""
+    planner.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
-class SafeLoadPlanner(_PlainObjects, torch_strategy.MCoreLoadPlanner):
+class SafeLoadPlanner(torch_strategy.MCoreLoadPlanner):
     """Megatron's planner for safe reading."""
 
+    load_bytes = _load_bytes
 
-class _SafeDefaultPlanner(_PlainObjects, DefaultLoadPlanner):
-    """torch's planner for safe reading."""
+
+class _SafeDefaultPlanner(DefaultLoadPlanner):
+    load_bytes = _load_bytes
 
 
 def load_plain(data: bytes, where: str):
-    """The plain data and tensors that `torch.save` wrote.
-
-    Raises:
-        UsageError: unsafe or damaged data; the message begins with `where`.
-    """
+    """The plain data and tensors that `torch.save` wrote. UsageError, which begins with `where`, for other data."""
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can raise anything

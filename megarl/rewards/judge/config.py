@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from megarl.data.places import names_in
 from megarl.errors import UsageError
 from megarl.measurements import MAX_VALUE
-from megarl.plain_values import is_plain_number
+from megarl.plain_values import is_plain_number, is_whole
 from megarl.rewards.judge.numbers import NumbersRule, numbers_rule
 from megarl.yaml_files import read_mapping
 
@@ -44,9 +44,8 @@ class JudgeConfig(NamedTuple):
         return self.mode != "single"
 
     def numbers(self, text: str, count: int) -> list[float] | None:
-        """The numbers of the `count` responses that a judgement is about, in the order in which the judge read them.
-
-        Of a pair: the share of the win of each. None if the judgement has none, others, or one outside the range.
+        """The numbers of the `count` responses that a judgement is about, in the order in which the judge read them. Of
+        a pair: the share of the win of each. None if the judgement has none, others, or one outside the range.
         """
         found = self.read(text)
         if found is None or not all(self.low <= number <= self.high for number in found):
@@ -68,8 +67,8 @@ class _Key(NamedTuple):
     default: Any = None
 
 
-def _is_whole(low: int, high: int = 2**31) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and low <= value <= high
+def _whole(what: str, low: int, high: int, default: int | None) -> _Key:
+    return _Key(lambda value: is_whole(value, low, high), f"a whole number{what}", default)
 
 
 def _is_range(value: Any) -> bool:
@@ -90,10 +89,10 @@ _KEYS = {
     "range": _Key(_is_range, f"the lowest and the highest number, as [1, 10], within -{MAX_VALUE:g} and {MAX_VALUE:g}"),
     "correct-from": _Key(is_plain_number, "a number", None),
     "temperature": _Key(lambda value: is_plain_number(value) and value >= 0, "a number of 0 or more", 0),
-    "max-tokens": _Key(_is_whole(1), "a whole number above 0", 256),
-    "response-tokens": _Key(_is_whole(1), "a whole number above 0"),
-    "samples": _Key(_is_whole(1, MAX_TRIES), f"a whole number, 1 to {MAX_TRIES}", 1),
-    "retries": _Key(_is_whole(0, MAX_TRIES), f"a whole number, 0 to {MAX_TRIES}", 0),
+    "max-tokens": _whole(" above 0", 1, 2**31, 256),
+    "response-tokens": _whole(" above 0", 1, 2**31, None),
+    "samples": _whole(f", 1 to {MAX_TRIES}", 1, MAX_TRIES, 1),
+    "retries": _whole(f", 0 to {MAX_TRIES}", 0, MAX_TRIES, 0),
 }
 
 
@@ -116,21 +115,11 @@ def read_config(path: str) -> JudgeConfig:
     mode, correct_from = values["mode"], values["correct-from"]
     if correct_from is None:
         correct_from = 1 if mode == "pair" else high
-    config = JudgeConfig(
-        where=where,
-        mode=mode,
-        pairs=values["pairs"],
-        messages=_messages(values["messages"], where),
-        read=numbers_rule(values["number"], where, of_several=mode == "group", highest=high),
-        low=low,
-        high=high,
-        correct_from=float(correct_from),
-        temperature=float(values["temperature"]),
-        max_tokens=values["max-tokens"],
-        response_tokens=values["response-tokens"],
-        samples=values["samples"],
-        retries=values["retries"],
-    )
+    texts, temperature = _messages(values["messages"], where), float(values["temperature"])
+    read = numbers_rule(values["number"], where, of_several=mode == "group", highest=high)
+    counts = {key.replace("-", "_"): values[key] for key in ("max-tokens", "response-tokens", "samples", "retries")}
+    pairs, correct_from = values["pairs"], float(correct_from)
+    config = JudgeConfig(where, mode, pairs, texts, read, low, high, correct_from, temperature, **counts)
     _check(config)
     return config
 

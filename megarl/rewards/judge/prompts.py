@@ -26,12 +26,9 @@ class JudgePrompts:
     """Fills and encodes the messages of a `--judge-config`."""
 
     def __init__(self, config: JudgeConfig, encoder: Encoder, seed: int, max_length: int, max_response_length: int):
-        """
-        Args:
-            encoder: the judge's tokenizer and chat template.
-            seed: of the run, from which the codes are drawn.
-            max_length: of the judge's prompt and judgement together, in tokens.
-            max_response_length: the policy's, in tokens.
+        """`encoder`: the judge's tokenizer and chat template. `seed`: of the run, from which the codes are drawn.
+        `max_length`: of the judge's prompt and judgement together, in tokens. `max_response_length`: the policy's, in
+        tokens.
         """
         self.config, self.seed, self.max_length = config, seed, max_length
         self.response_tokens = config.response_tokens or max_response_length
@@ -39,12 +36,9 @@ class JudgePrompts:
         self.encoder = encoder
 
     def tokens(self, prompt: Prompt, responses: Sequence[str]) -> list[int]:
-        """What the judge reads of a prompt and the responses that it judges together, in their order.
-
-        A response that is too long loses its middle.
-
-        Raises:
-            UsageError: the template fails on the messages, or they leave no room for a judgement.
+        """What the judge reads of a prompt and the responses that it judges together, in their order. A response that
+        is too long loses its middle. UsageError: the template fails on the messages, or they leave no room for a
+        judgement.
         """
         tokens = self._turns.first_prompt(self.messages(prompt, responses))
         if len(tokens) + self.config.max_tokens > self.max_length:
@@ -70,13 +64,11 @@ class JudgePrompts:
         return [message | {"content": filled(message["content"], values)} for message in self.config.messages]
 
     def text(self, tokens: list[int]) -> str:
-        """The text of a judgement."""
         return self._turns.text(tokens)
 
     def check(self, prompts: PromptSet, group_size: int = 1):
-        """UsageError with file and line for a prompt without a field that a place names, or that is too long.
-
-        One rank of a node checks them for all. `group_size`: the most responses to a prompt.
+        """UsageError with file and line for a prompt without a field that a place names, or that is too long. One rank
+        of a node checks them for all. `group_size`: the most responses to a prompt.
         """
         count = {"single": 1, "pair": 2, "group": group_size}[self.config.mode]
         room = self.max_length - count * (self.response_tokens + JOINING) - self.config.max_tokens

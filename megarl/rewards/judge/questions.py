@@ -21,11 +21,8 @@ class JudgeQuestion(NamedTuple):
 def questions_of(
     config: JudgeConfig, sequence_ids: Sequence[int], groups: Sequence[Sequence[int]]
 ) -> list[JudgeQuestion]:
-    """The questions about a replica's responses.
-
-    Args:
-        sequence_ids: ascending numbers of the responses in the step.
-        groups: positions of the responses to each prompt, in order; read where responses are judged together.
+    """The questions about a replica's responses. `sequence_ids`: ascending numbers of the responses in the step.
+    `groups`: positions of the responses to each prompt, in order; read where responses are judged together.
     """
     samples = range(config.samples)
     if config.mode == "group":
@@ -35,7 +32,7 @@ def questions_of(
     pairs = [pair for group in groups for pair in _pairs(group, config.pairs)]
     ordered = [order for one, other in pairs for order in ((one, other), (other, one))]
     streams = [sequence_ids[one] << 21 | sequence_ids[other] for one, other in ordered]
-    return [JudgeQuestion(*each, n) for each in zip(ordered, streams, strict=True) for n in samples]
+    return [JudgeQuestion(order, stream, n) for order, stream in zip(ordered, streams, strict=True) for n in samples]
 
 
 def judgements_of_group(config: JudgeConfig, size: int) -> int:
@@ -54,9 +51,8 @@ def _rotated(group: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def order_agreement(questions: Sequence[JudgeQuestion], numbers: Sequence[Sequence[float] | None]) -> tuple[int, int]:
-    """(pairs that have the same winner, or none, in both orders; pairs with numbers in both), samples apart.
-
-    `numbers`: those of the members of each question; None: it has none.
+    """(pairs that have the same winner, or none, in both orders; pairs with numbers in both), samples apart. `numbers`:
+    those of the members of each question; None: it has none.
     """
     shares = {
         (*question.members, question.sample): found[0]

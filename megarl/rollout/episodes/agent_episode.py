@@ -32,21 +32,17 @@ class AgentEnd(NamedTuple):
 
 
 @dataclasses.dataclass
-class _Turn:
-    parent: int | None
-    stops: tuple[str, ...]  # texts that end it
-    response: Response  # weights are versions of the policy; a round learns those of its tokens when it ends
-    is_open: bool = True  # it has not ended
+class _Turn(Response):
+    """Its weights are versions of the policy; a round learns those of its tokens when it ends."""
 
-    @property
-    def row(self) -> list[int]:
-        """Tokens up to the turn's end."""
-        return self.response.row
+    parent: int | None = None
+    stops: tuple[str, ...] = ()  # texts that end it
+    is_open: bool = True  # it has not ended
 
     @property
     def start(self) -> int:
         """Where it begins in its row."""
-        return len(self.response.asked.prompt)
+        return len(self.asked.prompt)
 
 
 class AgentEpisode(Episode):
@@ -71,47 +67,41 @@ class AgentEpisode(Episode):
     def room_of_open_turn(self) -> int:
         """Tokens that it may still get; below 1 if other limits than those of its run leave none."""
         turn = self._turns[self.open_turn]
-        return turn.response.room if turn.response.asked.max_new_tokens <= self.limits.turn else 0
+        return turn.room if turn.asked.max_new_tokens <= self.limits.turn else 0
 
     def ask(self, asked: TurnRequest):
         """Takes in that the agent has asked for a turn."""
         parent = None if asked.parent is None else self._turns[asked.parent]
         prompt = [*(parent.row if parent is not None else ()), *asked.tokens]
-        response = Response(GenerationRequest(prompt, asked.key, asked.limit))
-        self._turns[asked.turn] = _Turn(asked.parent, asked.stops, response)
+        request = GenerationRequest(prompt, asked.key, asked.limit)
+        self._turns[asked.turn] = _Turn(request, parent=asked.parent, stops=asked.stops)
 
     def request_of(self, number: int) -> GenerationRequest:
         """The engine's request for a turn, or for the rest of it."""
-        turn, depth = self._turns[number], len(self._path(number)) - 1
-        missing = turn.response.request()
-        return dataclasses.replace(
-            self.request, prompt=missing.prompt, written=missing.written, key=missing.key,
-            max_new_tokens=missing.max_new_tokens, counted_tokens=self.new_tokens,
-            stops=self.limits.matcher(turn.stops), trunk=self.request.trunk_of(depth),
-        )  # fmt: skip
+        turn, trunk = self._turns[number], self.request.trunk_of(len(self._path(number)) - 1)
+        stops, thinking = self.limits.matcher(turn.stops), self.request.thinking
+        missing, counted = turn.request(), self.new_tokens
+        return dataclasses.replace(missing, counted_tokens=counted, stops=stops, thinking=thinking, trunk=trunk)
 
     def write(self, number: int, completion: Completion) -> Completion | None:
         """Takes in what the policy has written of a turn. Returns the whole turn; None if the round's limit has cut
         it."""
         turn = self._turns[number]
-        response = turn.response
-        response.take(completion, None)
-        turn.is_open = not response.has_ended
+        turn.take(completion, None)
+        turn.is_open = not turn.has_ended
         self.new_tokens += len(completion.tokens)
-        return None if turn.is_open else Completion(response.tokens, response.logprobs, response.finished)
+        return None if turn.is_open else Completion(turn.tokens, turn.logprobs, turn.finished)
 
     def finish(self, end: AgentEnd):
         if end.failed:
             return self.fail()
         self._how, self.end = end, TRUNCATED_BY_BUDGET if end.truncated else DONE
-        self.new_tokens = sum(self._turns[number].response.new for number in end.turns)
+        self.new_tokens = sum(self._turns[number].new for number in end.turns)
         return None
 
     def fail(self):
         self.tokens, self.prompt_length = list(self.line_prompt), len(self.line_prompt)
         self.end = FAILED
-
-    # -- rounds --------------------------------------------------------------------------------------------------
 
     def continued(self, number: int, request: GenerationRequest) -> "AgentEpisode":
         """The same episode in another round."""
@@ -120,7 +110,7 @@ class AgentEpisode(Episode):
         if self.end is None:
             other.known_versions = []  # its tokens get other places
         for turn in other._turns.values():
-            turn.response.go_on()
+            turn.go_on()
         return other
 
     def settle(self, limit: int | None):
@@ -139,10 +129,10 @@ class AgentEpisode(Episode):
         self.end = self._how = None
         for number in sorted(self._turns, reverse=True):
             turn = self._turns[number]
-            removed = min(excess, turn.response.new)
+            removed = min(excess, turn.new)
             excess -= removed
             if not excess:
-                turn.response.cut(turn.response.length - removed)
+                turn.cut(turn.length - removed)
                 turn.is_open = True
                 return
             del self._turns[number]
@@ -160,11 +150,11 @@ class AgentEpisode(Episode):
             else:
                 self.prompt_length = self._turns[path[0]].start
             self._add_row(row, path, trained)
-            if (of_row := self._turns[last].response.routes) is not None:
+            if (of_row := self._turns[last].routes) is not None:
                 routes.append(of_row)
-        self.known_versions = [(start, self._turns[n].response.versions) for n, start, _ in self._places]
+        self.known_versions = [(start, self._turns[n].versions) for n, start, _ in self._places]
         if end is None:
-            self.is_open = self._turns[self.open_turn].response.length > 0
+            self.is_open = self._turns[self.open_turn].length > 0
             return
         self.routes = torch.cat(routes) if routes else None
         self.rewards[-1], self.is_open = end.reward, False
@@ -185,13 +175,13 @@ class AgentEpisode(Episode):
         self.tokens = [*self.tokens, *row]
         for number in path:
             turn = self._turns[number]
-            if number in trained or not turn.response.length:
+            if number in trained or not turn.length:
                 continue
             trained.add(number)
             start, end = first + turn.start, first + len(turn.row)
             self._places.append((number, start, end))
             self.turns.append((start, end))
-            self.logprobs.append(turn.response.logprobs)
+            self.logprobs.append(turn.logprobs)
             self.rewards.append(0.0)
 
     def learn_versions(self, versions: list[int]):
@@ -200,23 +190,21 @@ class AgentEpisode(Episode):
             return super().learn_versions(versions)
         for number, start, end in self._places:
             if number in self._turns:
-                self._turns[number].response.learn(versions[start:end])
+                self._turns[number].learn(versions[start:end])
         return None
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint has to know of an episode that has not ended, for `restored`."""
         found = []
         for number in sorted(self._turns):
             turn = self._turns[number]
-            response, asked = turn.response, turn.response.asked
+            asked = turn.asked
             known = 0 if turn.parent is None else len(self._turns[turn.parent].row)
             found.append({
                 "parent": turn.parent, "prompt": asked.prompt[known:], "limit": asked.max_new_tokens, "key": asked.key,
-                "stops": turn.stops, "tokens": response.tokens, "logprobs": response.logprobs,
-                "finished": response.finished, "is_open": turn.is_open, "before": response.before,
-                "versions": response.versions, "routes": None,
+                "stops": turn.stops, "tokens": turn.tokens, "logprobs": turn.logprobs,
+                "finished": turn.finished, "is_open": turn.is_open, "before": turn.before,
+                "versions": turn.versions,
             })  # fmt: skip
         return {"line_prompt": self.line_prompt, "turns": found}
 
@@ -227,11 +215,11 @@ class AgentEpisode(Episode):
         for number, fact in enumerate(facts["turns"]):
             parent = fact["parent"]
             prompt = [*(() if parent is None else made._turns[parent].row), *fact["prompt"]]
-            response = Response(GenerationRequest(prompt, fact["key"], fact["limit"]))
-            response.add(fact["tokens"], fact["logprobs"], None)
-            response.learn(fact["versions"])
-            response.before, response.finished = fact["before"], fact["finished"]
-            made._turns[number] = _Turn(parent, tuple(fact["stops"]), response, fact["is_open"])
+            request = GenerationRequest(prompt, fact["key"], fact["limit"])
+            made._turns[number] = turn = _Turn(request, parent=parent, stops=tuple(fact["stops"]))
+            turn.add(fact["tokens"], fact["logprobs"], None)
+            turn.learn(fact["versions"])
+            turn.before, turn.finished, turn.is_open = fact["before"], fact["finished"], fact["is_open"]
         if not made._turns or not made._turns[made.open_turn].is_open:
             raise ValueError("an agent's episode has no open turn")
         return made

@@ -14,12 +14,10 @@ from torch import Tensor
 from megarl.batch import Batch
 from megarl.environments.protocol import Observation, checked
 from megarl.errors import UsageError
-from megarl.mcore.inference.generation import GenerationRequest
 from megarl.rollout.episodes.agent_episode import AgentEpisode
-from megarl.rollout.episodes.client import EnvironmentClient
-from megarl.rollout.episodes.episode import Episode, EpisodeLimits
+from megarl.rollout.episodes.client import EnvironmentClient, PlayedTurns
+from megarl.rollout.episodes.episode import UNKNOWN, Episode, EpisodeLimits
 
-_UNKNOWN = GenerationRequest(prompt=[], key=0, max_new_tokens=0)  # the round that continues an episode gives its own
 _FACTS = ("rewards", "verdicts", "is_open", "end")  # of an episode, in a checkpoint
 
 
@@ -55,27 +53,19 @@ class CarriedEpisodes:
         """What a checkpoint has to know of these episodes besides their rows of the batch; on the replica's leader."""
         facts = []
         for key in keys:
-            episode, answers = self._episodes[key], map(dataclasses.asdict, self._client.observations(key))
+            episode, played = self._episodes[key], self._client.kept.get(key, PlayedTurns())
             fact = {name: getattr(episode, name) for name in _FACTS}
-            fact |= {"observations": [*answers], "tools": self._client.tools(key)}
+            fact |= {"observations": [*map(dataclasses.asdict, played.observations)], "tools": played.tools}
             if isinstance(episode, AgentEpisode) and episode.end is None:
-                fact["agent"] = episode.facts() | {"asked": self._client.agent_facts(key)}
+                fact["agent"] = episode.facts() | {"asked": played.asked}
             facts.append(fact)
         return facts
 
     def load(self, facts: list[dict[str, Any]], batch: Batch, keys: Sequence[str], is_own: Tensor) -> list[bool]:
-        """Adds those episodes of a replica in a checkpoint that this replica takes.
+        """Adds those episodes of a replica in a checkpoint that this replica takes; returns whether each has ended.
 
-        Args:
-            facts: of `facts`; if they are damaged, any exception may come.
-            batch, keys: their rows and keys.
-            is_own: [N] bool, those to take.
-
-        Returns:
-            Whether each of the episodes has ended.
-
-        Raises:
-            UsageError: an episode has no room left under the run's limits.
+        `facts`: of `facts`, if they are damaged, any exception may come; `batch`, `keys`: their rows and keys;
+        `is_own`: [N] bool, those to take. UsageError if one has no room left under the run's limits.
         """
         ended = []
         for i, (fact, key, own) in enumerate(zip(facts, keys, is_own.tolist(), strict=True)):
@@ -84,10 +74,10 @@ class CarriedEpisodes:
             if own:
                 self.add([episode])
                 if self._client is not None and isinstance(episode, AgentEpisode):
-                    self._client.restore_agent(key, fact["agent"])
+                    self._client.kept[key] = PlayedTurns(facts=fact["agent"])
                 elif self._client is not None and episode.end is None:
                     seen = [checked(Observation(**record)) for record in fact["observations"]]
-                    self._client.restore(key, seen, fact.get("tools", []))
+                    self._client.kept[key] = PlayedTurns(observations=seen, tools=fact["tools"], sent=len(seen))
         return ended
 
 
@@ -97,7 +87,7 @@ def _episode(row: Batch, key: str, fact: dict, limits: EpisodeLimits) -> Episode
     turns = _turns(mask.tolist())
     logprobs = row.rollout_logprobs.tolist()
     episode = Episode(
-        number=0, request=_UNKNOWN, line=int(row.prompt_ids), limits=limits, key=key, tokens=row.tokens.tolist(),
+        number=0, request=UNKNOWN, line=int(row.prompt_ids), limits=limits, key=key, tokens=row.tokens.tolist(),
         prompt_length=int(row.prompt_lengths), turns=turns, logprobs=[logprobs[start:end] for start, end in turns],
         row_starts=row.row_starts.nonzero().flatten().tolist(), known_versions=[(0, row.versions.tolist())],
         **{name: fact[name] for name in _FACTS},

@@ -26,9 +26,9 @@ Result = EnvironmentResult | TurnRequest | AgentEnd
 class PlayedTurns:
     """What an episode's environment was sent, and what it has answered."""
 
-    prompt: Prompt | None  # None: of an episode that a checkpoint has brought
-    request: GenerationRequest | None  # of the prompt alone; None: of such an episode
-    slot: int | None  # number of the environment in the pool; None: another one must be made for the next turn
+    prompt: Prompt | None = None  # None: of an episode that a file has brought
+    request: GenerationRequest | None = None  # of the prompt alone; None: of such an episode
+    slot: int | None = None  # number of the environment in the pool; None: another one must be made for the next turn
     turns: list[Turn] = dataclasses.field(default_factory=list)  # that were answered; the last one perhaps by a failure
     observations: list[Observation] = dataclasses.field(default_factory=list)
     tools: list[dict] = dataclasses.field(default_factory=list)  # since the reset
@@ -36,6 +36,11 @@ class PlayedTurns:
     tree: MessageTree | None = None  # of an agent that has asked
     facts: dict | None = None  # of an agent's turns, from a checkpoint; None: it has brought none
     has_ended: bool = False  # the agent, perhaps too late for the round
+
+    @property
+    def asked(self) -> list[dict]:
+        """What a checkpoint has to know of an agent's requests."""
+        return self.tree.facts() if self.facts is None else self.facts["asked"]
 
 
 class EnvironmentClient:
@@ -50,7 +55,6 @@ class EnvironmentClient:
     ):  # fmt: skip
         """
         Args:
-            turn_tokens: texts to tokens and back.
             max_prompt_length: tokens that a prompt may have with the tools and what `reset` adds.
             journal: folder of the replicas' journals; None: nothing is kept.
             replica, replicas: number of this replica, and how many there are.
@@ -64,22 +68,17 @@ class EnvironmentClient:
         self._slots = itertools.count()  # each environment gets another number
         self._numbers: dict[int, int] = {}  # slot -> number of its episode in the round
         self._round: dict[int, PlayedTurns] = {}  # by number
-        self._kept: dict[str, PlayedTurns] = {}  # by key
+        self.kept: dict[str, PlayedTurns] = {}  # for a later round, by key
         self._came: list[Event | Asked] = []  # while nothing could be generated
 
     def begin(self, number: int, prompt: Prompt, request: GenerationRequest, task: Task, key: str | None):
-        """Starts the environment of an episode.
-
-        Args:
-            request: of its prompt alone.
-            key: names the episode in the journal.
-        """
+        """Starts the environment of an episode. `request`: of its prompt alone; `key`: its name in the journal."""
         slot = self._join(number, PlayedTurns(prompt, request, next(self._slots)))
         self.pool.start(slot, task, prompt.environment, key)
 
     def go_on_with_agent(self, number: int, prompt: Prompt, request: GenerationRequest, task: Task, key: str):
         """Continues the episode `key` of an agent of an earlier round. Arguments as of `begin`."""
-        played = self._kept.pop(key)
+        played = self.kept.pop(key)
         played.prompt, played.request = prompt, request
         if played.facts is not None:
             played.tree = self._new_tree(number, played)
@@ -93,13 +92,13 @@ class EnvironmentClient:
 
     def go_on(self, number: int, prompt: Prompt, task: Task, key: str, turns: Sequence[Sequence[int]]):
         """Continues the episode `key` of an earlier round; `turns`: tokens of those that its environment answered."""
-        played = self._kept.pop(key)
+        played = self.kept.pop(key)
         if played.slot is None:
             played.slot = next(self._slots)
+            texts = list(map(self._text, turns))
             played.turns = self.pool.take_up(
-                played.slot, task, prompt.environment, key, list(map(self._text, turns)), played.observations,
-                played.tools,
-            )  # fmt: skip
+                played.slot, task, prompt.environment, key, texts, played.observations, played.tools
+            )
         played.prompt = prompt
         self._join(number, played)
 
@@ -149,7 +148,7 @@ class EnvironmentClient:
         if played.sent > turns:
             self._close(played)
         played.turns, played.observations, played.sent = played.turns[:turns], played.observations[:turns], turns
-        self._kept[key] = played
+        self.kept[key] = played
 
     def keep_agent(self, number: int, key: str, open_turn: int):
         """Keeps an agent's episode for a later round, which continues with that turn. The agent goes on if it waits for
@@ -160,34 +159,12 @@ class EnvironmentClient:
         if is_ahead or played.has_ended:
             self._close(played)
         played.has_ended = False
-        self._kept[key] = played
-
-    def agent_facts(self, key: str) -> list[dict]:
-        """What a checkpoint has to know of the requests of an agent's episode that is kept."""
-        played = self._kept[key]
-        return played.tree.facts() if played.facts is None else played.facts["asked"]
-
-    def restore_agent(self, key: str, facts: dict):
-        """Keeps an agent's episode of a checkpoint; `facts`: of `AgentEpisode.facts`, and `asked`: of `agent_facts`."""
-        self._kept[key] = PlayedTurns(None, None, None, facts=facts)
+        self.kept[key] = played
 
     def forget(self, key: str):
         """Ends an episode that was kept, if it was."""
-        if key in self._kept:
-            self._close(self._kept.pop(key))
-
-    def observations(self, key: str) -> list[Observation]:
-        """What the environment of an episode that is kept has answered to its turns."""
-        return self._kept[key].observations if key in self._kept else []
-
-    def tools(self, key: str) -> list[dict]:
-        """The tools that the environment of an episode that is kept has given when it was reset."""
-        return self._kept[key].tools if key in self._kept else []
-
-    def restore(self, key: str, observations: list[Observation], tools: Sequence[dict] = ()):
-        """Keeps an episode of a checkpoint."""
-        made = PlayedTurns(None, None, None, observations=observations, tools=list(tools), sent=len(observations))
-        self._kept[key] = made
+        if key in self.kept:
+            self._close(self.kept.pop(key))
 
     def wait(self, seconds: float):
         """Waits until an environment answers, at most that long; `results` reports it."""
@@ -243,8 +220,8 @@ class EnvironmentClient:
         return found
 
     def _new_tree(self, number: int, played: PlayedTurns) -> MessageTree:
-        common = self._turn_tokens, self.pool.form, self._limits, self._max_prompt_length
-        return MessageTree(number, played.request, played.prompt, *common)
+        form, limits, longest = self.pool.form, self._limits, self._max_prompt_length
+        return MessageTree(number, played.request, played.prompt, self._turn_tokens, form, limits, longest)
 
     def _ended(self, number: int, played: PlayedTurns, end: Observation) -> AgentEnd:
         """The end of an agent. ValueError if it has not got a turn."""
@@ -270,7 +247,4 @@ class EnvironmentClient:
     def _observed(self, number: int, event: Event) -> EnvironmentResult:
         seen, is_last = event.observation, event.turn.number + 1 >= self._limits.turns
         tokens = [] if seen.done or is_last else self._turn_tokens.bridge(seen.messages)
-        return EnvironmentResult(
-            number=number, tokens=tokens, reward=seen.reward, done=seen.done, correct=seen.correct,
-            replayable=event.replayable,
-        )  # fmt: skip
+        return EnvironmentResult(number, tokens, seen.reward, seen.done, seen.correct, replayable=event.replayable)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from megarl.data.stop_strings import StopMatcher
+from megarl.data.detokenizer import StopMatcher
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.tool_formats.thinking_budget import ThinkingBudget
 
@@ -17,6 +17,9 @@ from megarl.tool_formats.thinking_budget import ThinkingBudget
 DONE, TURN_LENGTH, TURNS, LENGTH, FAILED = "done", "turn_length", "turns", "length", "failed"
 TRUNCATED_BY_BUDGET = "budget"  # of an agent: a request was refused, or the last turn cut
 TRUNCATED = (TURN_LENGTH, TURNS, LENGTH, TRUNCATED_BY_BUDGET)
+
+
+UNKNOWN = GenerationRequest(prompt=[], key=0, max_new_tokens=0)  # of an episode that a file has brought
 
 
 def _without_stops(_: tuple[str, ...]) -> None:
@@ -154,7 +157,6 @@ class Episode:
 
     @property
     def _room(self) -> int:
-        """Tokens that may follow."""
         return self.prompt_length + self.limits.response - len(self.tokens)
 
     @property
@@ -193,9 +195,13 @@ class Episode:
         start, end = self.turns[turn]
         if self.limits.thinking is None:
             return end, end
-        row = max((first for first in self.row_starts if first <= start), default=0)
-        found = self.limits.thinking.forced(self.tokens[row:start], self.tokens[start:end])
+        found = self.limits.thinking.forced(self.before(turn), self.turn_tokens(turn))
         return (min(start + found.start, end), min(start + found.stop, end)) if found else (end, end)
+
+    def before(self, turn: int) -> list[int]:
+        """The tokens that the policy has read before it wrote a turn, counted from 0."""
+        start = self.turns[turn][0]
+        return self.tokens[max((first for first in self.row_starts if first <= start), default=0) : start]
 
     def turn_tokens(self, turn: int) -> list[int]:
         start, end = self.turns[turn]
@@ -221,7 +227,6 @@ class Episode:
             self.is_open, self.routes = False, None
 
     def _undo(self, excess: int):
-        """Removes the last `excess` tokens of the policy."""
         self.end = self.routes = None
         while excess:
             start, end = self.turns[-1]

@@ -147,12 +147,11 @@ class MessageTree:
         return self._to_generate(turn)
 
     def _to_generate(self, turn: AgentTurn) -> TurnRequest:
-        parent = turn.parent
-        known = 0 if parent is None else len(parent.prompt) + len(parent.tokens or ())
-        return TurnRequest(
-            number=self.number, turn=turn.number, parent=None if parent is None else parent.number,
-            tokens=turn.prompt[known:], limit=turn.limit, key=turn.stream, stops=turn.ask.stops,
-        )  # fmt: skip
+        known, parent = 0, None
+        if turn.parent is not None:
+            known, parent = len(turn.parent.prompt) + len(turn.parent.tokens or ()), turn.parent.number
+        tokens, stops = turn.prompt[known:], turn.ask.stops
+        return TurnRequest(self.number, turn.number, parent, tokens, turn.limit, turn.stream, stops)
 
     def write(self, number: int, tokens: list[int], logprobs: list[float], finished: bool) -> list[tuple[Place, Reply]]:
         """Takes in what the policy has written of a turn; returns the replies to those that wait for it."""
@@ -160,16 +159,12 @@ class MessageTree:
         turn.tokens = tokens
         text, marked = self._turn_tokens.text(tokens), self._turn_tokens.marked_text(tokens, self._form.all_marks)
         turn.turn = parse_turn(text, turn.depth, self._form, turn.ask.tools or (), marked)
-        turn.reply = Reply(
-            turn.turn, "stop" if finished else "length", turn.prompt, tokens, logprobs,
-            is_budget=not finished and turn.is_run_limit,
-        )  # fmt: skip
+        finish, is_budget = "stop" if finished else "length", not finished and turn.is_run_limit
+        turn.reply = Reply(turn.turn, finish, turn.prompt, tokens, logprobs, is_budget=is_budget)
         path = digests([*turn.ask.messages, turn.reply.message], turn.ask.tools)[-1]
         self._by_path.setdefault(path, turn)
         waiting, turn.waiting = turn.waiting, []
         return [(place, turn.reply) for place in waiting]
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def facts(self) -> list[dict]:
         """What a checkpoint has to know of the requests, besides the tokens that `AgentEpisode.facts` has."""
@@ -196,8 +191,6 @@ class MessageTree:
             self._by_ask[ask.key, sum(other.ask == ask for other in self._turns[:-1])] = turn
             if not fact["is_open"]:
                 self.write(number, fact["tokens"], fact["logprobs"], fact["finished"])
-
-    # -- prompts -------------------------------------------------------------------------------------------------
 
     def _new_turn(self, ask: Ask) -> AgentTurn:
         parent, known = self._continued(ask)
@@ -245,7 +238,6 @@ class MessageTree:
         return [*before, turn.reply.message]
 
     def _anew(self, ask: Ask) -> list[int]:
-        """The tokens of a prompt whose messages are encoded from the first on."""
         if not ask.tools and ask.messages == self._conversation:
             return list(self._request.prompt)
         return self._turn_tokens.first_prompt(ask.messages, ask.tools)

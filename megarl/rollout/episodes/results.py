@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.batch import Batch
+from megarl.batch import FIELDS, Batch
 from megarl.environments.protocol import Observation, checked
 from megarl.mcore import device
 from megarl.rollout.episodes.client import PlayedTurns
@@ -17,29 +17,19 @@ from megarl.rollout.requests import unknown_routes
 
 
 def episodes_to_batch(
-    episodes: Iterable[Episode],
-    empty_routes: Tensor | None = None,
-    has_forced: bool = False,
+    episodes: Iterable[Episode], empty_routes: Tensor | None = None, has_forced: bool = False,
     version: int | None = None,
-) -> Batch:
+) -> Batch:  # fmt: skip
     """The episodes of a replica in ascending order of their numbers; only what the policy has chosen is in the mask.
 
-    Args:
-        episodes: they have ended, or a later round continues them.
-        empty_routes: [0, L, k] routes of no tokens; None if the completions have no routes.
-        has_forced: turns have a thinking budget.
-        version: of the policy, for the tokens of this round; None: the batch has no versions.
+    `episodes` have ended, or a later round continues them. `empty_routes`: [0, L, k] routes of no tokens; None if none
+    are recorded. `has_forced`: turns have a thinking budget. `version`: of the policy, for the tokens of this round;
+    None: the batch has no versions.
     """
     ordered = sorted(episodes, key=lambda episode: episode.number)
     lengths = [len(episode.tokens) for episode in ordered]
-    fields = {
-        "rollout_logprobs": torch.zeros(sum(lengths), dtype=torch.float32),
-        "response_mask": torch.zeros(sum(lengths), dtype=torch.bool),
-        "turn_rewards": torch.zeros(sum(lengths), dtype=torch.float32),
-        "row_starts": torch.zeros(sum(lengths), dtype=torch.bool),
-    }
-    if has_forced:
-        fields["forced"] = torch.zeros(sum(lengths), dtype=torch.bool)
+    names = ["rollout_logprobs", "response_mask", "turn_rewards", "row_starts", *["forced"] * has_forced]
+    fields = {name: torch.zeros(sum(lengths), dtype=FIELDS[name].dtype) for name in names}
     if version is not None:
         fields["versions"] = torch.full((sum(lengths),), version, dtype=torch.int32)
     routes = None
@@ -64,7 +54,6 @@ def episodes_to_batch(
 
 
 def _fill(episode: Episode, fields: dict[str, Tensor]):
-    """Writes an episode's turns to its rows of the fields."""
     turns = zip(episode.turns, episode.logprobs, episode.rewards, strict=True)
     for number, ((start, end), logprobs, reward) in enumerate(turns):
         fields["rollout_logprobs"][start:end] = torch.tensor(logprobs, dtype=torch.float32)
@@ -95,13 +84,7 @@ def record_of(episode: Episode, played: PlayedTurns) -> dict[str, Any]:
     them, without one of a last turn that was cut, and `tools` those of the reset. Of an agent, `asked` are its requests
     for them: random stream, limit in tokens, and stop strings.
     """
-    record = {
-        "key": episode.key,
-        "end": episode.end,
-        "turns": [list(turn) for turn in episode.turns],
-        "rewards": episode.rewards,
-        "solved": episode.solved,
-    }
+    record = {name: getattr(episode, name) for name in ("key", "end", "turns", "rewards", "solved")}
     if played.tree is not None:
         return record | {"asked": _asked(episode, played.tree)}
     seen = [dataclasses.asdict(observation) for observation in played.observations]
@@ -111,9 +94,8 @@ def record_of(episode: Episode, played: PlayedTurns) -> dict[str, Any]:
 def _asked(episode: Episode, tree: MessageTree) -> list[dict[str, Any] | None]:
     """The requests of an agent's turns, in their order in the episode's rows; None: not known."""
     left, found = list(tree.written), []
-    for start, end in episode.turns:
-        row = max((first for first in episode.row_starts if first <= start), default=0)
-        prompt, tokens = episode.tokens[row:start], episode.tokens[start:end]
+    for number in range(len(episode.turns)):
+        prompt, tokens = episode.before(number), episode.turn_tokens(number)
         turn = next((turn for turn in left if turn.prompt == prompt and list(turn.tokens or ()) == tokens), None)
         if turn is not None:
             left.remove(turn)

@@ -16,9 +16,9 @@ from megarl.checkpoint import folders
 from megarl.comm.early_responses import ResponseSender
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.conversations import Encoder
+from megarl.data.detokenizer import StopMatcher
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet
-from megarl.data.stop_strings import StopMatcher
 from megarl.data.turns import TurnTokens
 from megarl.environments.pool import PoolOptions
 from megarl.environments.protocol import Task
@@ -65,20 +65,6 @@ def limits_of(settings: Settings, encoder: Encoder, turns: TurnTokens, own: Resp
     )  # fmt: skip
 
 
-@dataclasses.dataclass
-class EpisodeRound:
-    """The episodes of a round on this replica."""
-
-    running: list[Episode]  # in ascending order of their numbers
-    idle: list[Episode]  # of earlier rounds, of which this one needed no more tokens
-    prompts: PromptSet
-    is_training: bool
-
-    @property
-    def episodes(self) -> list[Episode]:
-        return self.running + self.idle
-
-
 def _key_in(requests: RoundRequests, number: int) -> str:
     prompt = requests.prompt_of(number)
     return key_of(prompt.step, prompt.line, requests.stream_of(number))
@@ -94,8 +80,7 @@ class EpisodeRunner:
         """
         Args:
             encoder: the policy's.
-            run: folder of the run, which keeps finished steps of environments until the next checkpoint; None: they are
-                not kept.
+            run: folder that keeps finished steps of environments until the next checkpoint; None: they are not kept.
             sessions: of `--agent-sessions`, on the leader: they have the episodes in the place of environments.
         """
         self.settings, self.role_groups = settings, role_groups
@@ -105,23 +90,26 @@ class EpisodeRunner:
         self.limits = limits_of(s, encoder, turns, self._ends)
         self.client: EnvironmentClient | None = None
         # Episodes of the last round that have ended, and the set of their prompts, on the leader.
-        self.ended: tuple[list[Episode], PromptSet] | None = None
-        self._round: EpisodeRound  # the last one
+        self.ended: tuple[list[Episode], PromptSet | None] | None = None
+        self._running: list[Episode] = []  # of the last round, in ascending order of their numbers
+        self._idle: list[Episode] = []  # of earlier rounds, of which the last one needed no more tokens
+        self._is_training = False  # the last round
+        self._prompts: PromptSet | None = None  # of the last round
         self._records: dict[str, dict] = {}  # by key, of episodes that have ended, until they are written
         self._window = FailureWindow(s.environment_max_failures)
         self._has_warned = False  # of the first environment that failed
         self._of_step = EpisodeStatistics()  # of training episodes since the last `take_metrics`
         self._part_names = NamesOfRun()
         if role_groups.is_leader:
+            parser = name_of(s.tool_call_parser, encoder.template)
             options = PoolOptions(
-                workers=s.environment_workers, timeout=s.environment_timeout, retries=s.environment_retries,
-                parser=name_of(s.tool_call_parser, encoder.template), default=s.environment,
-            )  # fmt: skip
+                s.environment_workers, s.environment_timeout, s.environment_retries, parser, s.environment
+            )
+            journal = None if run is None or sessions is not None else run / JOURNAL
+            replica, replicas = role_groups.dp_rank, len(role_groups.replicas)
             self.client = EnvironmentClient(
-                options, turns, self.limits, s.max_prompt_length,
-                journal=None if run is None or sessions is not None else run / JOURNAL, replica=role_groups.dp_rank,
-                replicas=len(role_groups.replicas), pool=sessions,
-            )  # fmt: skip
+                options, turns, self.limits, s.max_prompt_length, journal, replica, replicas, sessions
+            )
         self.carried = CarriedEpisodes(self.limits, self.client)
 
     def run(
@@ -133,13 +121,10 @@ class EpisodeRunner:
         A collective of the replica.
 
         Args:
-            stream: runs the engine for a source of requests, with further arguments by name, as of
-                `RolloutEngine.stream`.
+            stream: of `RolloutEngine`, to be called with a source and further arguments by name.
             source: of the requests for first turns, numbered by sequence id.
-            requests: of the round, with the set of their prompts.
-            max_open: episodes that may be open at a time.
             is_training: journal the answers, and count them in the step's metrics.
-            early_stop, sender: as of `EpisodeSource`.
+            max_open, early_stop, sender: as of `EpisodeSource`.
             bank: has turns that need not be generated, and keeps those that are; None: nothing keeps them.
         """
         start, self.ended = time.perf_counter(), None
@@ -151,15 +136,17 @@ class EpisodeRunner:
         asked, ended = past_bank(bank, episodes, episodes.turn_ended)
         for number, completion in stream(asked, max_requests=max_open, response_limit=limit):
             ended(number, completion)
-        running = sorted([*episodes.ended, *episodes.stopped], key=lambda episode: episode.number)
-        idle = self._idle(requests) if is_training else []
-        assert requests.prompt_set is not None  # environments read it
-        self._round = EpisodeRound(running, idle, requests.prompt_set, is_training)
+        self._running = sorted([*episodes.ended, *episodes.stopped], key=lambda episode: episode.number)
+        self._idle = self._idle_of(requests) if is_training else []
+        self._is_training, self._prompts = is_training, requests.prompt_set
         if self.client is not None:
-            self.client.statistics.add_times(episodes.waiting_seconds, time.perf_counter() - start)
-            self.client.statistics.add_shared(episodes.shared_turns.asked, episodes.shared_turns.taken)
+            counts, shared = self.client.statistics.counts, episodes.shared_turns
+            counts["waiting"] += episodes.waiting_seconds
+            counts["running"] += time.perf_counter() - start
+            counts["sharable"] += shared.asked
+            counts["shared"] += shared.taken
 
-    def _idle(self, requests: RoundRequests) -> list[Episode]:
+    def _idle_of(self, requests: RoundRequests) -> list[Episode]:
         """The episodes of earlier rounds of which this one needs no more tokens, of this replica."""
         numbers = [number for number, limit in enumerate(requests.limits) if not limit]
         found = {number: self.carried.get(_key_in(requests, number)) for number in numbers}
@@ -168,38 +155,32 @@ class EpisodeRunner:
     def new_lengths(self) -> tuple[Tensor, Tensor]:
         """(sequence ids [N], new tokens of the policy [N], `UNFINISHED` if an episode has not ended) of the last round,
         of this replica."""
-        found = [(e.number, UNFINISHED if e.end is None else e.new_tokens) for e in self._round.episodes]
+        found = [(e.number, UNFINISHED if e.end is None else e.new_tokens) for e in self._running + self._idle]
         numbers, lengths = torch.tensor(found, dtype=torch.int64).view(-1, 2).unbind(1)
         return numbers, lengths
 
     def settle(self, limit: int | None, empty_routes: Tensor | None = None, version: int | None = None) -> Batch:
         """Ends the round: cuts its episodes to `limit` new tokens, None: to none; returns them as a batch, in which
-        some may not have ended. A collective of the replica leaders.
+        some may not have ended. Arguments as of `episodes_to_batch`. A collective of the replica leaders.
 
-        Args:
-            empty_routes, version: as of `episodes_to_batch`.
-
-        Raises:
-            TooManyFailures: environments failed in more of the latest episodes than `--environment-max-failures`
-                allows.
+        TooManyFailures if environments failed in more of the latest episodes than `--environment-max-failures` allows.
         """
-        played = self._round
-        for episode in played.episodes:
+        episodes = self._running + self._idle
+        for episode in episodes:
             episode.settle(limit)
         if self.client is not None:
             self._end_round(self.client)
-        if played.is_training and self.settings.partial_rollouts:
-            self.carried.add(played.episodes)
-        batch = episodes_to_batch(played.episodes, empty_routes, self.limits.thinking is not None, version)
-        for episode in played.episodes:
+        if self._is_training and self.settings.partial_rollouts:
+            self.carried.add(episodes)
+        batch = episodes_to_batch(episodes, empty_routes, self.limits.thinking is not None, version)
+        for episode in episodes:
             episode.routes = None  # they are large, and the batch has them
         return batch
 
     def _end_round(self, client: EnvironmentClient):
         """Counts the episodes that have ended, and keeps the environments of those that a later round continues."""
-        played = self._round
-        keeps, own = played.is_training and self.settings.partial_rollouts, client.take_statistics()
-        for episode in played.running:
+        keeps, own = self._is_training and self.settings.partial_rollouts, client.take_statistics()
+        for episode in self._running:
             if episode.end is None and keeps:
                 if isinstance(episode, AgentEpisode):
                     client.keep_agent(episode.number, episode.key, episode.open_turn)
@@ -210,11 +191,11 @@ class EpisodeRunner:
             if episode.end is not None:
                 rewritten = 0 if seen.tree is None else seen.tree.rewritten
                 own.add_episode(episode, seen.turns, seen.observations, rewritten)
-            if episode.end is not None and played.is_training and self.settings.save_rollouts:
+            if episode.end is not None and self._is_training and self.settings.save_rollouts:
                 self._records[episode.key] = record_of(episode, seen)
-        self.ended = [episode for episode in played.running if episode.end is not None], played.prompts
+        self.ended = [episode for episode in self._running if episode.end is not None], self._prompts
         self._check_failures(own)
-        if played.is_training:
+        if self._is_training:
             self._of_step.add(own)
 
     def take_records(self, keys: Sequence[str]) -> dict[int, dict]:
@@ -275,8 +256,8 @@ class EpisodeRunner:
         )
 
     def _seed(self, step: int, line: int, stream: int) -> int:
-        numbers = torch.tensor([line]), torch.tensor([stream])
-        return int(stream_keys(self.settings.seed, step, *numbers)) & ((1 << 63) - 1)
+        key = stream_keys(self.settings.seed, step, torch.tensor([line]), torch.tensor([stream]))
+        return int(key) & ((1 << 63) - 1)
 
     def _check_failures(self, own: EpisodeStatistics):
         """TooManyFailures if too many environments failed. A collective of the replica leaders."""

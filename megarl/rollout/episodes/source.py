@@ -62,7 +62,6 @@ class SharedTurns:
 
 
 def _identity(request: GenerationRequest) -> tuple:
-    """All that a shared turn of a round depends on."""
     stops = None if request.stops is None else request.stops.stops
     return request.key, tuple(request.prompt), request.max_new_tokens, request.counted_tokens, stops
 
@@ -91,10 +90,8 @@ class EpisodeSource:
         """
         Args:
             prompts: requests for the first turns, numbered by sequence id; their prompts may still grow.
-            begin: makes an episode of such a request and has the leader start its environment, or continues one of an
-                earlier round.
+            begin: makes an episode of such a request and has the leader start its environment, or continues one.
             client: on the replica's leader; None elsewhere.
-            role_groups: of the rollout.
             max_open: episodes that may be open at a time.
             early_stop: learns which episodes end, and gives the limit on new tokens; None: all run to their ends.
             sender: sends each episode that has ended; None on ranks that send nothing.
@@ -196,7 +193,6 @@ class EpisodeSource:
             self._client.write(episode.number, turn, written)
 
     def _ask(self, asked: TurnRequest):
-        """Has a turn of an agent generated."""
         episode = self._open[asked.number]
         if not isinstance(episode, AgentEpisode):
             episode = self._open[asked.number] = AgentEpisode(episode)
@@ -245,10 +241,7 @@ class EpisodeSource:
 
     def _go_on(self, episode: Episode):
         """Has the next turn generated, unless it would need more tokens than the limit."""
-        if self._is_at_limit(episode):
-            self._stop(episode)
-        else:
-            self._ready.append(episode)
+        (self._stop if self._is_at_limit(episode) else self._ready.append)(episode)
 
     def _stop(self, episode: Episode):
         self.stopped.append(self._close(episode))

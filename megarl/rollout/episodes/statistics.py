@@ -15,11 +15,12 @@ from megarl.measurements import MAX_PARTS, NamesOfRun
 from megarl.rollout.episodes.agent_episode import AgentEpisode
 from megarl.rollout.episodes.episode import FAILED, TRUNCATED, Episode
 
+# `waiting`: seconds in which the replica waited for environments alone; `running`: of the whole rollout. `sharable`:
+# turns that samples of a branch share; `shared`: those of them that others had got.
 _COUNTS = (
-    "episodes", "turns", "truncated", "failed", "calls", "malformed", "steps", "seconds", "late", "restarts",
-    "journalled", "waiting", "running", "rows", "agents", "rewritten",
-    "sharable", "shared",
-)  # fmt: skip
+    "episodes turns truncated failed calls malformed steps seconds late restarts journalled waiting running rows agents"
+    " rewritten sharable shared"
+).split()
 
 
 class EpisodeStatistics:
@@ -53,7 +54,7 @@ class EpisodeStatistics:
 
     def add_episode(
         self, episode: Episode, turns: Iterable[Turn], observations: Iterable[Observation], rewritten: int = 0
-    ):  # fmt: skip
+    ):
         """Counts an episode that has ended, with what its environment was sent and has answered in all rounds, and how
         often its agent has rewritten the policy's turns."""
         c = self.counts
@@ -71,16 +72,6 @@ class EpisodeStatistics:
         for observation in observations:
             self._add_parts(observation)
 
-    def add_times(self, waiting: float, running: float):
-        """Adds seconds in which the replica waited for environments alone, and seconds of the whole rollout."""
-        self.counts["waiting"] += waiting
-        self.counts["running"] += running
-
-    def add_shared(self, asked: int, taken: int):
-        """Adds turns that samples of a branch share, and those of them that others had got."""
-        self.counts["sharable"] += asked
-        self.counts["shared"] += taken
-
 
 def metrics_of(own: EpisodeStatistics, role_groups: RoleGroups, known: NamesOfRun) -> dict[str, float]:
     """The metrics `environment/…` of all replicas' episodes; {} without episodes. A collective of the leaders.
@@ -93,10 +84,8 @@ def metrics_of(own: EpisodeStatistics, role_groups: RoleGroups, known: NamesOfRu
     parts = role_groups.gather_replicas(dict(own.parts))
     names = sorted({name for of_replica in parts for name in of_replica})
     if (beyond := known.beyond(names)) and not known.had_more and role_groups.dp_rank == 0:
-        warn([
-            f"environments have given more than {MAX_PARTS} names of parts; metrics have the first {MAX_PARTS}, "
-            f"without {beyond[0]!r} and others"
-        ])  # fmt: skip
+        more = f"environments have given more than {MAX_PARTS} names of parts; metrics have the first {MAX_PARTS}"
+        warn([f"{more}, without {beyond[0]!r} and others"])
     known.add(names)
     names = [name for name in names if name in known]
     episodes = counts["episodes"]

@@ -18,7 +18,7 @@ from megarl.errors import UsageError
 from megarl.flags.environment import SESSIONS
 from megarl.mcore.inference.engine import RequestList
 from megarl.mcore.inference.generation import Completion, GenerationRequest
-from megarl.rollout.episodes.client import EnvironmentClient
+from megarl.rollout.episodes.client import EnvironmentClient, PlayedTurns
 from megarl.rollout.episodes.episode import FAILED, EnvironmentResult, Episode, EpisodeLimits, turn_key
 from megarl.rollout.episodes.source import EpisodeSource
 from megarl.rollout.replay.saved import SavedResponse
@@ -57,15 +57,15 @@ class Player:
     def check(self) -> list[TurnCheck]:
         """Generates every turn again after the tokens that were before it."""
         assert self._rollout.engine is not None  # every rank is one of the rollout's
-        requests = [self._request_of(turn) for turn in range(len(self._saved.turns))]
+        requests = [self._request_of(turn) for turn in range(len(self._saved.episode.turns))]
         found = self._rollout.engine.generate(requests, self._rollout.ends.ids, self._sampling)
         return [self._compared(turn, completion) for turn, completion in enumerate(found)]
 
     def _request_of(self, turn: int) -> GenerationRequest:
         if self._limits is None:
             return self._request
-        saved, before = self._saved, self._saved.before(turn)
-        room = saved.prompt_length + self._limits.response - len(before)
+        saved, before = self._saved, self._saved.episode.before(turn)
+        room = saved.episode.prompt_length + self._limits.response - len(before)
         key = turn_key(self._request.stream_of(turn), before)
         limit, stops = min(self._limits.turn, room), None
         if saved.is_agent:
@@ -74,16 +74,14 @@ class Player:
         return dataclasses.replace(self._request, prompt=before, key=key, max_new_tokens=limit, stops=stops)
 
     def _compared(self, turn: int, completion: Completion) -> TurnCheck:
-        own, saved = completion.tokens, self._saved.turn_tokens(turn)
+        own, saved = completion.tokens, self._saved.episode.turn_tokens(turn)
         pairs = zip(own, saved, strict=False)
         same = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(own), len(saved)))
         found = torch.tensor(completion.logprobs[:same], dtype=torch.float32)
-        expected = torch.tensor(self._saved.logprobs[turn][:same], dtype=torch.float32)
+        expected = torch.tensor(self._saved.episode.logprobs[turn][:same], dtype=torch.float32)
         gap = float((found - expected).abs().max()) if same else 0.0
         is_equal = torch.equal(found, expected) and len(own) == len(saved)
         return TurnCheck(same, len(own), is_equal, gap)
-
-    # -- forks -------------------------------------------------------------------------------------------------------
 
     def begun(self) -> Episode:
         assert self._limits is not None  # it has an environment
@@ -91,16 +89,16 @@ class Player:
 
     def forked(self, turn: int, tokens: list[int]) -> Episode:
         """The episode up to a turn, counted from 0, followed by other tokens than what its environment has answered."""
-        saved, count, limits = self._saved, turn + 1, self._limits
+        saved, count, limits = self._saved.episode, turn + 1, self._limits
         assert limits is not None  # it has an environment
-        assert saved.record is not None
-        episode = Episode(
-            number=0, request=self._request, line=saved.place[0], limits=limits, key=saved.record["key"],
-            tokens=saved.tokens[: saved.turns[turn][1]], prompt_length=saved.prompt_length, turns=saved.turns[:count],
-            logprobs=saved.logprobs[:count], rewards=saved.rewards[:count],
-            verdicts=[False] * turn,
+        assert self._saved.record is not None
+        episode = dataclasses.replace(
+            saved, number=0, request=self._request, limits=limits, key=self._saved.record["key"], end=None,
+            tokens=saved.tokens[: saved.turns[turn][1]], turns=saved.turns[:count], logprobs=saved.logprobs[:count],
+            rewards=saved.rewards[:count], verdicts=[False] * turn,
         )  # fmt: skip
-        episode.apply(EnvironmentResult(0, tokens, episode.rewards[-1], correct=saved.observations[turn].correct))
+        seen = self._saved.observations[turn]
+        episode.apply(EnvironmentResult(0, tokens, episode.rewards[-1], correct=seen.correct))
         return episode
 
     def play(self, episode: Episode, client: EnvironmentClient | None) -> Episode:
@@ -119,8 +117,9 @@ def go_on_after(turn: int, client: EnvironmentClient, saved: SavedResponse, prom
     On the replica's leader."""
     assert saved.record is not None  # it has an environment
     key = saved.record["key"]
-    client.restore(key, saved.observations[: turn + 1], saved.record["tools"])
-    client.go_on(0, prompt, task, key, [saved.turn_tokens(number) for number in range(turn + 1)])
+    seen = saved.observations[: turn + 1]
+    client.kept[key] = PlayedTurns(observations=seen, tools=saved.record["tools"], sent=turn + 1)
+    client.go_on(0, prompt, task, key, [saved.episode.turn_tokens(number) for number in range(turn + 1)])
 
 
 def fork_problem(saved: SavedResponse, turn: int) -> str | None:
@@ -130,7 +129,7 @@ def fork_problem(saved: SavedResponse, turn: int) -> str | None:
         return "the run has no environment, whose answers could be others"
     if saved.manifest["environment"] == SESSIONS:
         return "the driver of a session is outside of the run, and cannot be run again"
-    if saved.end == FAILED:
+    if saved.episode.end == FAILED:
         return "the environment of this episode failed"
     allowed = saved.continued_turns()
     if turn not in allowed:
@@ -157,7 +156,8 @@ class ForkedPool(EnvironmentPool):
         """`turn`: of the saved episode, counted from 0; `texts`: of the messages that follow it."""
         super().__init__(options)
         self.answer: list[Message] = []  # the messages with other contents, once the agent has sent them
-        self._prompt, self._tokens, self._texts = saved.before(turn), saved.turn_tokens(turn), texts
+        self._prompt, self._tokens = saved.episode.before(turn), saved.episode.turn_tokens(turn)
+        self._texts = texts
         self._asks: dict[tuple[int, int], Ask] = {}
         self._path: list[str] | None = None  # messages up to the turn, as text
 

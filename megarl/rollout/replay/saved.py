@@ -7,11 +7,12 @@ import torch
 
 from megarl.checkpoint import manifest as manifests
 from megarl.environments.protocol import Observation
-from megarl.errors import UsageError, one_line
+from megarl.errors import UsageError
 from megarl.groups import PromptGroups
 from megarl.observe.files import step_name, step_of
 from megarl.observe.terminal import ranges_text
-from megarl.plain_files import reason_of
+from megarl.plain_files import reading
+from megarl.rollout.episodes.episode import UNKNOWN, Episode, EpisodeLimits
 from megarl.rollout.episodes.results import observations_of
 from megarl.rollout.response_log import Entry
 from megarl.rollout.rollout_files import EPISODE, FOLDER, RESPONSES, entries_of
@@ -26,14 +27,7 @@ class SavedResponse(NamedTuple):
     sample: int  # number in the step
     place: tuple[int, int]  # line of the prompt, and number in the group
     draw: tuple[int, int]  # step that drew the line, and how often it had before
-    tokens: list[int]
-    prompt_length: int
-    row_starts: list[int]  # where further rows of an agent begin in `tokens`
-    turns: list[tuple[int, int]]  # (start, end) of each in `tokens`
-    logprobs: list[list[float]]  # of each turn
-    rewards: list[float]  # of each turn; without an environment unknown, and 0
-    end: str  # why it ended
-    solved: bool
+    episode: Episode  # without its request and limits; without an environment its reward is unknown, and 0
     versions: list[int]  # of the policies that wrote it, ascending; []: not written down
     record: dict[str, Any] | None  # of `record_of`; None without an environment
 
@@ -49,23 +43,13 @@ class SavedResponse(NamedTuple):
 
     def continued_turns(self) -> list[int]:
         """The turns that another one continues, counted from 0."""
+        episode, numbers = self.episode, range(len(self.episode.turns))
         if not self.is_agent:
-            seen = self.observations[: max(len(self.turns) - 1, 0)]
+            seen = self.observations[: max(len(numbers) - 1, 0)]
             return [turn for turn, each in enumerate(seen) if not each.done and each.messages]
-        rows = [[*self.before(turn), *self.turn_tokens(turn)] for turn in range(len(self.turns))]
-        prompts = [self.before(turn) for turn in range(len(self.turns))]
+        prompts = [episode.before(turn) for turn in numbers]
+        rows = [[*episode.before(turn), *episode.turn_tokens(turn)] for turn in numbers]
         return [turn for turn, row in enumerate(rows) if any(p[: len(row)] == row for p in prompts)]
-
-    def before(self, turn: int) -> list[int]:
-        """The tokens that the policy has read before it wrote a turn, counted from 0."""
-        start = self.turns[turn][0]
-        row = max((first for first in self.row_starts if first <= start), default=0)
-        return self.tokens[row:start]
-
-    def turn_tokens(self, turn: int) -> list[int]:
-        """Tokens of a turn, counted from 0."""
-        start, end = self.turns[turn]
-        return self.tokens[start:end]
 
 
 def read_response(run: str, step: int, sample: int) -> SavedResponse:
@@ -83,17 +67,13 @@ def read_response(run: str, step: int, sample: int) -> SavedResponse:
     manifest = manifests.read(folder, "--step")
     if problem := manifests.check_sizes(folder, manifest):
         raise UsageError(f"--step {step}: {folder}: {problem}")
-    try:
+    with reading(f"--step {step}: {folder}", "is damaged"):
         return _response(folder, manifest, sample)
-    except UsageError:
-        raise
-    except Exception as error:  # files made for harm can raise anything
-        raise UsageError(one_line(f"--step {step}: {folder}: is damaged ({reason_of(error)})")) from None
 
 
 def _response(folder: Path, manifest: dict[str, Any], sample: int) -> SavedResponse:
-    rounds, size, left = manifest["rounds"], manifest["samples_per_prompt"], sample
-    groups = [PromptGroups(round_.get("sizes") or [size] * len(round_["lines"])) for round_ in rounds]
+    rounds, left = manifest["rounds"], sample
+    groups = [PromptGroups(round_["sizes"]) for round_ in rounds]
     total = sum(of_round.count for of_round in groups)
     if not 0 <= sample < total:
         raise UsageError(f"--sample {sample}: step {manifest['step']} has the samples 0-{total - 1}")
@@ -101,7 +81,7 @@ def _response(folder: Path, manifest: dict[str, Any], sample: int) -> SavedRespo
     while left >= groups[number].count:
         number, left = number + 1, left - groups[number].count
     round_ = rounds[number]
-    entries = entries_of(folder, manifest["replicas"], "--step")
+    entries = entries_of(folder, "--step")
     rows = _row(entries, number, left)
     record = _record(entries, number, left, folder) if manifest["environment"] is not None else None
     group = int(groups[number].of(torch.tensor(left)))
@@ -109,20 +89,21 @@ def _response(folder: Path, manifest: dict[str, Any], sample: int) -> SavedRespo
     turns = [(length, len(tokens))] if record is None else [(int(start), int(end)) for start, end in record["turns"]]
     logprobs, mask = rows["rollout_logprobs"], rows["response_mask"]
     finished = bool(rows["finished"])
-    return SavedResponse(
-        manifest=manifest, sample=sample, place=(round_["lines"][group], left - int(groups[number].starts[group])),
-        draw=tuple(round_["draws"][group]), tokens=tokens, prompt_length=length,
-        row_starts=rows["row_starts"].nonzero().flatten().tolist() if "row_starts" in rows else [], turns=turns,
-        logprobs=[logprobs[start:end].tolist() for start, end in turns],
-        rewards=[0.0] * len(turns) if record is None else record["rewards"],
-        end=("done" if finished else "length") if record is None else record["end"],
-        solved=False if record is None else record["solved"],
-        versions=rows["versions"][mask].unique().tolist() if "versions" in rows else [], record=record,
+    end, verdicts, rewards = "done" if finished else "length", [], [0.0]
+    if record is not None:
+        end, verdicts, rewards = record["end"], [record["solved"]], record["rewards"]
+    line = round_["lines"][group]
+    episode = Episode(
+        sample, UNKNOWN, line, EpisodeLimits(0, 0, 0), tokens=tokens, prompt_length=length, turns=turns, end=end,
+        row_starts=rows["row_starts"].nonzero().flatten().tolist() if "row_starts" in rows else [], rewards=rewards,
+        logprobs=[logprobs[start:end].tolist() for start, end in turns], verdicts=verdicts,
     )  # fmt: skip
+    versions = rows["versions"][mask].unique().tolist() if "versions" in rows else []
+    place = line, left - int(groups[number].starts[group])
+    return SavedResponse(manifest, sample, place, tuple(round_["draws"][group]), episode, versions, record)
 
 
 def _row(entries: Entries, number: int, sequence: int) -> dict[str, Any]:
-    """The fields of one sequence of a round."""
     for entry in entries.get((number, RESPONSES), ()):
         fields = entry.read().fields
         found = (fields["sequence_ids"] == sequence).nonzero().flatten().tolist()

@@ -21,22 +21,21 @@ def heading(saved: SavedResponse) -> str:
 def saved_turns(saved: SavedResponse, texts: TurnTokens, checks: Sequence[TurnCheck] = ()) -> Iterator[str]:
     """The lines of a saved response. `checks`: of its turns; none: it was not generated again."""
     yield "prompt"
-    yield from _block(texts.shown(saved.tokens[: saved.prompt_length]))
-    seen = saved.observations
-    for turn in range(len(saved.turns)):
+    episode, seen = saved.episode, saved.observations
+    yield from _block(texts.shown(episode.tokens[: episode.prompt_length]))
+    for turn in range(len(episode.turns)):
         if saved.is_agent and turn:
-            yield from _asked(saved, turn, texts)
+            yield from _asked(episode, turn, texts)
         state = "" if not checks else f" | {_compared(checks[turn])}"
-        observation = seen[turn] if turn < len(seen) else None
-        yield from _turn(turn, saved.turn_tokens(turn), observation, texts, state)
-    yield _end(saved.end, saved.solved, saved.rewards, has_verdict=saved.record is not None)
+        yield from _turn(episode, turn, seen, texts, state)
+    yield _end(episode, has_verdict=saved.record is not None)
 
 
 def forked_turns(episode: Episode, first: int, seen: Sequence[Observation], texts: TurnTokens) -> Iterator[str]:
     """The lines of the turns from `first` on, counted from 0, of an episode with another answer before them."""
     for turn in range(first, len(episode.turns)):
-        yield from _turn(turn, episode.turn_tokens(turn), seen[turn] if turn < len(seen) else None, texts, "")
-    yield _end(str(episode.end), episode.solved, episode.rewards)
+        yield from _turn(episode, turn, seen, texts)
+    yield _end(episode)
 
 
 def answer(messages: Sequence[Message]) -> Iterator[str]:
@@ -47,22 +46,23 @@ def answer(messages: Sequence[Message]) -> Iterator[str]:
 
 
 def _turn(
-    turn: int, tokens: list[int], seen: Observation | None, texts: TurnTokens, state: str
-) -> Iterator[str]:  # fmt: skip
+    episode: Episode, turn: int, answers: Sequence[Observation], texts: TurnTokens, state: str = ""
+) -> Iterator[str]:
+    tokens, seen = episode.turn_tokens(turn), answers[turn] if turn < len(answers) else None
     reward = "" if seen is None else f", reward {seen.reward:g}"
     yield f"turn {turn + 1}: {len(tokens)} tokens{reward}{state}"
     yield from _block(texts.shown(tokens))
     yield from answer(() if seen is None else seen.messages)
 
 
-def _asked(saved: SavedResponse, turn: int, texts: TurnTokens) -> Iterator[str]:
+def _asked(episode: Episode, turn: int, texts: TurnTokens) -> Iterator[str]:
     """What an agent has put before one of its later turns."""
-    start, end = saved.turns[turn][0], saved.turns[turn - 1][1]
-    rows = [first for first in saved.row_starts if end <= first <= start]
+    start, end = episode.turns[turn][0], episode.turns[turn - 1][1]
+    rows = [first for first in episode.row_starts if end <= first <= start]
     if rows:
         yield "a row of its own"
     yield "  the agent"
-    yield from _block(texts.shown(saved.tokens[max([end, *rows]) : start]))
+    yield from _block(texts.shown(episode.tokens[max([end, *rows]) : start]))
 
 
 def _compared(check: TurnCheck) -> str:
@@ -73,9 +73,10 @@ def _compared(check: TurnCheck) -> str:
     return f"the same tokens, log-probs differ by at most {check.logprob_gap:.3g}"
 
 
-def _end(end: str, is_solved: bool, rewards: Sequence[float], has_verdict: bool = True) -> str:
-    verdict = f", {'solved' if is_solved else 'not solved'}, rewards {sum(rewards):g}" if has_verdict else ""
-    return f"end: {end}{verdict}"
+def _end(episode: Episode, has_verdict: bool = True) -> str:
+    solved = "solved" if episode.solved else "not solved"
+    verdict = f", {solved}, rewards {sum(episode.rewards):g}" if has_verdict else ""
+    return f"end: {episode.end}{verdict}"
 
 
 def _block(text: str) -> Iterator[str]:

@@ -28,7 +28,6 @@ USER = [{"role": "user", "content": "12"}]
 
 
 def pool_of(timeout: float = SAFETY_SECONDS, retries: int = 0) -> EnvironmentPool:
-    """A pool with one worker."""
     return EnvironmentPool(PoolOptions(1, timeout, retries, "hermes", f"{HERE}:chats"))
 
 
@@ -44,6 +43,26 @@ def play(pool: EnvironmentPool, name: str, texts=(), turns: int = 9) -> tuple:
                 return event, asks
             pool.reply(0, event.ticket, event.request, _reply(len(asks), texts, turns))
             asks.append(event.ask)
+
+
+def played(pool: EnvironmentPool, name: str, texts=(), reward: float = 1.0) -> list:
+    """The requests of an agent that ends with this reward."""
+    event, asks = play(pool, name, texts)
+    assert event.failure is None and event.is_agent and event.observation.done, event.failure
+    assert event.observation.reward == reward
+    return asks
+
+
+def played_with_a_result(pool: EnvironmentPool, name: str) -> list:
+    """The requests of an agent that asks in a dialect with a call and its result."""
+    asks = played(pool, name, [CALL, "42", CALL])
+    assert len(asks) == 3
+    system, _, turn, result, *_ = asks[1].messages
+    assert system == {"role": "system", "content": "be right"} and turn["content"] == "42"
+    assert turn["tool_calls"][0]["function"] == {"name": "add", "arguments": {"x": [1, "ä"]}}
+    assert (result["role"], result["name"], result["content"]) == ("tool", "add", "43")
+    assert asks[1].max_tokens == 9 and asks[1].tools[0]["function"]["name"] == "add"
+    return asks
 
 
 def _reply(number: int, texts, turns: int) -> Reply:
@@ -285,7 +304,6 @@ async def says_text(task, client) -> str:
 
 
 async def sleeps(task, client) -> float:
-    """Works for ever."""
     await asyncio.Event().wait()
 
 
@@ -371,5 +389,4 @@ def prints_much() -> ProgramEnvironment:
 
 
 def missing() -> ProgramEnvironment:
-    """There is no such program."""
     return ProgramEnvironment(["no-such-program"], lambda run: 1.0)

@@ -20,7 +20,6 @@ class Echo(BaseEnvironment):
     """Answers with the turn's text, its number, and the task's seed."""
 
     def step(self, turn):
-        """The text again."""
         return Observation([{"role": "user", "content": f"{turn.number}: {turn.text}"}], reward=float(turn.number))
 
 
@@ -28,7 +27,6 @@ class Yields(Echo):
     """Gives its answers one by one."""
 
     async def step(self, turn):
-        """A generator."""
         yield super().step(turn)
 
 
@@ -39,7 +37,6 @@ class Typed(Echo):
         "type": "object", "properties": {"s": {"type": "string"}, "x": {"type": "integer"}}}}}]  # fmt: skip
 
     def step(self, turn):
-        """The calls again."""
         calls = [[call.id, call.name, call.arguments] for call in turn.calls]
         return Observation([{"role": "user", "content": json.dumps([turn.text, *calls])}])
 
@@ -48,7 +45,6 @@ class AsyncMeeting(Echo):
     """Answers when `MEETING` episodes wait for an answer on the event loop."""
 
     async def step(self, turn):
-        """Waits for the others."""
         await _async_barrier.wait()
         return super().step(turn)
 
@@ -57,7 +53,6 @@ class ThreadMeeting(Echo):
     """Answers when `MEETING` episodes wait for an answer in threads."""
 
     def step(self, turn):
-        """Waits for the others."""
         _barrier.wait()
         return super().step(turn)
 
@@ -66,7 +61,6 @@ class Long(Echo):
     """Answers with 500,000 characters."""
 
     def step(self, turn):
-        """A long text."""
         return Observation([{"role": "user", "content": "x" * 500_000}])
 
 
@@ -84,7 +78,6 @@ class Neighbours(Echo):
     """At `die` its process ends and at `stick` it never answers, while others wait at `meet` for that to happen."""
 
     def step(self, turn):
-        """The text again."""
         if turn.text == "die":
             _doomed.set()
             os._exit(3)
@@ -106,7 +99,6 @@ class Child(Echo):
     """Starts a process that outlives the episode; prints to standard output; leaves."""
 
     def step(self, turn):
-        """The number of its child."""
         print("printed by an environment")
         child = subprocess.Popen(["sleep", str(SAFETY_SECONDS)])
         return Observation([{"role": "user", "content": str(child.pid)}])
@@ -118,7 +110,6 @@ class Unrepeatable(Echo):
     replayable = False
 
     def step(self, turn):
-        """The text again."""
         if turn.text == "break":
             raise KeyError(turn.number)
         return super().step(turn)
@@ -128,7 +119,6 @@ class Unlike(Echo):
     """Counts how often it was made, and answers with the count: it says that it can be replayed and cannot."""
 
     def reset(self, task: Task):
-        """Counts."""
         path = Path(os.environ["MEGARL_TEST_FOLDER"], "made")
         with open(path, "a") as file:
             file.write("x")
@@ -136,7 +126,6 @@ class Unlike(Echo):
         return Observation()
 
     def step(self, turn):
-        """Leaves in the second turn."""
         if turn.number == 1 and not _seen("left"):
             os._exit(1)
         return Observation([{"role": "user", "content": str(self._count)}])
@@ -148,7 +137,6 @@ class Watched(Echo):
     works = False
 
     def step(self, turn):
-        """Waits for a file."""
         self.works = True
         _seen("works")
         wait_until(Path(os.environ["MEGARL_TEST_FOLDER"], "go").exists)
@@ -156,7 +144,6 @@ class Watched(Echo):
         return super().step(turn)
 
     def close(self):
-        """Writes a file."""
         Path(os.environ["MEGARL_TEST_FOLDER"], "closed").write_text(f"works: {self.works}")
 
 
@@ -176,7 +163,6 @@ class Wrong(Echo):
     }
 
     def step(self, turn):
-        """One of the answers."""
         return self.ANSWERS[turn.text]
 
 
@@ -197,6 +183,9 @@ class Plays:
         name = environment if ":" in environment else f"{HERE}:{environment}"
         self.pool = EnvironmentPool(PoolOptions(workers, timeout, retries, "hermes", name), journal)
         self.events = {}  # latest of each episode
+
+    def processes(self) -> list[int]:
+        return [process.process.pid for process in self.pool._processes]
 
     def start(self, *numbers, key=None, seed=0):
         """Begins episodes and waits for their resets."""

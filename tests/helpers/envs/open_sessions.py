@@ -37,7 +37,6 @@ class Leader:
         self.pool.start(number, task, None, key or f"4/9/{number}")
 
     def next(self) -> Event | Asked:
-        """What comes next."""
         assert wait_until(self._poll)
         return self.came.pop(0)
 

@@ -13,6 +13,14 @@ from megarl.environments.protocol import BaseEnvironment, Observation, Task, Tur
 FOLDER = "MEGARL_TEST_FOLDER"  # environment variable: where calls are counted and breakdowns are remembered
 
 
+# Flags of a run of two steps with episodes.
+EPISODES = (
+    "--advantage rloo --kl-coefficient 0 --train-iters 2 --save-interval 1 --max-response-length 18 --max-turns 3"
+    " --max-turn-length 4 --max-tokens-per-microbatch 100 --rollout-max-requests 64 --environment-timeout 60"
+    " --save-rollouts"
+)
+
+
 class Sums(BaseEnvironment):
     """Asks for another sum after each turn, three times; the reward grows with the sevens of the text."""
 
@@ -92,23 +100,6 @@ class BreakingSums(Sums):
         return super().step(turn)
 
 
-class OnceOnlySums(Sums):
-    """Cannot be replayed, and always breaks in the second turn of some groups."""
-
-    replayable = False
-
-    def reset(self, task: Task) -> Observation:
-        """Chooses which groups break."""
-        self._breaks = task.seed % 3 == 0
-        return super().reset(task)
-
-    def step(self, turn: Turn) -> Observation:
-        """Raises in the second turn."""
-        if self._breaks and turn.number == 1:
-            raise RuntimeError("broken for good")
-        return super().step(turn)
-
-
 class UnreplayableSums(Sums):
     """Says that it cannot be replayed."""
 
@@ -128,6 +119,18 @@ class FailingSums(Sums):
         if self._breaks and turn.number == 1:
             raise RuntimeError("broken for good")
         return super().step(turn)
+
+
+class OnceOnlySums(FailingSums):
+    """Cannot be replayed, and always breaks in the second turn of some groups."""
+
+    replayable = False
+
+    def reset(self, task: Task) -> Observation:
+        """Chooses which groups break."""
+        observation = super().reset(task)
+        self._breaks = task.seed % 3 == 0
+        return observation
 
 
 def _is_first(name: str) -> bool:

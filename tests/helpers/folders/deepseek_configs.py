@@ -15,3 +15,10 @@ DEEPSEEK_V3 = {
     "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
                             "weight_block_size": [128, 128]},
 }  # fmt: skip
+KIMI_K2 = DEEPSEEK_V3 | {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "first_k_dense_replace": 1, "n_group": 1,
+    "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
+    "routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840,
+    "rope_scaling": DEEPSEEK_YARN | {"beta_fast": 1.0, "factor": 32.0},
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+}  # fmt: skip

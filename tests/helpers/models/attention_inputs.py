@@ -10,6 +10,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from megarl.mcore.attention.backends import sdpa
+from megarl.mcore.attention.cache_attention import StepRequests
 from megarl.mcore.attention.packed_attention import PackedAttention
 from megarl.mcore.attention.packing import pack_sequences
 from megarl.mcore.kernels import native
@@ -90,10 +91,14 @@ class PagedRequests:
                 self.cache[place, : rows.stop - rows.start] = both
         self.queries, self.lengths = torch.tensor(requests).unbind(1)
 
+    def requests(self, window=None, padding=0) -> StepRequests:
+        total = sum(map(len, self.query)) + padding
+        return StepRequests(self.queries, self.lengths, self.pages, total, self.cache, window)
+
     def attend(self, padding=0, scale=None, window=None, backend=sdpa, **options):
         """The new tokens' attention over the cache, and zeros for padding."""
         query = torch.cat([*self.query, self.query[0].new_full((padding, *self.query[0].shape[1:]), 5.0)])
-        reads = backend.plan_cache_reads(self.queries, self.lengths, self.pages, len(query), self.cache, window)
+        reads = backend.plan_cache_reads(self.requests(window, padding))
         grouped = query.unflatten(1, (self.cache.shape[2], -1))
         return backend.PagedAttention()(grouped, self.cache, reads, scale, **options).view_as(query)
 

@@ -25,31 +25,15 @@ from megarl.mcore.kernels.cuda import (
     swiglu_rows,
 )
 
-TENSORS = {
-    "query": "*bf16",
-    "key": "*bf16",
-    "value": "*bf16",
-    "table": "*i32",
-    "segments": "*i32",
-    "out": "*bf16",
-    "log_sums": "*fp32",
-}
+TENSORS = dict.fromkeys(("query", "key", "value", "out"), "*bf16") | {"log_sums": "*fp32"}
+TENSORS |= {"table": "*i32", "segments": "*i32"}
 PARTS = {"sums": "*fp32", "maxima": "*fp32", "parts": "*fp32"}
 STRIDES = ("query_row", "query_head", "key_row", "key_group", "value_row", "value_group", "total")
 READS = TENSORS | PARTS | dict.fromkeys(STRIDES, "i32") | {"scale": "fp32", "window": "i32"}
 SIZES = dict(HEADS=2, HEAD_TILE=2, QUERIES=8, CHANNELS=128, CHANNEL_TILE=128, TILE=64)
 PAGES = {64: dict(PAGE=64, TABLE_ROW=40), 1: dict(PAGE=1, TABLE_ROW=0)}  # of a cache in decode; rows of tokens
-ROW = {
-    "logits": "*bf16",
-    "numbers": "*fp64",
-    "temperatures": "*fp32",
-    "greedy": "*i32",
-    "tokens": "*i64",
-    "logprobs": "*fp32",
-    "row_stride": "i64",
-    "temperature": "fp32",
-    "columns": "i32",
-}
+ROW = {"logits": "*bf16", "numbers": "*fp64", "temperatures": "*fp32", "greedy": "*i32", "tokens": "*i64"}
+ROW |= {"logprobs": "*fp32", "row_stride": "i64", "temperature": "fp32", "columns": "i32"}
 NORM = dict.fromkeys(("x", "out"), "*bf16") | dict.fromkeys(("weight", "bias", "means", "scales"), "*fp32")
 NORM |= {"columns": "i32", "epsilon": "fp32"}
 FP32 = dict.fromkeys(("x", "weight", "bias", "out"), "*fp32")

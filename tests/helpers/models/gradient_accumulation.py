@@ -2,11 +2,7 @@
 
 import torch
 
-from tests.helpers.models.tiny_models import (
-    VOCAB,
-    build_stages,
-    ragged_tokens,
-)
+from tests.helpers.models.tiny_models import VOCAB, build_stages, ragged_tokens
 
 LENGTHS = [7, 2, 11, 1, 4, 9]
 COUNT = sum(LENGTHS)

@@ -52,32 +52,9 @@ LAYOUTS = {
     "tp4-sp-gemma": (4, GEMMA, f"{TP4} {SP}"),
     "tp4-ep2-sp": (4, MOE, f"{TP4} {SP} {EP2}"),
 }
+ALL_MODELS = "tp2 tp2-sp pp2-vp2 cp2 dp2-overlap sharded-dp2 tp2-sp-recompute pp2-cp2-recompute tp2-ep2-sp".split()
 # Of models with recurrent states.
-RECURRENT_LAYOUTS = {
-    "tp2": (2, DENSE, TP2),
-    "tp2-sp": (2, DENSE, f"{TP2} {SP}"),
-    "pp2-vp2": (2, DENSE, f"{PP2} {VP2}"),
-    "tp2-one-group": (2, ONE_GROUP, TP2),
-    "tp2-pp2": (4, DENSE, f"{TP2} {PP2}"),
-    "cp2": (2, DENSE, CP2),
-    "pp2-cp2-recompute": (4, DENSE, f"{PP2} {CP2} --recompute-activations"),
-    "dp2-overlap": (2, DENSE, "--use-distributed-optimizer --overlap-grad-reduce"),
-    "sharded-dp2": (2, DENSE, "--use-torch-fsdp2"),
-    "sharded-cp2": (2, DENSE, f"{CP2} --use-torch-fsdp2"),
-    "tp2-sp-recompute": (2, DENSE, f"{TP2} {SP} {RECOMPUTE}"),
-    "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
-}
+RECURRENT_LAYOUTS = {name: LAYOUTS[name] for name in (*ALL_MODELS, "tp2-one-group", "tp2-pp2")}
+RECURRENT_LAYOUTS["sharded-cp2"] = (2, DENSE, f"{CP2} --use-torch-fsdp2")
 # Of models with multi-latent attention.
-LATENT_LAYOUTS = {
-    "tp2": (2, DENSE, TP2),
-    "tp2-sp": (2, DENSE, f"{TP2} {SP}"),
-    "tp4-sp": (4, DENSE, f"--tensor-model-parallel-size 4 {SP}"),
-    "pp2-vp2": (2, DENSE, f"{PP2} {VP2}"),
-    "cp2": (2, DENSE, CP2),
-    "tp2-sp-cp2": (4, DENSE, f"{TP2} {SP} {CP2}"),
-    "dp2-overlap": (2, DENSE, "--use-distributed-optimizer --overlap-grad-reduce"),
-    "sharded-dp2": (2, DENSE, "--use-torch-fsdp2"),
-    "tp2-sp-recompute": (2, DENSE, f"{TP2} {SP} {RECOMPUTE}"),
-    "pp2-cp2-recompute": (4, DENSE, f"{PP2} {CP2} --recompute-activations"),
-    "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
-}
+LATENT_LAYOUTS = {name: LAYOUTS[name] for name in (*ALL_MODELS, "tp2-sp-cp2")} | {"tp4-sp": (4, DENSE, f"{TP4} {SP}")}

@@ -1,19 +1,13 @@
 """What the plan says that a rank of a tiny model holds, and what it holds."""
 
-from datetime import timedelta
-
 import numpy as np
 import torch.distributed as dist
 
-from megarl.comm import role_mesh
 from megarl.planning import memory, parameters
-from tests.helpers.models.tiny_models import VOCAB, parse_roles
+from tests.helpers.models import tiny_models
+from tests.helpers.models.tiny_models import VOCAB
 
-
-def join_actor(flags: str, shape: str):
-    """(args, role groups) of the actor in the running world; each fake world has its own groups."""
-    roles = parse_roles(flags, dist.get_world_size(), shape)
-    return roles["actor"].megatron, role_mesh.create_mesh(roles, timedelta(minutes=1))["actor"]
+join_actor = tiny_models.join_actor.__wrapped__  # each fake world has its own groups
 
 
 def build(flags: str, shape: str, value_head: bool):

@@ -61,6 +61,16 @@ def leaves(inputs: AnyInputs, dtype: torch.dtype = torch.float32) -> AnyInputs:
     return type(inputs)(*(x.to(dtype, copy=True).requires_grad_() for x in inputs))
 
 
+def expected_of(by_transformers, inputs: AnyInputs, sizes, holders, prefixes) -> tuple[Tensor, Tensor, tuple]:
+    """(a gradient of results [T, H, V], results in float64, the inputs' gradients) of a stream's sequences, each
+    computed alone."""
+    grad = torch.randn(len(inputs.x), sizes.heads, sizes.values, generator=torch.Generator().manual_seed(1))
+    exact, expected = leaves(inputs, torch.float64), torch.zeros_like(grad, dtype=torch.float64)
+    for rows in rows_of_sequences(stream(holders=holders, prefixes=prefixes)):  # of a shared row, equal in each of them
+        expected = expected.index_copy(0, rows, by_transformers(exact.at(rows), sizes))
+    return grad, expected.detach(), torch.autograd.grad(expected, exact, grad.double())
+
+
 def empty_states(count: int, sizes) -> States:
     """Whose contents show where they are read."""
     return States(*(torch.full(shape, float("nan")) for shape in States.shapes(count, TAPS, sizes)))

@@ -28,9 +28,7 @@ class Pair:
         places = role_mesh.create_mesh(settings, SAFETY)
         self.places = {role: places[role] for role in ("actor", "reference")}
         self.args = {role: settings[role].megatron for role in self.places}
-        for (
-            args
-        ) in self.args.values():  # a persistent buffer; the flag itself is rejected for models that are not trained
+        for args in self.args.values():  # a persistent buffer; models that are not trained reject the flag itself
             args.moe_router_enable_expert_bias = bool(args.num_experts)
         ranks = sorted({*self.places["actor"].ranks, *self.places["reference"].ranks})
         self.group, self.is_member = dist.new_group(ranks), dist.get_rank() in ranks

@@ -59,7 +59,7 @@ class Watch:
         def sending(replay, step_batch):
             watch.step, batch = step_batch.step, step_batch["rollout"]
             if batch is not None and batch.routes is not None:
-                layers = replay._exchange._holders.layers("rollout", torch.distributed.get_rank())
+                layers = replay._exchange.layers("rollout", torch.distributed.get_rank())
                 watch.note("generated", batch, torch.arange(len(batch.tokens)), batch.routes, layers)
             send_routes(replay, step_batch)
 

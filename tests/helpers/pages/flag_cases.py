@@ -15,7 +15,7 @@ FOLDERS = (
     "judge_hf_model",
     "lora_adapter",
     "teachers",
-)  # read at once: see test_hf_models.py, test_peft_files.py, test_several_teachers.py
+)  # read at once: see test_hf_models.py, test_peft_files.py, test_teacher.py
 FIELDS = [field for field in dataclasses.fields(Settings) if field.name not in FOLDERS]
 
 ONLINE = (  # preferences from groups

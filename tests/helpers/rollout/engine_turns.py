@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tests.helpers.models.tiny_models import VOCAB
-from tests.helpers.rollout.engines import NEVER, make_requests, settings_of
+from tests.helpers.rollout.engines import NEVER, engine_on, make_requests, settings_of
 
 LONGEST = 160  # tokens of the episodes below, at most: 24 + 4 turns × (12 + 19) + 12
 BLOCK = 16  # tokens of a block of the cache
@@ -96,7 +96,4 @@ def play(engine, episodes: Episodes, end=NEVER, sampling=None, routes=False) -> 
 
 def engine_of(model, place, **settings):
     """An engine that has room for the episodes, unless the settings say otherwise."""
-    from megarl.mcore.inference.engine import RolloutEngine
-
-    settings = {"buffer_gb": 0.01, "max_requests": 32} | settings
-    return RolloutEngine(model, place.pg_collection, VOCAB, LONGEST, **settings)
+    return engine_on(model, place, LONGEST, **{"buffer_gb": 0.01} | settings)

@@ -11,8 +11,8 @@ NEVER = ()  # no token ends a response
 LIMIT, COUNT = 12, 20
 
 
-def make_requests(limit=LIMIT, count=COUNT):
-    """Requests with ragged prompts of 1 to 24 tokens, each with its own random stream."""
+def make_requests(limit=LIMIT, count=COUNT, siblings=1):
+    """Requests with ragged prompts of 1 to 24 tokens, the same for `siblings`, each with its own random stream."""
     from megarl.algorithms.token_sampling import stream_keys
     from megarl.mcore.inference.generation import GenerationRequest
 
@@ -20,15 +20,37 @@ def make_requests(limit=LIMIT, count=COUNT):
     lengths = [1, 24, 16, 17, 2] + torch.randint(1, 25, (count - 5,), generator=generator).tolist()
     keys = stream_keys(1, 0, torch.arange(count), torch.zeros(count, dtype=torch.int64)).tolist()
     prompts = [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in lengths]
-    return [GenerationRequest(prompt, key, limit) for prompt, key in zip(prompts, keys, strict=True)]
+    return [GenerationRequest(prompts[i // siblings], key, limit) for i, key in enumerate(keys)]
 
 
-def make_engine(flags="", shape="llama", buffer_gb=0.005, max_requests=32, **settings):
-    """(engine, model, role groups) for a model of the given shape."""
+def engine_on(model, place, max_length=48, buffer_gb=0.005, max_requests=32, always_drafts=False, **settings):
+    """An engine on a model; `always_drafts`: as if looking for drafts and trying them took no time."""
     from megarl.mcore.inference.engine import RolloutEngine
 
+    settings |= {"speculative": True} if always_drafts else {}
+    engine = RolloutEngine(model, place.pg_collection, VOCAB, max_length, buffer_gb, max_requests, **settings)
+    if always_drafts:
+        engine.drafter.costs = engine.drafter.costs._replace(looking=0.0, looking_row=0.0, drafting=0.0)
+    return engine
+
+
+def make_engine(flags="", shape="llama", **settings):
+    """(engine, model, role groups) for a model of the given shape."""
     model, _, place = build(flags, shape)
-    return RolloutEngine(model, place.pg_collection, VOCAB, 48, buffer_gb, max_requests, **settings), model, place
+    return engine_on(model, place, **settings), model, place
+
+
+def take_long_steps(engine):
+    """Has an engine take Megarl's short path in no step."""
+    from megarl.mcore.inference.decode_loop import DecodeLoopEngine
+
+    engine.engine.__class__ = type("LongSteps", (DecodeLoopEngine,), {"_only_decodes": False})
+
+
+def assert_all_blocks_are_free(engine):
+    """No block was lost; with prefix caching some are kept."""
+    blocks = engine.context.kv_block_allocator
+    assert blocks.total_avail == blocks.total_count - 1 or engine.context.enable_prefix_caching
 
 
 def settings_of(**kwargs):
@@ -70,6 +92,14 @@ def standard(shape="llama"):
 def texts(completions):
     """The tokens of each completion."""
     return [completion.tokens for completion in completions]
+
+
+def are_same(ones, others) -> bool:
+    """Whether completions are equal, their routes included, which `==` leaves out."""
+    pairs = zip(ones, others, strict=True)
+    return ones == others and all(
+        one.routes is other.routes is None or torch.equal(one.routes, other.routes) for one, other in pairs
+    )
 
 
 def on_device(rank, generate, flags, *args):

@@ -1,10 +1,10 @@
 """Runs whose weights change within a round, by a clock that is a seed or as a schedule says, and what they leave."""
 
-import json
 import random
 import time
 from pathlib import Path
 
+from megarl.rollout import response_log
 from tests.helpers.programs import in_world, metrics, program, rl_argv, samples, timeless
 from tests.helpers.rollout import seeded_clock
 from tests.helpers.worlds import run_world
@@ -78,11 +78,15 @@ def run(save: Path, roles: str, flags: str, seed: int | None = None, sleeps: int
     return save
 
 
-def lines_of(save: Path) -> list[dict]:
-    """The lines of all replicas about rounds."""
-    files = sorted((save / "schedule").glob("replica_*.jsonl"))
-    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    return [line for line in lines if "run" not in line]
+def facts_of(file: Path) -> list[dict]:
+    """The records of one replica's schedule."""
+    return [entry.facts for entry in response_log.intact(file, print)]
+
+
+def records_of(save: Path) -> list[dict]:
+    """The records of all replicas about rounds."""
+    found = [facts for file in sorted((save / "schedule").glob("replica_*.log")) for facts in facts_of(file)]
+    return [facts for facts in found if "run" not in facts]
 
 
 def layout_free(save: Path) -> dict[int, dict]:

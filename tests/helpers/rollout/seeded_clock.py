@@ -19,12 +19,13 @@ def install(rank: int, seed: int | None):
     looks: dict[tuple, int] = {}
 
     def may_take(rounds) -> bool:
-        weights, is_there = rounds.weights, rounds.weights.sync.is_next_there
-        if not rounds.role_groups.is_leader or weights.step >= rounds._newest:
+        if not rounds.role_groups.is_leader or rounds.step >= rounds._newest:
             return False
-        place = (*rounds._round, weights.step)
+        place = (*rounds._round, rounds.step)
         looks[place] = looks.get(place, 0) + 1
         found_at = random.Random(f"{seed} {rank} {place}").choice([1, 3, 3, 4, NEVER])
-        return looks[place] >= found_at and wait_until(is_there)  # no trained rank waits for this round
+        return looks[place] >= found_at and wait_until(
+            rounds.sync.is_next_there
+        )  # no trained rank waits for this round
 
     ScheduledRounds._may_take = may_take

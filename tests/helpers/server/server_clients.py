@@ -50,7 +50,6 @@ class ServerClient(RemoteGenerator):
 
     @property
     def version(self) -> int:
-        """Of the server's weights now."""
         return self._json(self._ask("GET", "/ready"))["version"]
 
     def pause(self, mode: str = "keep"):
@@ -58,7 +57,6 @@ class ServerClient(RemoteGenerator):
         self._admin._ask("POST", f"/admin/pause?mode={mode}")
 
     def resume(self):
-        """Goes on after `pause`."""
         self._admin._ask("POST", "/admin/resume")
 
     def update_weights(self, path: str) -> int:

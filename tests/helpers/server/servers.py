@@ -52,7 +52,6 @@ def small_argv(flags: str = "") -> list[str]:
 
 @functools.cache
 def key_files() -> dict[str, str]:
-    """Files with the keys of the tests."""
     for name, key in (("api", API_KEY), ("admin", ADMIN_KEY)):
         (inputs() / f"{name}.keys").write_text(f"\n{key}\n")
     return {name: str(inputs() / f"{name}.keys") for name in ("api", "admin")}
@@ -114,19 +113,15 @@ def _become_launcher(argv: list[str], log: Path, unused: int, output: int):
 
 
 class Served(NamedTuple):
-    """A running server."""
-
     url: str
     model: str
     process: ForkedLauncher
     log: Path  # standard error
 
     def get(self, path: str, **headers: str) -> urllib3.BaseHTTPResponse:
-        """A response to GET."""
         return urllib3.request("GET", self.url + path, headers=headers, timeout=SAFETY_SECONDS, retries=False)
 
     def post(self, path: str, body=None, **headers: str) -> urllib3.BaseHTTPResponse:
-        """A response to POST with a JSON body."""
         return urllib3.request(
             "POST", self.url + path, json=body, headers=headers, timeout=SAFETY_SECONDS, retries=False
         )

@@ -19,24 +19,15 @@ from megarl.data.conversations import Encoder, build_encoder
 from megarl.data.tokenizers import build_tokenizer
 from megarl.flags.serving import Serving
 from megarl.serving import links
+from megarl.serving import replica_messages as messages
 from megarl.serving.app import build_app
 from megarl.serving.configuration import FrontendConfig
 from megarl.serving.context import ServingContext
-from megarl.serving.replica_messages import (
-    Control,
-    Controlled,
-    Generate,
-    Ready,
-    RequestUpdate,
-    ScorePrompt,
-    ToReplica,
-    Updates,
-)
 from tests.helpers.texts import small_tokenizers
 
 LIMIT = 60.0  # seconds after which a test that waits has failed
 
-Script = Callable[["ScriptedLeader", ToReplica], None]
+Script = Callable[["ScriptedLeader", messages.ToReplica], None]
 
 
 class ScriptedLeader:
@@ -45,17 +36,17 @@ class ScriptedLeader:
     def __init__(self, address, key: bytes, replica: int, script: Script, ready: dict):
         self.replica, self.script, self.frames = replica, script, []
         self._changed = threading.Condition()
-        self.link = links.Link(links.connect(address, key), links.kinds_of(ToReplica))
+        self.link = links.Link(links.connect(address, key), links.kinds_of(messages.ToReplica))
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         first = {"replica": replica, "max_requests": 8, "capacity": 4096, "blocks": 99, "version": 0}
-        self.link.send(Ready(**{**first, "label": "step_7", **ready}))
+        self.link.send(messages.Ready(**{**first, "label": "step_7", **ready}))
 
     def tokens(self, *updates, version: int = 0):
         """Sends updates, or their first fields, such as [id, tokens, logprobs, top, finish]."""
-        self.link.send(Updates(version, 50, [each and RequestUpdate(*each) for each in updates]))
+        self.link.send(messages.Updates(version, 50, [each and messages.RequestUpdate(*each) for each in updates]))
 
-    def wait_for(self, count: int, kind: type = Generate) -> list:
+    def wait_for(self, count: int, kind: type = messages.Generate) -> list:
         """The messages of a kind, once there are `count`."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self._of(kind)) >= count, LIMIT), self.frames
@@ -84,7 +75,7 @@ class ScriptedLeader:
                     self.script(self, message)
 
 
-def silent(leader: ScriptedLeader, frame: ToReplica):
+def silent(leader: ScriptedLeader, frame: messages.ToReplica):
     """The script that answers nothing."""
 
 
@@ -99,25 +90,24 @@ class Answers:
 
     @staticmethod
     def logprob(token: int) -> float:
-        """The log-prob of a token."""
         return -0.5 - token / 1024
 
     def top(self, token: int, count: int):
         """Alternatives: the token itself, then the next ones."""
         return [[token + k, self.logprob(token + k)] for k in range(count)] if count else None
 
-    def __call__(self, leader: ScriptedLeader, frame: ToReplica):
-        if isinstance(frame, Generate):
+    def __call__(self, leader: ScriptedLeader, frame: messages.ToReplica):
+        if isinstance(frame, messages.Generate):
             self._generate(leader, frame)
-        elif isinstance(frame, ScorePrompt):
+        elif isinstance(frame, messages.ScorePrompt):
             tokens, count = frame.prompt, frame.top_logprobs
             top = [None, *(self.top(token, count) for token in tokens[1:])] if count else None
             logprobs = [None, *map(self.logprob, tokens[1:])]
-            leader.tokens(RequestUpdate(frame.id, logprobs=logprobs, top=top, finish="scored"))
-        elif isinstance(frame, Control) and frame.command != "stop":
-            leader.link.send(Controlled(frame.number, None, 1, "step_9"))
+            leader.tokens(messages.RequestUpdate(frame.id, logprobs=logprobs, top=top, finish="scored"))
+        elif isinstance(frame, messages.Control) and frame.command != "stop":
+            leader.link.send(messages.Controlled(frame.number, None, 1, "step_9"))
 
-    def _generate(self, leader: ScriptedLeader, frame: Generate):
+    def _generate(self, leader: ScriptedLeader, frame: messages.Generate):
         said = self.tokenizer.decode(frame.prompt)
         text = next((answer for key, answer in self.answers.items() if key in said), self.default)
         tokens = [*self.tokenizer.encode(text), self.tokenizer.eos_id]
@@ -130,7 +120,7 @@ class Answers:
             top = self.top(token, frame.top_logprobs)
             finish = ("length" if is_cut else "stop") if position == len(tokens) - 1 else None
             last = routes if finish else None
-            leader.tokens(RequestUpdate(frame.id, [token], [self.logprob(token)], top and [top], finish, last))
+            leader.tokens(messages.RequestUpdate(frame.id, [token], [self.logprob(token)], top and [top], finish, last))
 
 
 class Served:
@@ -168,7 +158,6 @@ class Served:
             self.wait_ready()
 
     def connect(self, replica: int, script: Script = silent, ready: dict | None = None) -> ScriptedLeader:
-        """Connects a leader."""
         leader = ScriptedLeader(self.address, self.key, replica, script, ready or {})
         self.leaders.append(leader)
         return leader
@@ -179,7 +168,6 @@ class Served:
             assert self.process.lives(), self._log.read_text()
 
     def post(self, path: str, **body) -> httpx.Response:
-        """POSTs JSON."""
         return self.client.post(path, json=body)
 
     def events(self, path: str, **body) -> list[dict]:
@@ -192,16 +180,13 @@ class Served:
         return [json.loads(line) for line in lines]
 
     def exit_status(self) -> int:
-        """Waits for the end of the process."""
         return self.process.status(LIMIT)
 
     @property
     def stderr(self) -> str:
-        """What the process has written to stderr."""
         return self._log.read_text()
 
     def close(self):
-        """Ends all."""
         if not isinstance(self.found, str):
             self.client.close()
         if self.process.lives():
@@ -225,12 +210,20 @@ def stderr_in(path):
 
 @contextlib.contextmanager
 def served(folder, script=None, **settings):
-    """A server for one test; see Served."""
     server = Served(folder, script, **settings)
     try:
         yield server
     finally:
         server.close()
+
+
+@contextlib.contextmanager
+def answering(folder, answers: dict[str, str], **settings):
+    """A server for the tests of a module, whose policy gives these answers; in the end it has written no line."""
+    with served(folder, **settings) as server:
+        server.leaders[0].script = Answers(server.tokenizer, answers)
+        yield server
+    assert server.stderr == ""
 
 
 def openai_client(server: Served) -> openai.OpenAI:
@@ -249,8 +242,6 @@ def without_leaders(folder) -> ServingContext:
 
 
 def posted(context: ServingContext, **body) -> httpx.Response:
-    """The answer to a request for completions."""
-
     async def post():
         transport = httpx.ASGITransport(build_app(context))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:

@@ -77,8 +77,7 @@ QWEN3 = f"""\
 
 # The same with an opening that begins the thoughts, as the models that always think have it.
 QWEN3_THINKING = QWEN3.replace(
-    "'<|im_start|>assistant\\n' }}{%- endif %}",
-    "'<|im_start|>assistant\\n<think>\\n' }}{%- endif %}",
+    "'<|im_start|>assistant\\n' }}{%- endif %}", "'<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"
 )
 
 # Hermes: a message for each result, which needs the tool's name; a turn with calls loses its content.

@@ -213,23 +213,10 @@ def characters(folder: Path) -> str:
 
 def sentence_piece(path: Path, **options) -> str:
     """A SentencePiece model for any text, with byte fallback."""
-    settings: dict[str, Any] = dict(
-        model_type="bpe",
-        vocab_size=330,
-        hard_vocab_limit=False,
-        byte_fallback=True,
-        character_coverage=1.0,
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        pad_id=0,
-        unk_id=1,
-        bos_id=2,
-        eos_id=3,
-        control_symbols=["<|im_start|>", "<|im_end|>"],
-        num_threads=1,
-        minloglevel=2,
-    )
+    settings: dict[str, Any] = dict(model_type="bpe", vocab_size=330, byte_fallback=True, character_coverage=1.0)
+    settings |= dict.fromkeys(("hard_vocab_limit", "add_dummy_prefix", "remove_extra_whitespaces"), False)
+    settings |= dict(pad_id=0, unk_id=1, bos_id=2, eos_id=3, control_symbols=["<|im_start|>", "<|im_end|>"])
+    settings |= dict(normalization_rule_name="identity", num_threads=1, minloglevel=2)
     model = io.BytesIO()
     texts = [" ".join(WORDS), "Hello world", "the user\n"] * 3
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, **(settings | options))

@@ -39,8 +39,9 @@ BY_FILE = (f"{GRPO} --lr 1e-4 --prompts-per-step 6 --minibatch-size 24 --ppo-epo
 
 
 def _of_sizes(flags: str, ranks: int = 1, layout: Layout = TWO, **more) -> Feature:
-    return Feature(f"{SIZES} {flags}", ranks, layouts=(layout,), moved=(layout,), numbers=0, check=plug_ins.check_sizes,
-                   **more)  # fmt: skip
+    return Feature(
+        f"{SIZES} {flags}", ranks, layouts=(layout,), moved=(layout,), numbers=0, check=plug_ins.check_sizes, **more
+    )
 
 
 REWARD_APART = (3, "--role-map actor=0;reward=0;rollout=1-2")

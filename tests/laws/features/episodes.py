@@ -23,8 +23,9 @@ LATE, LATE_CACHED = (
 BRANCHING = (f"{EPISODES} {AGENTS}branching --max-turns 8 --max-response-length 80 --max-prompt-length 20"
              " --max-tokens-per-microbatch 400")  # fmt: skip
 LATE_BRANCHING = (2, f"{AGENTS}late_branching --rollout-max-requests 4")
-SHARED = (f"{EPISODES} --branch-turns 2 --branch-samples 2 --prompts-per-step 4 --samples-per-prompt 5"
-          " --minibatch-size 20")  # fmt: skip
+SHARED = (
+    f"{EPISODES} --branch-turns 2 --branch-samples 2 --prompts-per-step 4 --samples-per-prompt 5 --minibatch-size 20"
+)
 SHARED_LATER = f"{SHARED} {PARTIAL} --max-response-length 60 --max-turn-length 16 --max-tokens-per-microbatch 300"
 OVER = (f"{GRPO} --lr 1e-4 --temperature 1 {TURNS} --max-response-length 60 --max-turn-length 16"
         " --max-tokens-per-microbatch 300 --prompts-per-step 4 --minibatch-size 4 --over-sampling 2"

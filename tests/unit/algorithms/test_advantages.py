@@ -1,4 +1,4 @@
-"""Token rewards, returns-to-go and GAE: against verl, torchrl, plain loops, closed forms; independent of the batch."""
+"""Token rewards, returns-to-go and GAE, the critic's loss: against verl, closed forms; independent of the batch."""
 
 import itertools
 import math
@@ -7,65 +7,38 @@ import types
 import pytest
 import torch
 
-from megarl.algorithms.advantages import discounted_sums, discounted_to_go, gae, token_rewards
-from megarl.algorithms.whitening import local_moments, whiten
+from megarl.algorithms.advantages import (
+    clipped_value_loss,
+    discounted_sums,
+    discounted_to_go,
+    explained_variance,
+    explained_variance_moments,
+    gae,
+    token_rewards,
+)
+from megarl.algorithms.aggregation import local_moments, whiten
 from tests.references.ragged import ragged_batch, ragged_batches
-from tests.references.torchrl_gae import load_torchrl
 from tests.references.verl_core_algos import load_verl
 
 GAMMAS_AND_LAMBDAS = [(1.0, 1.0), (1.0, 0.95), (0.99, 0.9), (0.5, 0.0), (0.0, 1.0)]
 
 
-def gae_by_definition(rewards, values, mask, lengths, gamma, lam):
-    """Σ_k (γλ)^k δ_{t+k} over each sequence's list of response tokens, straight from the equation."""
-    advantages, start = [0.0] * len(mask), 0
-    for length in lengths:
-        tokens = [t for t in range(start, start + length) if mask[t]]
-        ahead = [float(values[t]) for t in tokens[1:]] + [0.0]
-        deltas = [float(rewards[t]) + gamma * v - float(values[t]) for t, v in zip(tokens, ahead)]
-        for place, token in enumerate(tokens):
-            advantages[token] = sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[place:]))
-        start += length
-    return torch.tensor(advantages, dtype=torch.float64)
-
-
-def test_gae_equals_verl_and_the_definition():
+def test_gae_equals_verl():
     compute_gae = load_verl().core_algos.compute_gae_advantage_return
     for case, batch in enumerate(ragged_batches()):
         gamma, lam = GAMMAS_AND_LAMBDAS[case % 5]
         scale = 10.0 ** (case % 3)
         rewards, values = batch.normal(scale), batch.normal(scale)
         advantages, returns = gae(rewards, values, batch.mask, batch.cu_seqlens, gamma, lam)
-        expected = gae_by_definition(rewards, values, batch.mask, batch.lengths, gamma, lam)
-        torch.testing.assert_close(advantages, expected, rtol=1e-11, atol=1e-10)
-
         padded = (batch.padded(rewards), batch.padded(values), batch.padded(batch.mask).long())
         whitened, padded_returns = compute_gae(*padded, gamma, lam)
         expected = batch.packed(padded_returns)[batch.mask]
         torch.testing.assert_close(returns[batch.mask], expected, rtol=1e-11, atol=1e-10)
+        assert torch.equal((advantages + values)[batch.mask], returns[batch.mask])
         ours = whiten(advantages, batch.mask, local_moments(advantages, batch.mask))
         expected = batch.packed(whitened)[batch.mask]
         torch.testing.assert_close(ours[batch.mask], expected, rtol=1e-6, atol=1e-6)
         assert not advantages[~batch.mask].any() and not returns[~batch.mask].any()
-
-
-def test_gae_equals_torchrl():
-    """All response tokens on one time axis, each sequence's last one `done`: its next value is then not read."""
-    compute_gae = load_torchrl().generalized_advantage_estimate
-    for case, batch in enumerate(ragged_batches()):
-        gamma, lam = GAMMAS_AND_LAMBDAS[case % 5]
-        rewards, values = batch.normal(10.0 ** (case % 3)), batch.normal(10.0 ** (case % 3))
-        owners = torch.repeat_interleave(torch.arange(len(batch.lengths)), torch.tensor(batch.lengths))[batch.mask]
-        done = torch.cat([owners[1:] != owners[:-1], torch.tensor([True])])
-        here = values[batch.mask]
-        ahead = torch.cat([here[1:], batch.normal()[:1]])
-        columns = (field[:, None] for field in (here, ahead, rewards[batch.mask], done))
-        # As Python numbers, times integer flags, γ and λ would become float32 in there.
-        numbers = (torch.tensor(number, dtype=torch.float64) for number in (gamma, lam))
-        expected = compute_gae(*numbers, *columns)
-        ours = gae(rewards, values, batch.mask, batch.cu_seqlens, gamma, lam)
-        for mine, theirs in zip(ours, expected, strict=True):
-            torch.testing.assert_close(mine[batch.mask], theirs[:, 0], rtol=1e-11, atol=1e-10)
 
 
 def test_a_sequence_does_not_depend_on_the_batch():
@@ -143,7 +116,7 @@ def test_no_response_at_all(lengths):
     empty = torch.zeros(total), torch.zeros(total, dtype=torch.bool), borders
     rewards = token_rewards(torch.ones(len(lengths)), empty[0], 0.1, *empty[1:])
     advantages, returns = gae(rewards, torch.ones(total), *empty[1:], 1.0, 1.0)
-    for field in (rewards, advantages, returns):
+    for field in (rewards, advantages, returns, discounted_to_go(torch.ones(total), *empty[1:], 1.0)):
         assert torch.equal(field, torch.zeros(total))
 
 
@@ -162,8 +135,9 @@ def test_wrong_borders_are_rejected(borders):
 
 def test_wrong_arguments_are_rejected():
     ones, mask, borders = torch.ones(4), torch.ones(4, dtype=torch.bool), torch.tensor([0, 4])
-    with pytest.raises(ValueError, match=r"factor must be in \[0, 1\], got 1.5"):
-        gae(ones, ones, mask, borders, 1.5, 1.0)
+    for factor in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=rf"factor must be in \[0, 1\], got {factor}"):
+            gae(ones, ones, mask, borders, factor, 1.0)
     with pytest.raises(ValueError, match="one shape"):
         gae(ones[:1], ones, mask, borders, 1.0, 1.0)
     with pytest.raises(ValueError, match="must be bool"):
@@ -196,22 +170,11 @@ def test_the_length_adaptive_factor_is_that_of_each_response():
 FACTORS = [1.0, 0.99, 0.5, 0.0]
 
 
-def response_lists(batch):
-    """For each sequence, the indices of its response tokens."""
-    borders = [0, *torch.tensor(batch.lengths).cumsum(0).tolist()]
-    return [[t for t in range(a, b) if batch.mask[t]] for a, b in itertools.pairwise(borders)]
-
-
-def test_returns_to_go_equal_verl_and_the_definition():
+def test_returns_to_go_equal_verl():
     reinforce = load_verl().core_algos.compute_reinforce_plus_plus_outcome_advantage
     for case, batch in enumerate(ragged_batches()):
         gamma, rewards = FACTORS[case % 4], batch.normal(10.0 ** (case % 5 - 2))
         to_go = discounted_to_go(rewards, batch.mask, batch.cu_seqlens, gamma)
-        expected = torch.zeros_like(rewards)
-        for tokens in response_lists(batch):
-            for place, token in enumerate(tokens):
-                expected[token] = sum(gamma**k * rewards[later] for k, later in enumerate(tokens[place:]))
-        torch.testing.assert_close(to_go, expected, rtol=1e-11, atol=1e-10)
         # verl multiplies by the mask, so the rewards outside it do not count there either.
         padded = batch.padded(rewards), batch.padded(batch.mask).double()
         theirs = reinforce(*padded, config=types.SimpleNamespace(gamma=gamma))[1]
@@ -227,22 +190,6 @@ def test_returns_in_closed_form_skip_observations():
     assert result.dtype == torch.float32
 
 
-@pytest.mark.parametrize("lengths", [[], [0], [3], [0, 3, 0]])
-def test_returns_without_a_response(lengths):
-    where = torch.zeros(sum(lengths), dtype=torch.bool), torch.tensor([0, *lengths]).cumsum(0)
-    terms = torch.ones(sum(lengths))
-    assert torch.equal(discounted_to_go(terms, *where, 1.0), torch.zeros_like(terms))
-
-
-def test_wrong_arguments_of_returns_are_rejected():
-    ones, where = torch.ones(4), (torch.ones(4, dtype=torch.bool), torch.tensor([0, 4]))
-    for factor in (-0.1, 1.5, float("nan")):
-        with pytest.raises(ValueError, match=r"factor must be in \[0, 1\], got"):
-            discounted_to_go(ones, *where, factor)
-    with pytest.raises(ValueError, match="one shape"):
-        discounted_to_go(ones[:1], *where, 1.0)
-
-
 @pytest.mark.parametrize("factor", [0.0, 0.9, 1.0])
 def test_discounted_sums_are_those_of_the_loop(factor):
     for batch in ragged_batches():
@@ -252,3 +199,83 @@ def test_discounted_sums_are_those_of_the_loop(factor):
         assert not sums[0][~batch.mask].any()
     nothing = torch.zeros(0, dtype=torch.bool)
     assert not len(discounted_sums(torch.zeros(0), nothing, torch.zeros(1, dtype=torch.long), factor))
+
+
+# -- the critic --------------------------------------------------------------------------------------------------
+
+
+def test_value_loss_equals_verl(monkeypatch):
+    verl = load_verl()
+    monkeypatch.setattr(verl.core_algos, "agg_loss", lambda loss_mat, **_: loss_mat)
+    for case, batch in enumerate(ragged_batches()):
+        scale, clip_range = 10.0 ** (case % 5 - 2), (0.0, 0.2, 0.5, 5.0)[case % 4]
+        old, returns = batch.normal(scale), batch.normal(scale)
+        values = (old + batch.normal(scale)).requires_grad_()
+        terms = clipped_value_loss(values, old, returns, clip_range)
+        padded = [batch.padded(field) for field in (values, returns, old, batch.mask.double())]
+        matrix, fraction = verl.core_algos.compute_value_loss(*padded, clip_range)
+        torch.testing.assert_close(terms.loss, batch.packed(matrix), rtol=1e-12, atol=1e-12)
+        gradients = [torch.autograd.grad(loss.sum(), values)[0] for loss in (terms.loss, batch.packed(matrix))]
+        torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+        assert float(terms.clipped[batch.mask].double().mean()) == pytest.approx(float(fraction), abs=1e-7)
+
+
+def test_known_value_losses():
+    values = torch.tensor([1.0, 3.0, 3.0, -3.0], requires_grad=True)
+    terms = clipped_value_loss(values, torch.zeros(4), torch.tensor([0.0, 4.0, 0.0, -4.0]), 1.0)
+    assert terms.loss.tolist() == [0.5, 4.5, 4.5, 4.5]
+    assert terms.clipped.tolist() == [False, True, False, True]
+    terms.loss.sum().backward()
+    assert values.grad.tolist() == [1.0, 0.0, 3.0, 0.0]
+
+
+def test_unchanged_values_give_the_plain_gradient():
+    values, returns = torch.randn(50, requires_grad=True), torch.randn(50)
+    clipped_value_loss(values, values.detach().clone(), returns, 0.2).loss.sum().backward()
+    assert torch.equal(values.grad, (values - returns).detach())
+
+
+def test_value_loss_gradcheck():
+    generator = torch.Generator().manual_seed(2)
+    values, old, returns = (torch.randn(200, generator=generator, dtype=torch.float64) for _ in range(3))
+    held = values.clamp(old - 0.5, old + 0.5)
+    at_border = (values - old).abs().sub(0.5).abs() < 1e-3
+    at_switch = (held != values) & ((held - returns).abs() - (values - returns).abs()).abs().lt(1e-3)
+    smooth = ~at_border & ~at_switch
+    values, old, returns = values[smooth].requires_grad_(), old[smooth], returns[smooth]
+    assert torch.autograd.gradcheck(lambda x: clipped_value_loss(x, old, returns, 0.5).loss, values)
+
+
+def test_bad_values_are_rejected_and_targets_are_constants():
+    ones = torch.ones(2)
+    with pytest.raises(ValueError, match="one shape"):
+        clipped_value_loss(ones, ones, ones[:1], 0.2)
+    fields = [torch.randn(8, requires_grad=True) for _ in range(3)]
+    clipped_value_loss(*fields, 0.2).loss.sum().backward()
+    assert fields[0].grad is not None and fields[1].grad is None and fields[2].grad is None
+
+
+def test_explained_variance_closed_forms():
+    returns = torch.tensor([1.0, 2.0, 4.0, 8.0])
+    mask = torch.ones(4, dtype=torch.bool)
+
+    def of(values, targets=returns, valid=mask):
+        return explained_variance(explained_variance_moments(values, targets, valid))
+
+    assert of(returns) == 1.0
+    assert of(returns + 5) == 1.0
+    assert of(torch.full((4,), 3.0)) == pytest.approx(0.0, abs=1e-12)
+    assert of(-returns) == pytest.approx(-3.0)
+    assert of(torch.randn(4), torch.full((4,), 0.1)) == 0.0
+    assert of(torch.randn(4), valid=torch.tensor([True, False, False, False])) == 0.0
+    assert of(torch.randn(4), valid=torch.zeros(4, dtype=torch.bool)) == 0.0
+
+
+def test_rounding_of_equal_returns_explains_nothing():
+    draw = torch.Generator().manual_seed(0)
+    for constant in (0.1, 0.7, 1e-9, 12345.678):
+        returns = torch.full((4999,), constant, dtype=torch.float64)
+        values = torch.randn(4999, generator=draw, dtype=torch.float64)
+        parts = zip(values.split(97), returns.split(97))
+        moments = sum(explained_variance_moments(v, r, torch.ones_like(r, dtype=torch.bool)) for v, r in parts)
+        assert explained_variance(moments) == 0.0

@@ -7,15 +7,21 @@ import random
 import pytest
 import torch
 
-from megarl.algorithms.aggregation import AGGREGATIONS, aggregate, local_counts, masked_sum, token_mean
+from megarl.algorithms.advantages import clipped_value_loss, explained_variance, explained_variance_moments
+from megarl.algorithms.aggregation import (
+    AGGREGATIONS,
+    aggregate,
+    local_counts,
+    local_moments,
+    mean_and_variance,
+    token_mean,
+    whiten,
+)
 from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.policy_loss import ClipOptions, PolicyTokens
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.algorithms.policy_losses.single_tokens import ppo_clip
-from megarl.algorithms.value_function import clipped_value_loss
 from tests.references.ragged import ragged_batches
 from tests.references.verl_core_algos import load_verl
-from tests.references.verl_policy_losses import policy_tokens
 
 EVERY_MODE = pytest.mark.parametrize("mode", AGGREGATIONS)
 CLIP = ClipOptions(0.2, 0.3)
@@ -38,33 +44,6 @@ def test_five_losses_give_their_mean_for_every_split():
         borders = [0, *(place + 1 for place, cut in enumerate(cuts) if cut), 5]
         parts = [token_mean(losses[a:b], mask[a:b], 5) for a, b in itertools.pairwise(borders)]
         assert float(sum(parts)) == pytest.approx(1.4, abs=1e-14)
-
-
-def test_loss_and_gradient_do_not_depend_on_the_split():
-    for case, batch in enumerate(ragged_batches()):
-        old, advantages = batch.normal(), batch.normal()
-        start = old + batch.normal(0.3)
-        count = batch.mask.sum()
-
-        def loss_and_gradient(borders):
-            logprobs = start.clone().requires_grad_()
-            parts = []
-            for a, b in itertools.pairwise(borders):
-                mask, borders_of_part = batch.mask[a:b], torch.tensor([0, b - a])
-                tokens = PolicyTokens(logprobs[a:b], old[a:b], advantages[a:b], mask, borders_of_part)
-                parts.append(token_mean(ppo_clip(tokens, CLIP).loss, mask, count))
-            total = sum(parts)
-            total.backward()
-            return total.detach(), logprobs.grad
-
-        total = start.numel()
-        cuts = torch.randint(0, total + 1, (case % 5,), generator=batch.generator).tolist()
-        loss, gradient = loss_and_gradient([0, total])
-        split_loss, split_gradient = loss_and_gradient([0, *sorted(cuts), total])
-        torch.testing.assert_close(split_loss, loss, rtol=1e-12, atol=1e-14)
-        assert torch.equal(split_gradient, gradient)
-        whole = ppo_clip(policy_tokens(batch, start, old, advantages), CLIP).loss
-        assert float(loss) == pytest.approx(float(whole[batch.mask].mean()))
 
 
 def split_by_sequence(batch, draw):
@@ -196,30 +175,88 @@ def test_bad_arguments_are_rejected():
             aggregate(losses[:1], mask, borders, mode, counts, 1.0)
 
 
-@pytest.mark.parametrize("count", [0, torch.tensor(0), torch.tensor(0.0)])
-def test_no_valid_token_gives_zero_loss_and_zero_gradient(count):
-    losses = torch.randn(4, requires_grad=True)
-    loss = token_mean(losses, torch.zeros(4, dtype=torch.bool), count)
+@pytest.mark.parametrize("size, count", [(4, 0), (4, torch.tensor(0)), (4, torch.tensor(0.0)), (0, torch.tensor(17))])
+def test_no_valid_token_gives_zero_loss_and_zero_gradient(size, count):
+    losses = torch.randn(size, requires_grad=True)
+    loss = token_mean(losses, torch.zeros(size, dtype=torch.bool), count)
     loss.backward()
-    assert loss.item() == 0.0
-    assert torch.equal(losses.grad, torch.zeros(4))
-
-
-def test_rank_without_tokens_takes_part():
-    losses = torch.zeros(0, requires_grad=True)
-    loss = token_mean(losses, torch.zeros(0, dtype=torch.bool), torch.tensor(17))
-    loss.backward()
-    assert loss.item() == 0.0 and losses.grad.shape == (0,)
-
-
-def test_masked_out_infinity_stays_out():
-    values = torch.tensor([1.0, float("inf"), float("nan"), 2.0])
-    mask = torch.tensor([True, False, False, True])
-    assert float(masked_sum(values, mask)) == 3.0
-    assert float(token_mean(values, mask, 2)) == 1.5
+    assert loss.item() == 0.0 and torch.equal(losses.grad, torch.zeros(size))
 
 
 def test_dtype_stays_and_shapes_must_agree():
     assert token_mean(torch.ones(3), torch.ones(3, dtype=torch.bool), torch.tensor(3)).dtype == torch.float32
     with pytest.raises(ValueError, match=r"values \[3\], mask \[1\]"):
         token_mean(torch.ones(3), torch.ones(1, dtype=torch.bool), 3)
+
+
+# -- mean, variance and whitening ---------------------------------------------------------------------------------
+
+
+def test_whiten_equals_verl_and_direct_formula():
+    masked_whiten = load_verl().torch_functional.masked_whiten
+    for case, batch in enumerate(ragged_batches()):
+        values = 10.0 ** (case % 5 - 2) * (batch.normal() + case % 7)
+        valid = values[batch.mask]
+        moments = local_moments(values, batch.mask)
+        result = whiten(values, batch.mask, moments)
+        # verl adds 1e-8 to the count, a bias of 1e-8 / count: the looser tolerance is its error.
+        expected = masked_whiten(values, batch.mask)[batch.mask]
+        torch.testing.assert_close(result[batch.mask], expected, rtol=1e-6, atol=1e-6)
+        expected = (valid - valid.mean()) / (valid.var() + 1e-8).sqrt()
+        torch.testing.assert_close(result[batch.mask], expected, rtol=1e-10, atol=1e-10)
+        assert torch.equal(result[~batch.mask], torch.zeros_like(result[~batch.mask]))
+
+
+def test_split_whitening_and_explained_variance_equal_the_whole():
+    for case, batch in enumerate(ragged_batches()):
+        values, returns = batch.normal().float(), batch.normal().float()
+        total = values.numel()
+        cuts = sorted(torch.randint(0, total + 1, (case % 4,), generator=batch.generator).tolist())
+        spans = [slice(a, b) for a, b in zip([0, *cuts], [*cuts, total])]
+        moments = sum(local_moments(values[span], batch.mask[span]) for span in spans)
+        parts = torch.cat([whiten(values[span], batch.mask[span], moments) for span in spans])
+        whole = whiten(values, batch.mask, local_moments(values, batch.mask))
+        assert parts.dtype == torch.float32
+        torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-7)
+
+        whole = explained_variance_moments(values, returns, batch.mask)
+        parts = sum(explained_variance_moments(values[s], returns[s], batch.mask[s]) for s in spans)
+        assert explained_variance(parts) == pytest.approx(explained_variance(whole), abs=1e-10)
+        predicted, target = values[batch.mask].double(), returns[batch.mask].double()
+        expected = 1 - (target - predicted).var() / target.var()
+        assert explained_variance(whole) == pytest.approx(float(expected), rel=1e-9, abs=1e-9)
+
+
+def test_mean_and_variance_of_known_numbers():
+    moments = local_moments(torch.tensor([1.0, 2.0, 3.0, 99.0]), torch.tensor([True, True, True, False]))
+    assert moments.tolist() == [3.0, 6.0, 14.0] and moments.dtype == torch.float64
+    assert [float(x) for x in mean_and_variance(moments)] == [2.0, 1.0]
+
+
+def test_float32_values_far_from_zero_keep_their_variance():
+    noise = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    values, mask = noise + 10_000, torch.ones(5000, dtype=torch.bool)
+    _, variance = mean_and_variance(local_moments(values, mask))
+    assert float(variance) == pytest.approx(float(values.double().var()), rel=1e-7)
+
+
+def test_equal_values_come_out_finite():
+    values, mask = torch.full((1000,), 0.1), torch.ones(1000, dtype=torch.bool)
+    moments = sum(local_moments(part, torch.ones_like(part, dtype=torch.bool)) for part in values.split(7))
+    torch.testing.assert_close(whiten(values, mask, moments), torch.zeros(1000), rtol=1e-7, atol=1e-7)
+
+
+def test_one_and_no_valid_token():
+    values = torch.tensor([0.3, float("inf"), float("nan")])
+    one, none = torch.tensor([True, False, False]), torch.zeros(3, dtype=torch.bool)
+    assert torch.equal(whiten(values, one, local_moments(values, one)), torch.zeros(3))
+    assert torch.equal(whiten(values, none, local_moments(values, none)), torch.zeros(3))
+
+
+def test_shapes_must_agree():
+    with pytest.raises(ValueError, match=r"values \[3\], mask \[1\]"):
+        local_moments(torch.ones(3), torch.ones(1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="one shape"):
+        whiten(torch.ones(3), torch.ones(1, dtype=torch.bool), torch.ones(3))
+    with pytest.raises(ValueError, match="one shape"):
+        explained_variance_moments(torch.ones(1), torch.ones(3), torch.ones(3, dtype=torch.bool))

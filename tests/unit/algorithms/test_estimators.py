@@ -8,17 +8,17 @@ import torch
 
 from megarl.algorithms import ESTIMATORS, PREFERENCE_LOSSES
 from megarl.algorithms.advantages import gae, token_rewards
+from megarl.algorithms.aggregation import local_moments, whiten
 from megarl.algorithms.estimators import AdvantageOptions, Advantages, StepData, estimator_of
 from megarl.algorithms.packed import sums_by_sequence
 from megarl.algorithms.preference_losses import PreferenceOptions
-from megarl.algorithms.whitening import local_moments, whiten
 from tests.references.ragged import FEW, ragged_step, ragged_steps
 from tests.references.verl_core_algos import load_verl
 
-PLAIN, WHITE = AdvantageOptions(gamma=0.97), AdvantageOptions(gamma=0.97, whiten=True)
+DPO, IPO = ((PREFERENCE_LOSSES[name], PreferenceOptions()) for name in ("dpo", "ipo"))
+PLAIN, WHITE = (AdvantageOptions(gamma=0.97, whiten=whiten, preference=DPO) for whiten in (False, True))
 BY_GROUP = ("grpo", "rloo", "opo", "reinforce++-baseline", "maxrl", "pass-at-k")
 WHITENED = ("gae", "reinforce++", "reinforce++-baseline", "gdpo")
-IPO = PREFERENCE_LOSSES["ipo"], PreferenceOptions()
 
 
 def alone(tensor):

@@ -58,23 +58,10 @@ def test_grpo_equals_verl(std):
         # verl sets mean 0 and deviation 1 for a group of one.
         theirs = torch.where(step.sizes > 1, theirs, 0.0)
         torch.testing.assert_close(grpo(step.scores, step.groups, std), theirs, **CLOSE)
+        assert std or torch.equal(grpo(step.scores, step.groups, std), centred(step.scores, step.groups))
 
 
-@pytest.mark.parametrize("std", [True, False])
-def test_grpo_equals_verl_vectorised(std):
-    """verl computes this form in float32: scores that float32 holds, and its rounding as the tolerance,
-    which is not the same on every processor."""
-    verl = load_verl().core_algos
-    for step in ragged_steps(lone=True):
-        step.scores = step.groups.double() if step.kind == "equal" else step.scores.float().double()
-        theirs = verl_outcome(verl.compute_grpo_vectorized_outcome_advantage, step, norm_adv_by_std_in_grpo=std)
-        theirs = torch.where(step.sizes > 1, theirs, 0.0)
-        # A difference has the absolute error of the scores that it is taken of.
-        atol = 5e-5 if std else 5e-5 * max(1.0, float(step.scores.abs().max()))
-        torch.testing.assert_close(grpo(step.scores, step.groups, std), theirs.double(), rtol=1e-4, atol=atol)
-
-
-def test_rloo_opo_and_the_centred_score_equal_verl_and_plain_loops():
+def test_rloo_equals_verl():
     verl = load_verl().core_algos
     for step in ragged_steps(lone=True):
         scores, groups = step.scores, step.groups
@@ -84,26 +71,6 @@ def test_rloo_opo_and_the_centred_score_equal_verl_and_plain_loops():
         # The vectorised form of verl gives a group of one 0, as this project does.
         theirs = verl_outcome(verl.compute_rloo_vectorized_outcome_advantage, step)
         torch.testing.assert_close(rloo(scores, groups), theirs, **CLOSE)
-
-        def leave_one_out(members):
-            for i in members:
-                yield scores[i] - sum(scores[j] for j in members if j != i) / (len(members) - 1)
-
-        torch.testing.assert_close(rloo(scores, groups), by_group(step, leave_one_out), **CLOSE)
-
-        def deviations(members):
-            return [scores[i] - scores[members].mean() for i in members]
-
-        torch.testing.assert_close(centred(scores, groups), by_group(step, deviations), **CLOSE)
-
-        lengths = torch.randint(0, 50, scores.shape, generator=step.batch.generator)
-
-        def length_weighted(members):
-            weights = lengths[members].double()
-            baseline = (weights * scores[members]).sum() / weights.sum()
-            return [scores[i] - baseline if weights.sum() > 0 else 0.0 for i in members]
-
-        torch.testing.assert_close(opo(scores, groups, lengths), by_group(step, length_weighted), **CLOSE)
 
 
 def test_opo_equals_verl():
@@ -118,17 +85,6 @@ def test_opo_equals_verl():
         torch.testing.assert_close(ours[lengths > 0], theirs[lengths > 0], **CLOSE)
         compared += int((lengths > 0).any())
     assert compared >= 115
-
-
-def test_grpo_equals_a_plain_loop():
-    for step in ragged_steps(lone=True):
-
-        def standardised(members):
-            scores = step.scores[members]
-            return (scores - scores.mean()) / (scores.std() + 1e-6)
-
-        expected = by_group(step, standardised)
-        torch.testing.assert_close(grpo(step.scores, step.groups), expected, **CLOSE)
 
 
 def every_estimator(scores, groups, lengths):

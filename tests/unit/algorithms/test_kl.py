@@ -12,7 +12,7 @@ from tests.references.ragged import CASES, ragged_batches
 from tests.references.verl_core_algos import load_verl
 
 
-def test_estimators_equal_verl_and_the_formulas():
+def test_estimators_equal_verl():
     kl_penalty = load_verl().core_algos.kl_penalty
     for case, batch in enumerate(ragged_batches()):
         scale = (1e-3, 0.1, 1.0, 10.0, 100.0)[case % 5]
@@ -22,16 +22,6 @@ def test_estimators_equal_verl_and_the_formulas():
             torch.testing.assert_close(ours, kl_penalty(logprobs, reference, kind), rtol=1e-12, atol=1e-12)
         ours = kl_estimate(logprobs, reference, "k3", log_ratio_limit=20.0).clamp(-10, 10)  # verl's limits
         torch.testing.assert_close(ours, kl_penalty(logprobs, reference, "k3"), rtol=1e-12, atol=1e-12)
-
-        differences = (logprobs - reference).tolist()
-        plain = {
-            "k1": list(differences),
-            "k2": [d * d / 2 for d in differences],
-            "k3": [math.exp(-d) - 1 + d for d in differences],
-        }
-        for kind, expected in plain.items():
-            ours = kl_estimate(logprobs, reference, kind)
-            torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-10)
 
 
 def test_straight_through_forms_equal_verl_in_value_and_gradient():
@@ -125,16 +115,6 @@ def test_controllers_equal_verl():
                 controller.update(measured, samples)
             assert ours.coefficient == pytest.approx(float(theirs.value), rel=1e-13)
             assert fixed.coefficient == their_fixed.value == start
-
-
-def test_adaptive_controller_by_hand():
-    controller = KLController(0.5, target=2.0, horizon=100)
-    controller.update(2.2, 50)
-    assert controller.coefficient == pytest.approx(0.5 * 1.05)
-    controller.update(100.0, 100)
-    assert controller.coefficient == pytest.approx(0.5 * 1.05 * 1.2)
-    controller.update(0.0, 100)
-    assert controller.coefficient == pytest.approx(0.5 * 1.05 * 1.2 * 0.8)
 
 
 def test_state_survives_json_exactly():

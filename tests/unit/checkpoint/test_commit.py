@@ -129,22 +129,32 @@ def loaded(run: Path, pointer: str | None = None) -> int:
 # -- which ones stay ---------------------------------------------------------------------------------------------
 
 
-def test_the_best_stays_until_a_better_one_comes(tmp_path):
-    saved(tmp_path, 3, 3, "best")
-    assert (steps(tmp_path), loaded(tmp_path), loaded(tmp_path, "best")) == ([3], 3, 3)
-    saved(tmp_path, 10, 3)
-    assert (steps(tmp_path), loaded(tmp_path), loaded(tmp_path, "best")) == ([3, 10], 10, 3)
-    saved(tmp_path, 12, 12, "best")
-    assert (steps(tmp_path), loaded(tmp_path), loaded(tmp_path, "best")) == ([10, 12], 12, 12)
-    assert loaded(tmp_path, "latest") == 12
-    assert (tmp_path / "checkpoints" / "best").read_text() == "step_00000012\n"
+# Checkpoints that are saved one after another, each with its steps that are there then, the latest, and the best.
+STAY = {
+    "the best until a better one comes": {
+        (3, 3, "best"): ([3], 3, 3), (10, 3): ([3, 10], 10, 3), (12, 12, "best"): ([10, 12], 12, 12),
+    },
+    "for good if it was due anyway": {
+        (10, 10, "interval"): ([10], 10, 10), (12, 12, "best"): ([10, 12], 12, 12),
+        (15, 15, "best"): ([10, 15], 15, 15),
+    },
+    # A run that continues in a new folder: its best step so far was saved elsewhere.
+    "none of another folder": {(20, 7): ([20], 20, None), (25, 25, "best"): ([20, 25], 25, 25)},
+    "its own best of a run resumed from step 10": {
+        (5, 5, "interval"): ([5], 5, 5), (10, 5): ([5, 10], 10, 5), (15, 15, "best"): ([5, 10, 15], 15, 15),
+        (12, 5): ([5, 10, 12], 12, 5),
+    },
+}  # fmt: skip
 
 
-def test_a_best_one_that_was_due_anyway_stays_for_good(tmp_path):
-    saved(tmp_path, 10, 10, "interval")
-    saved(tmp_path, 12, 12, "best")
-    saved(tmp_path, 15, 15, "best")
-    assert (steps(tmp_path), loaded(tmp_path, "best")) == ([10, 15], 15)
+@pytest.mark.parametrize("name", STAY)
+def test_which_ones_stay(name, tmp_path):
+    pointer = tmp_path / "checkpoints" / "best"
+    for saves, (there, latest, best) in STAY[name].items():
+        saved(tmp_path, *saves)
+        assert (steps(tmp_path), loaded(tmp_path), loaded(tmp_path, "latest")) == (there, latest, latest)
+        assert (pointer.read_text() if pointer.exists() else None) == (best and f"step_{best:08d}\n")
+        assert best is None or loaded(tmp_path, "best") == best
 
 
 def test_without_an_evaluation_no_checkpoint_is_best(tmp_path):
@@ -161,22 +171,6 @@ def test_checkpoints_of_an_older_version_are_left_alone(tmp_path):
     (spoilt / "manifest.json").write_text("{")
     saved(tmp_path, 5, 5, "best")
     assert steps(tmp_path) == [1, 2, 5]
-
-
-def test_a_best_one_of_another_folder_is_not_named(tmp_path):
-    """A run that continues in a new folder: its best step so far was saved elsewhere."""
-    saved(tmp_path, 20, 7)
-    assert not (tmp_path / "checkpoints" / "best").exists()
-    saved(tmp_path, 25, 25, "best")
-    assert loaded(tmp_path, "best") == 25
-
-
-def test_a_run_resumed_from_an_earlier_step_has_its_own_best(tmp_path):
-    saved(tmp_path, 5, 5, "interval")
-    saved(tmp_path, 10, 5)
-    saved(tmp_path, 15, 15, "best")
-    saved(tmp_path, 12, 5)  # resumed from step 10
-    assert (steps(tmp_path), loaded(tmp_path), loaded(tmp_path, "best")) == ([5, 10, 12], 12, 5)
 
 
 def test_what_latest_names_is_never_removed(tmp_path):

@@ -60,3 +60,22 @@ def test_a_half_written_folder_is_never_chosen(tmp_path):
     (commit.writing_folder(tmp_path, "step_00000002") / "tensors").write_text("2")
     (tmp_path / "checkpoints" / "latest").unlink()
     assert folders.find(str(tmp_path), "--load") == first
+    half = folders.step_folder(tmp_path, 2)
+    half.mkdir()
+    (half / "__0_0.distcp").write_bytes(b"half")
+    assert folders.find(str(tmp_path), "--load") == first
+    with pytest.raises(UsageError, match=f"--load {half}: .*manifest.json is missing"):
+        folders.find(str(half), "--load")
+    assert folders.find(str(saved(tmp_path, 3)), "--load") == folders.find(str(tmp_path), "--load")
+
+
+@pytest.mark.parametrize("make", [
+    lambda run: None, lambda run: run.mkdir(), lambda run: run.write_text(""),
+    lambda run: (run / "checkpoints" / "latest").mkdir(parents=True),
+    lambda run: ((run / "checkpoints").mkdir(parents=True), (run / "checkpoints" / "latest").write_text("gone")),
+    lambda run: ((run / "checkpoints").mkdir(parents=True), (run / "checkpoints" / "latest").write_bytes(b"\xff")),
+])  # fmt: skip
+def test_a_path_without_a_checkpoint_is_rejected(make, tmp_path):
+    make(tmp_path / "run")
+    with pytest.raises(UsageError, match="^--load .*run"):
+        folders.find(str(tmp_path / "run"), "--load")

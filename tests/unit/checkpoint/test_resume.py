@@ -9,7 +9,6 @@ import torch
 
 from megarl.checkpoint import resume
 from megarl.errors import UsageError
-from tests.helpers.checkpoints import saved
 from tests.helpers.models.tiny_models import whole_tensor
 from tests.helpers.programs import inputs, program, reward_argv, rl_argv, sft_argv
 from tests.helpers.tiers import long
@@ -336,37 +335,3 @@ def test_manifest_and_latest_name_the_step(tmp_path):
     assert {"step": 7, "world_size": 1, "program": "test", "format": 3}.items() <= manifest.items()
     assert manifest["files"].keys() == {".metadata", "__0_0.distcp", "metadata.json"}
     assert manifest["versions"].keys() == {"megarl", "megatron-core", "torch", "transformers"}
-
-
-def test_an_interrupted_save_leaves_the_one_before(tmp_path):
-    from megarl.checkpoint import folders
-
-    first = saved(tmp_path, 1)
-    half = folders.step_folder(tmp_path, 2)
-    half.mkdir()
-    (half / "__0_0.distcp").write_bytes(b"half")
-    assert folders.find(str(tmp_path), "--load") == first
-    with pytest.raises(UsageError, match=f"--load {half}: .*manifest.json is missing"):
-        folders.find(str(half), "--load")
-    assert folders.find(str(saved(tmp_path, 3)), "--load") == folders.find(str(tmp_path), "--load")
-
-
-def test_step_folders_can_be_named(tmp_path):
-    from megarl.checkpoint import folders
-
-    first, second = saved(tmp_path, 1), saved(tmp_path, 2)
-    assert folders.find(str(first), "--load") == first and folders.find(str(tmp_path), "--load") == second
-
-
-@pytest.mark.parametrize("make", [
-    lambda run: None, lambda run: run.mkdir(), lambda run: run.write_text(""),
-    lambda run: (run / "checkpoints" / "latest").mkdir(parents=True),
-    lambda run: ((run / "checkpoints").mkdir(parents=True), (run / "checkpoints" / "latest").write_text("gone")),
-    lambda run: ((run / "checkpoints").mkdir(parents=True), (run / "checkpoints" / "latest").write_bytes(b"\xff")),
-])  # fmt: skip
-def test_a_path_without_a_checkpoint_is_rejected(make, tmp_path):
-    from megarl.checkpoint import folders
-
-    make(tmp_path / "run")
-    with pytest.raises(UsageError, match="^--load .*run"):
-        folders.find(str(tmp_path / "run"), "--load")

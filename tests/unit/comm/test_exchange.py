@@ -17,9 +17,6 @@ SAMPLES = 2  # per prompt: sequences 2p and 2p + 1 belong together
 OTHERS = [name for name in FIELDS if name not in HEADER]
 
 
-# -- bytes -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_bytes_round_trip_for_any_fields(seed):
     names = HEADER + random.Random(seed).sample(OTHERS, seed % (len(OTHERS) + 1))
@@ -61,8 +58,6 @@ def test_special_numbers_survive_bit_for_bit():
     assert torch.equal(back.values.view(torch.int32), batch.values.view(torch.int32))
     assert torch.equal(back.tokens, batch.tokens)
 
-
-# -- worlds ------------------------------------------------------------------------------------------------------
 
 ALL = {
     "colocated": ("", 2),

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megarl.arguments import Settings
 from megarl.batch import Batch
@@ -23,9 +24,6 @@ def spread(groups, lengths) -> float:
     """Largest work of a group over the mean."""
     work = torch.stack([mb.sequence_flops(lengths[group], HIDDEN).sum() for group in groups]).double()
     return float(work.max() / work.mean())
-
-
-# -- packing -----------------------------------------------------------------------------------------------------
 
 
 def test_eight_sequences_of_seven_tokens_under_a_cap_of_eight_are_eight_microbatches():
@@ -84,9 +82,8 @@ def test_work_is_quadratic_and_counted_in_64_bits():
         work = mb.sequence_flops(lengths, 8192)
         assert work.dtype == torch.int64
         assert work.tolist() == [s * s + 12 * 8192 * s for s in (1, 35_000, 50_000, 1_000_000)]
-    assert (
-        mb.sequence_flops(torch.tensor([12 * 64]), 64) == 2 * (12 * 64) ** 2
-    )  # there attention costs what the layers do
+    # There attention costs what the layers do.
+    assert mb.sequence_flops(torch.tensor([12 * 64]), 64) == 2 * (12 * 64) ** 2
 
 
 @pytest.mark.parametrize("count", [1, 5, 30])
@@ -103,28 +100,12 @@ def test_the_two_of_a_pair_share_a_microbatch(seed, count):
     assert len(groups) == len(mb.bin_pack(lengths.view(-1, 2).sum(1), 24, HIDDEN, count))
 
 
-def test_a_sequence_without_a_pair_is_packed_as_usual():
-    lengths = ragged(4, 30)
-    assert all(
-        map(torch.equal, mb.bin_pack(lengths, 24, HIDDEN), mb.bin_pack(lengths, 24, HIDDEN, sequences_per_example=1))
-    )
-
-
-# -- mini-batches ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count, size", [(12, 4), (12, 5), (12, 1), (7, 3)])
+@pytest.mark.parametrize("count, size", [(12, 4), (12, 5), (12, 1), (7, 3), (12, None), (12, 12), (12, 13)])
 def test_minibatches_partition_the_sequences(count, size):
-    parts = mb.minibatch_ids(count, size, 3, 1, 0)
+    parts, size = mb.minibatch_ids(count, size, 3, 1, 0), min(size or count, count)
     assert [len(part) for part in parts] == [size] * (count // size) + [count % size] * (count % size > 0)
     assert sorted(torch.cat(parts).tolist()) == list(range(count))
     assert all(part.tolist() == sorted(part.tolist()) for part in parts)
-
-
-@pytest.mark.parametrize("size", [None, 12, 13])
-def test_one_minibatch_holds_all(size):
-    (part,) = mb.minibatch_ids(12, size, 3, 1, 0)
-    assert part.tolist() == list(range(12))
 
 
 @pytest.mark.parametrize("prompts, samples, size, group", [
@@ -154,9 +135,6 @@ def test_minibatches_depend_on_seed_step_and_epoch_alone():
     assert len({str(drawn(*where)) for where in [(3, 1, 0), (4, 1, 0), (3, 2, 0), (3, 1, 1)]}) == 4
 
 
-# -- micro-batches of a batch ------------------------------------------------------------------------------------
-
-
 def small_batch(count=5) -> Batch:
     lengths = torch.arange(2, count + 2)
     total = int(lengths.sum())
@@ -179,8 +157,6 @@ def test_write_back_puts_values_at_their_sequences():
 
 
 def counts(rank: int, lengths: list[list[int]], multiple: int, sequences_per_example: int = 1):
-    import torch.distributed as dist
-
     mine = torch.tensor(lengths[rank], dtype=torch.int64)
     ids = torch.arange(len(mine))
     batch = Batch(sequence_ids=ids, lengths=mine, tokens=torch.zeros(int(mine.sum()), dtype=torch.int64),

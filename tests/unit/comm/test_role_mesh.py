@@ -2,30 +2,18 @@
 
 import math
 import os
+import socket
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megarl.comm import role_mesh
-from megarl.mcore.parallel.process_groups import (
-    DENSE,
-    EXPERT,
-    GroupCache,
-    ParallelSizes,
-    create_groups,
-    fake_world,
-)
+from megarl.mcore.parallel.process_groups import DENSE, EXPERT, GroupCache, ParallelSizes, create_groups, fake_world
 from tests.helpers.models.tiny_models import parse_roles
-from tests.helpers.worlds import SAFETY, run_world
+from tests.helpers.worlds import SAFETY, on_each_rank, run_world
 
 NAMES = [*DENSE, *EXPERT, "embd", "pos_embd"]
-
-
-# -- replicas ----------------------------------------------------------------------------------------------------
-
-
-# -- groups ------------------------------------------------------------------------------------------------------
 
 
 def describe(rank, flags, program):
@@ -50,34 +38,22 @@ def describe(rank, flags, program):
     return found
 
 
-def test_tensor_2_data_2():
-    results = run_world(describe, 4, "--tensor-model-parallel-size 2", "sft")
-    for rank, result in enumerate(results):
-        dp_rank, is_leader, leaders, groups = result["actor"]
-        pair, column = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
-        assert (dp_rank, is_leader, leaders) == (rank // 2, rank % 2 == 0, (0, 2))
-        assert groups["tp"] == groups["mp"] == groups["tp_cp"] == pair
-        assert groups["dp"] == groups["dp_cp"] == groups["intra_dp_cp"] == column
-        assert groups["cp"] == groups["pp"] == groups["embd"] == groups["pos_embd"] == [rank]
-        assert groups["tp_dp_cp"] == groups["intra_dist_opt"] == [0, 1, 2, 3]
-        assert groups["ep"] == [rank]
-        assert groups["expt_tp"] == groups["tp_ep"] == [rank]  # experts are not split by tensor ranks
-        assert groups["expt_dp"] == [0, 1, 2, 3]
-
-
-def test_data_4():
-    for rank, result in enumerate(run_world(describe, 4, "", "sft")):
-        dp_rank, is_leader, leaders, groups = result["actor"]
-        assert (dp_rank, is_leader, leaders) == (rank, True, (0, 1, 2, 3))
-        assert groups["tp"] == groups["mp"] == [rank]
-        assert groups["dp"] == groups["tp_dp_cp"] == [0, 1, 2, 3]
-
-
-def test_tensor_4():
-    for rank, result in enumerate(run_world(describe, 4, "--tensor-model-parallel-size 4 --num-query-groups 4", "sft")):
-        dp_rank, is_leader, leaders, groups = result["actor"]
-        assert (dp_rank, is_leader, leaders) == (0, rank == 0, (0,))
-        assert groups["tp"] == groups["tp_dp_cp"] == [0, 1, 2, 3] and groups["dp"] == [rank]
+@pytest.mark.parametrize("flags, place, members", [
+    ("", lambda r: (r, True, (0, 1, 2, 3)), lambda r: {"tp mp": [r], "dp tp_dp_cp": [0, 1, 2, 3]}),
+    ("--tensor-model-parallel-size 4 --num-query-groups 4", lambda r: (0, r == 0, (0,)),
+     lambda r: {"tp tp_dp_cp": [0, 1, 2, 3], "dp": [r]}),
+    ("--tensor-model-parallel-size 2", lambda r: (r // 2, r % 2 == 0, (0, 2)), lambda r: {
+        "tp mp tp_cp": [r // 2 * 2, r // 2 * 2 + 1], "dp dp_cp intra_dp_cp": [r % 2, r % 2 + 2],
+        "cp pp embd pos_embd ep": [r], "tp_dp_cp intra_dist_opt": [0, 1, 2, 3],
+        "expt_tp tp_ep": [r], "expt_dp": [0, 1, 2, 3],  # experts are not split by tensor ranks
+    }),
+])  # fmt: skip
+def test_groups_of_four_ranks(flags, place, members):
+    for rank, result in enumerate(run_world(describe, 4, flags, "sft")):
+        *here, groups = result["actor"]
+        assert tuple(here) == place(rank)
+        for names, ranks in members(rank).items():
+            assert {name: groups[name] for name in names.split()} == dict.fromkeys(names.split(), ranks)
 
 
 def test_a_disjoint_role_map():
@@ -87,8 +63,7 @@ def test_a_disjoint_role_map():
     for rank, result in enumerate(results):
         for role, ranks in members.items():
             dp_rank, is_leader, leaders, groups = result[role]
-            assert leaders == (ranks[0],)
-            assert is_leader == (rank == ranks[0])
+            assert leaders == (ranks[0],) and is_leader == (rank == ranks[0])
             if rank not in ranks:
                 assert dp_rank is None and groups == {}
                 continue
@@ -121,7 +96,8 @@ def test_a_separate_rollout_has_a_group_with_the_actor():
     ]  # fmt: skip
 
 
-def absent_role(rank):
+@on_each_rank(2)
+def test_an_absent_role_is_on_no_rank(rank):
     here = role_mesh.create_mesh(parse_roles("--advantage grpo --kl-coefficient 0", 2, program="rl"), SAFETY)
     for name in ("critic", "reference"):
         place = here[name]
@@ -131,43 +107,28 @@ def absent_role(rank):
         assert not place.is_member and not place.is_leader and place.dp_rank is None
     with pytest.raises(KeyError, match="judge"):
         here["judge"]
-    return here.roles_of(rank), dist.get_process_group_ranks(here.leaders_group("actor", "reward"))
+    assert here.roles_of(rank) == ["actor", "reward"]
+    assert dist.get_process_group_ranks(here.leaders_group("actor", "reward")) == [0, 1]
 
 
-def test_an_absent_role_is_on_no_rank():
-    assert run_world(absent_role, 2) == [(["actor", "reward"], [0, 1])] * 2
-
-
-def shared_groups(rank):
+@on_each_rank(2)
+def test_colocated_roles_share_their_groups(rank):
     here = role_mesh.create_mesh(parse_roles("--reward-tensor-model-parallel-size 2", 2, program="rl"), SAFETY)
     actor, critic, reward, rollout = (here[name].pg_collection for name in ("actor", "critic", "reward", "rollout"))
-    assert (
-        all(getattr(actor, name) is getattr(rollout, name) for name in NAMES) and here["rollout"].model_role == "actor"
-    )
-    assert all(getattr(actor, name) is getattr(critic, name) for name in NAMES)
+    assert all(getattr(actor, name) is getattr(each, name) for name in NAMES for each in (rollout, critic))
+    assert here["rollout"].model_role == "actor"
     assert actor.dp is reward.tp  # both are ranks 0 and 1
     assert actor.tp is not reward.tp
     distinct = {id(getattr(c, name)) for c in (actor, critic, reward) for name in NAMES if getattr(c, name) is not None}
-    return len(distinct)
-
-
-def test_colocated_roles_share_their_groups():
-    assert run_world(shared_groups, 2) == [2, 2]  # a group of one's own rank, and of both
+    assert len(distinct) == 2  # a group of one's own rank, and of both
 
 
 def channel_groups(rank: int) -> tuple[dict, int]:
     """(ranks of the channels and of the group of batches that this rank belongs to, how many groups these are)."""
-    here = role_mesh.create_mesh(
-        parse_roles(
-            "--role-map actor=0;critic=0;reward=1;reference=1;teacher=1;rollout=1 --reward format --distill loss",
-            2,
-            program="rl",
-        ),
-        SAFETY,
-    )
-    groups = {name: here.channel(name) for name in role_mesh.CHANNELS} | {
-        "batches": here.leaders_group("rollout", "actor")
-    }
+    flags = "--role-map actor=0;critic=0;reward=1;reference=1;teacher=1;rollout=1 --reward format --distill loss"
+    here = role_mesh.create_mesh(parse_roles(flags, 2, program="rl"), SAFETY)
+    groups = {name: here.channel(name) for name in role_mesh.CHANNELS}
+    groups["batches"] = here.leaders_group("rollout", "actor")
     own = {name: group for name, group in groups.items() if group != dist.GroupMember.NON_GROUP_MEMBER}
     return {name: dist.get_process_group_ranks(group) for name, group in own.items()}, len({*map(id, own.values())})
 
@@ -185,9 +146,7 @@ def test_sums_and_gathers():
     def talk(rank):
         here = role_mesh.create_mesh(parse_roles("--tensor-model-parallel-size 2", 4, program="rl"), SAFETY)
         place = here["actor"]
-        total = place.dp_all_reduce(
-            torch.tensor([float(place.dp_rank + 1), float(dist.get_rank(place.pg_collection.tp))])
-        )
+        total = place.dp_all_reduce(torch.tensor([place.dp_rank + 1.0, float(dist.get_rank(place.pg_collection.tp))]))
         pair = here.leaders_group("actor", "critic")
         assert pair is here.leaders_group("critic", "actor")
         ranks = dist.get_process_group_ranks(pair) if rank in (0, 2) else None
@@ -199,37 +158,28 @@ def test_sums_and_gathers():
     assert [r[2] for r in results] == [[0, 1, 4, 9], None, None, None]
 
 
-def largest_of_replicas(rank, with_nan):
+@pytest.mark.parametrize("with_nan", [(), (0,), (1,), (2,), (0, 2)])
+@on_each_rank(3)
+def test_a_maximum_over_replicas_shows_nan_of_each(rank, with_nan):
+    """gloo's own loses it, unless it is the first rank's."""
     place = role_mesh.create_mesh(parse_roles("", 3, program="rl"), SAFETY)["actor"]
     values = torch.tensor([float(rank), -float("inf"), float("nan") if rank in with_nan else -1.0], dtype=torch.float64)
-    return place.dp_max(values).tolist(), place.dp_max(torch.tensor([rank, 2**60 + rank])).tolist()
+    *found, last = place.dp_max(values).tolist()
+    assert found == [2.0, -float("inf")] and (math.isnan(last) if with_nan else last == -1.0)
+    assert place.dp_max(torch.tensor([rank, 2**60 + rank])).tolist() == [2, 2**60 + 2]
 
 
-@pytest.mark.parametrize("with_nan", [(), (0,), (1,), (2,), (0, 2)])
-def test_a_maximum_over_replicas_shows_nan_of_each(with_nan):
-    """gloo's own loses it, unless it is the first rank's."""
-    for found, whole in run_world(largest_of_replicas, 3, with_nan):
-        assert found[:2] == [2.0, -float("inf")] and whole == [2, 2**60 + 2]
-        assert math.isnan(found[2]) if with_nan else found[2] == -1.0
-
-
-def test_initializing_twice_is_initializing_once():
+def test_initializing_twice_is_initializing_once_and_without_a_launcher_the_world_has_one_rank():
     def again(rank):
         group = dist.group.WORLD
         role_mesh.join_process_group(SAFETY)
-        return dist.group.WORLD is group
-
-    assert run_world(again, 2) == [True, True]
-
-
-def test_without_a_launcher_the_world_has_one_rank():
-    def alone(rank):
+        is_same = dist.group.WORLD is group
         dist.destroy_process_group()
         del os.environ["RANK"]
         role_mesh.join_process_group(SAFETY)
-        return dist.get_world_size(), dist.get_backend()
+        return is_same, dist.get_world_size(), dist.get_backend()
 
-    assert run_world(alone, 1) == [(1, "gloo")]
+    assert run_world(again, 1) == [(True, 1, "gloo")]
 
 
 def test_ranks_that_are_started_again_do_not_read_what_their_predecessors_left_in_the_store():
@@ -257,8 +207,6 @@ def test_a_launchers_variables_define_the_world():
         total = torch.tensor(rank + 1)
         dist.all_reduce(total)
         return dist.get_rank(), dist.get_world_size(), total.item()
-
-    import socket
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

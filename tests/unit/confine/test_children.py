@@ -24,15 +24,7 @@ class Hostile:
 
     @staticmethod
     def prepare(metadata):
-        pass
-
-    @staticmethod
-    def prepared():
-        return 0
-
-    @staticmethod
-    def may_share(metadata):
-        return bool(metadata)
+        return 0 if metadata else None
 
 
 HOSTILE = Scorer(Hostile)

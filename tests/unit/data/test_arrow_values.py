@@ -12,6 +12,7 @@ from pyarrow import parquet
 from megarl.data.columns import SFT, Columns
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
+from tests.helpers.texts.refusals import refusal
 
 WHEN = datetime.datetime(2024, 1, 2, 3, 4, 5)
 
@@ -140,10 +141,8 @@ REFUSED = {
 def test_a_type_without_a_form_in_json_is_refused_by_name(name, tmp_path):
     make, message = REFUSED[name]
     path = write(tmp_path / ("p.parquet" if name.startswith("tensor") else "p.arrow"), make())
-    with pytest.raises(UsageError) as caught:
-        load_prompts(path)
-    assert f"the column {message}" in str(caught.value) and "leave it out" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    said = refusal(load_prompts, path)
+    assert f"the column {message}" in said and "leave it out" in said
 
 
 def test_an_extension_type_that_pyarrow_does_not_know(tmp_path):
@@ -162,9 +161,8 @@ def test_an_extension_type_that_pyarrow_does_not_know(tmp_path):
 
 def test_a_text_that_is_no_json_is_named(tmp_path):
     for text in ('{"a": ', "[" * 100_000):
-        with pytest.raises(UsageError) as caught:
-            load_prompts(write(tmp_path / "p.parquet", stored_json(['{"a": 1}', text])))
-        assert "cannot be read after row 1: v says that it is JSON, but a text in it is none" in str(caught.value)
+        said = refusal(load_prompts, write(tmp_path / "p.parquet", stored_json(['{"a": 1}', text])))
+        assert "cannot be read after row 1: v says that it is JSON, but a text in it is none" in said
 
 
 def test_a_time_is_no_answer(tmp_path):
@@ -178,8 +176,7 @@ def test_a_time_is_no_answer(tmp_path):
 def test_one_long_text_of_json_in_many_rows(tmp_path, monkeypatch):
     """Rows that name the same text are read few at a time, so that the limit is reached before memory is taken."""
     monkeypatch.setattr("megarl.data.content_limit.MIN_CONTENT", 2**20)
-    column = json_array(["x" * 2**19] * 500)
-    table = pyarrow.table({"prompt": ["a"] * 500, "v": column})
-    parquet.write_table(table, tmp_path / "p.parquet", compression="zstd", row_group_size=500)
+    table = pyarrow.table({"prompt": ["a"] * 100, "v": json_array(["x" * 2**19] * 100)})
+    parquet.write_table(table, tmp_path / "p.parquet", compression="zstd", row_group_size=100)
     with pytest.raises(UsageError, match="expands to more than 1,048,576 bytes"):
         load_prompts(str(tmp_path / "p.parquet"))

@@ -12,6 +12,7 @@ from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
 from tests.helpers.texts import small_tokenizers
+from tests.helpers.texts.refusals import refusal
 from tests.helpers.worlds import run_world
 
 # transformers starts threads when it encodes, so it does in a fork.
@@ -46,8 +47,9 @@ def with_switch(value):
     return lambda folder: edit(small_tokenizers.mistral(folder), tokenizer_class="LlamaTokenizer", add_bos_token=value)
 
 
-FOLDERS = {
-    **small_tokenizers.HUGGING_FACE,
+FOLDERS = {  # others are in test_chat_against_transformers
+    "llama": small_tokenizers.llama,
+    "chatml": small_tokenizers.chatml,
     "special_tokens_map": special_tokens_map,
     "sentence piece": sentence_piece,
     "switch": with_switch(True),
@@ -208,9 +210,7 @@ def test_options_of_flags():
         ('{"messages": []}', None, "allowed is a JSON object without add_generation_prompt, documents, messages"),
         (None, "today", "--reward-chat-template-date today: allowed is a date such as 2024-07-26"),
     ]:
-        with pytest.raises(UsageError) as caught:
-            TemplateOptions.of_flags(values, date, "reward-")
-        assert message in str(caught.value)
+        assert message in refusal(TemplateOptions.of_flags, values, date, "reward-")
 
 
 def test_special_strings_in_values_stay_text(tmp_path):

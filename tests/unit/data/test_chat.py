@@ -9,6 +9,7 @@ from megarl.data.chat import ChatTemplate, load_template
 from megarl.data.conversations import build_encoder
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
+from tests.helpers.texts.refusals import refusal
 from tests.helpers.texts.small_tokenizers import CHATML, chatml, sentence_piece
 
 USER = {"role": "user", "content": "a"}
@@ -33,26 +34,19 @@ def test_where_a_template_is_read_from(tokenizer, tmp_path):
         (str(tmp_path), "cannot be read"),
         (str(tmp_path / "latin.jinja"), "cannot be read"),
     ]:
-        with pytest.raises(UsageError) as caught:
-            load_template(value, plain, "--reward-chat-template")
-        assert str(caught.value).startswith(f"--reward-chat-template {value}: {message}")
+        said = refusal(load_template, value, plain, "--reward-chat-template")
+        assert said.startswith(f"--reward-chat-template {value}: {message}")
 
 
-@pytest.mark.parametrize(
-    "source, message",
-    [
-        ("a\n{% for m in %}", "malformed Jinja, line 2"),
-        ("{% include 'x' %}", "fails on these messages"),
-        ("{{ messages.append(1) }}", "fails on these messages"),
-        ("{{ ''.__class__.__mro__ }}", "fails on these messages"),
-        ("{{ strftime_then('%d') }}", "'strftime_then' is undefined"),
-        ("{{ raise_exception('no\n tools') }}", "messages: no tools"),
-        ("\ufdd0", "U+FDD0"),
-        ("{% set n = namespace(_a=1) %}", "a namespace has no place for '_a'"),
-        ("{% set n = namespace() %}{% set n._a = 1 %}", "a namespace has no place for '_a'"),
-        ("{{ dict.mro() }}", "fails on these messages"),
-    ],
-)
+@pytest.mark.parametrize("source, message", [
+    ("a\n{% for m in %}", "malformed Jinja, line 2"), ("{% include 'x' %}", "fails on these messages"),
+    ("{{ messages.append(1) }}", "fails on these messages"), ("{{ ''.__class__.__mro__ }}", "fails on these messages"),
+    ("{{ strftime_then('%d') }}", "'strftime_then' is undefined"),
+    ("{{ raise_exception('no\n tools') }}", "messages: no tools"), ("\ufdd0", "U+FDD0"),
+    ("{% set n = namespace(_a=1) %}", "a namespace has no place for '_a'"),
+    ("{% set n = namespace() %}{% set n._a = 1 %}", "a namespace has no place for '_a'"),
+    ("{{ dict.mro() }}", "fails on these messages"),
+])  # fmt: skip
 def test_a_wrong_template_is_one_line(tokenizer, source, message):
     with pytest.raises(UsageError) as caught:
         ChatTemplate(source, tokenizer).render(HELLO)
@@ -91,13 +85,12 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_one_line(name, tokenizer, tmp_path, monkeypatch):
-    source, said = HOSTILE[name]
+    source, expected = HOSTILE[name]
     monkeypatch.setattr(probe, "SECONDS", 1)
     (tmp_path / "t.jinja").write_text(source)
-    with pytest.raises(UsageError) as caught:
-        build_encoder(tokenizer, str(tmp_path / "t.jinja"))
-    assert said in str(caught.value) and "\n" not in str(caught.value)
-    assert str(caught.value).startswith(f"--chat-template {tmp_path / 't.jinja'}: ")
+    said = refusal(build_encoder, tokenizer, str(tmp_path / "t.jinja"))
+    assert expected in said
+    assert said.startswith(f"--chat-template {tmp_path / 't.jinja'}: ")
 
 
 def test_a_pipe_is_no_template(tokenizer, tmp_path):

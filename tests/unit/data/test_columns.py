@@ -1,7 +1,6 @@
 """Columns of other frameworks: which are recognised, what becomes of them, and the errors that name them."""
 
 import decimal
-import json
 import math
 
 import numpy as np
@@ -9,28 +8,17 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from megarl.data.column_names import FOREIGN, LABELLED, NAMES, RL, UNREAD, UNREAD_THOUGHTS
 from megarl.data.columns import REWARD, SFT, Columns
-from megarl.data.fields import FIELD_TYPES
-from megarl.data.preferences import preference_pairs
-from megarl.data.prompt import Prompt
+from megarl.data.examples import preference_pairs
+from megarl.data.prompt import FIELD_TYPES, Prompt
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
 from tests.helpers.texts.character_tokenizer import CHAT, PLAIN
+from tests.helpers.texts.prompt_tables import write_jsonl, write_parquet
+from tests.helpers.texts.refusals import refusal
 
 USER, ASSISTANT = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
 WRONG = {"role": "assistant", "content": "3"}
-
-
-def write_parquet(path, rows: list[dict]) -> str:
-    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
-    parquet.write_table(pyarrow.table(columns), path)
-    return str(path)
-
-
-def write_jsonl(path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def read(tmp_path, rows: list[dict], columns: Columns = Columns()) -> list[Prompt]:
@@ -72,8 +60,6 @@ RL_ROWS = {
         {"prompt": [USER | {"name": None}], "answer": "2", "task": "t", "id": None}, Prompt(0, [USER], "2", "t"),
     ),
 }  # fmt: skip
-
-
 NUMBERS = {
     "float": (pyarrow.array([72.0, math.nan, None, 1e22]), ["72", None, None, "10000000000000000000000"]),
     "float32": (pyarrow.array([0.1, 16777216, None], pyarrow.float32()), ["0.1", "16777216", None]),
@@ -208,10 +194,9 @@ ERRORS = [
 @pytest.mark.parametrize("write", [write_parquet, write_jsonl])
 def test_errors_about_columns(row, columns, message, write, tmp_path):
     path = write(tmp_path / {write_parquet: "p.parquet", write_jsonl: "p.jsonl"}[write], [row])
-    with pytest.raises(UsageError) as caught:
-        load_prompts(path, columns=columns)
-    assert message in str(caught.value) and path in str(caught.value) and "\n" not in str(caught.value)
-    assert str(caught.value).startswith("--answer-column" if columns.answer else f"--prompts {path}")
+    said = refusal(load_prompts, path, columns=columns)
+    assert message in said and path in said
+    assert said.startswith("--answer-column" if columns.answer else f"--prompts {path}")
 
 
 TURNS = [USER, ASSISTANT, USER]
@@ -243,9 +228,7 @@ def test_a_wrong_row_is_named(columns, row, message, tmp_path):
     good |= {"completion": "c"} if columns.purpose == SFT else {"data_source": "d"}
     good |= {"prompt": "a"} if "prompt" in row else {}
     path = write_jsonl(tmp_path / "p.jsonl", [good, row, good])
-    with pytest.raises(UsageError) as caught:
-        load_prompts(path, columns=columns)
-    assert str(caught.value).startswith(f"--prompts {path}:2: {message}")
+    assert refusal(load_prompts, path, columns=columns).startswith(f"--prompts {path}:2: {message}")
 
 
 def test_a_wrong_row_of_a_table_is_named(tmp_path):
@@ -258,68 +241,6 @@ def test_a_wrong_row_of_a_table_is_named(tmp_path):
 
 
 # -- columns that change a prompt ----------------------------------------------------------------------------------
-
-
-ROW_OF = {
-    "rl": {"prompt": "1+1=", "answer": "2"},
-    "sft": {"prompt": "1+1=", "response": "2"},
-    "conversation": {"messages": [USER, ASSISTANT]},
-    "reward": {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
-    "labelled": {"prompt": "1+1=", "response": "2", "desirable": True},
-}
-PURPOSE = {"conversation": SFT} | {name: name for name in (RL, SFT, REWARD, LABELLED)}
-TOOLS = [{"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}]
-USED = {"system": "Be terse.", "system_prompt": "Be terse.", "tools": TOOLS}
-VALUES = {"chat_template_kwargs": {"enable_thinking": False}, "enable_thinking": False, "history": [["a", "b"]]}
-
-
-def write_arrow(path, rows: list[dict]) -> str:
-    table = pyarrow.Table.from_pylist(rows)
-    with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
-        writer.write_table(table)
-    return str(path)
-
-
-WRITERS = {"parquet": write_parquet, "arrow": write_arrow, "jsonl": write_jsonl}
-
-
-def with_column(tmp_path, suffix: str, kind: str, **values):
-    """The set of a file of one row of a kind of prompt with these columns, and one without values in them."""
-    row = ROW_OF[kind] | {"ability": "x"}  # which no field of megarl is
-    path = WRITERS[suffix](tmp_path / f"p.{suffix}", [row | values, row | dict.fromkeys(values)])
-    return load_prompts(path, columns=Columns(PURPOSE[kind]))
-
-
-@pytest.mark.parametrize("kind", ROW_OF)
-@pytest.mark.parametrize("suffix", WRITERS)
-def test_columns_that_are_part_of_every_prompt(suffix, kind, tmp_path):
-    for name, value in USED.items():
-        prompt, without = with_column(tmp_path, suffix, kind, **{name: value})
-        messages = prompt.messages or prompt.prompt
-        if name == "tools":
-            assert prompt.tools == TOOLS and without.tools is None
-        else:
-            assert messages[0] == {"role": "system", "content": "Be terse."} and messages[1] == USER
-            assert (without.messages or without.prompt) == (ROW_OF[kind].get("messages") or "1+1=")
-
-
-@pytest.mark.parametrize("kind", ROW_OF)
-@pytest.mark.parametrize("suffix", WRITERS)
-def test_a_column_that_changes_the_prompt_and_is_not_read_is_named(suffix, kind, tmp_path):
-    thoughts = UNREAD_THOUGHTS if kind not in ("rl", "conversation") else {}
-    for name, cure in (UNREAD | thoughts).items():
-        prompts = with_column(tmp_path, suffix, kind, **{name: VALUES.get(name, "x")})
-        note = f"warning: {name} changes the prompt and is not read, in 1 of 2 rows; {cure}"
-        assert [each for each in prompts.notes if "warning" in each] == [f"--prompts {prompts.path}: {note}"]
-    prompts = with_column(tmp_path, suffix, kind, level=3)
-    assert not any("warning" in note for note in prompts.notes)
-
-
-def test_images_in_bytes_are_named_in_every_program(tmp_path):
-    for kind in ROW_OF:
-        prompts = with_column(tmp_path, "parquet", kind, images=[{"bytes": b"x", "path": None}])
-        assert prompts.notes[-1].endswith("images changes the prompt and is not read, in 2 of 2 rows; megarl reads "
-                                          "text alone")  # fmt: skip
 
 
 def test_two_columns_that_others_join(tmp_path):
@@ -345,25 +266,3 @@ def test_the_systems_column_and_a_message_of_the_system(tmp_path):
     path = write_parquet(tmp_path / "p.parquet", [{"question": "a", "system": 3}])
     with pytest.raises(UsageError, match=r"p\.parquet:1: system must be a string, not int"):
         load_prompts(path)
-
-
-@pytest.mark.parametrize("purpose", NAMES)
-def test_every_field_of_a_line_is_read_from_a_table(purpose, tmp_path):
-    """What megarl's own fields say in JSON lines, a table says, too: no field is metadata alone."""
-    values = {"prompt": [USER], "answer": "2", "task": "t", "response": "2", "tools": TOOLS, "chosen": "2",
-              "rejected": "3", "margin": 0.5, "environment": "e", "desirable": True, "teacher_prompt": [USER],
-              "teacher": "x"}  # fmt: skip
-    row = {name: values[name] for name in NAMES[purpose] if name in values}
-    own = load_prompts(write_jsonl(tmp_path / "p.jsonl", [row]), columns=Columns(purpose))
-    assert not own.notes and len(row) >= 4
-    for found in (
-        load_prompts(write_parquet(tmp_path / "p.parquet", [row]), columns=Columns(purpose)),
-        load_prompts(write_jsonl(tmp_path / "f.jsonl", [row | {"ability": "a"}]), columns=Columns(purpose)),
-    ):
-        for name, value in row.items():
-            assert getattr(found[0], name) == value == getattr(own[0], name), name
-
-
-def test_a_published_column_is_no_typing_mistake():
-    assert {"system", "instruction", "chat_template_kwargs", "images", "history"} <= FOREIGN
-    assert not {"prompt", "messages", "tools", "response"} & FOREIGN

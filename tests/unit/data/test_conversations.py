@@ -13,7 +13,7 @@ from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
 from tests.helpers.texts.small_tokenizers import CHATML, HUGGING_FACE, PLAIN, sentence_piece
 
-QUICK = settings(max_examples=25, deadline=5000, derandomize=True, database=None,
+QUICK = settings(max_examples=15, deadline=5000, derandomize=True, database=None,
                  suppress_health_check=[HealthCheck.too_slow])  # fmt: skip
 KINDS = ("sp_bpe", "sp_unigram", *HUGGING_FACE)
 # These give back every text; the others lose case, white space or characters.

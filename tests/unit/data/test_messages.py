@@ -9,13 +9,14 @@ from pyarrow import parquet
 
 from megarl.data.columns import Columns
 from megarl.data.conversations import Encoder
+from megarl.data.examples import sft_examples
 from megarl.data.messages import THOUGHTS, conversation_of, key_of, message_error, template_message, text_of
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import load_prompts
-from megarl.data.sft import sft_examples
 from megarl.errors import UsageError
 from tests.helpers.texts.chat_encoders import encoder_of, spelled
 from tests.helpers.texts.chat_templates import HERMES, QWEN25
+from tests.helpers.texts.prompt_tables import write_jsonl
 from tests.helpers.texts.small_tokenizers import CHATML, chatml
 
 USER = {"role": "user", "content": "How warm?"}
@@ -116,11 +117,6 @@ def test_readable_text():
     assert text_of([USER, {"role": "assistant", "tool_calls": [CALL]}]) == f"{lines[0]}\n{call}"
 
 
-def write(path, *lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
-
-
 def trained(ids, mask):
     """The runs of tokens that are learnt."""
     pairs = itertools.groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
@@ -132,7 +128,7 @@ def test_training_on_calls_and_not_on_results(tmp_path, template, words):
     encoder = encoder_of(tmp_path / "t", chatml, template)
     text = {"function": {"name": "look", "arguments": '{"b": 1, "a": "<|im_end|>"}'}}
     written = [USER, CALLS | {"tool_calls": [text, text]}, RESULT, RESULT, ANSWER]
-    prompts = load_prompts(write(tmp_path / "p.jsonl", {"messages": WHOLE}, {"messages": written}))
+    prompts = load_prompts(write_jsonl(tmp_path / "p.jsonl", [{"messages": WHOLE}, {"messages": written}]))
     ((ids, mask),), ((same_ids, same_mask),) = sft_examples(prompts, encoder, 500, 500)
     assert [*ids] == [*same_ids] and [*mask] == [*same_mask]
     call = '<tool_call>\n{"name": "look", "arguments": {"b": 1, "a": "<|im_end|>"}}\n</tool_call>'
@@ -153,8 +149,8 @@ def test_tools_of_a_row_are_rendered(tmp_path):
     rows = [{"messages": WHOLE, "tools": tools} for tools in (TOOLS, json.dumps(TOOLS), [json.dumps(TOOLS[0])])]
     rows = [json.loads(json.dumps(row)) for row in rows]
     read = [
-        load_prompts(write(tmp_path / "own.jsonl", rows[0]), columns=Columns("sft")),
-        load_prompts(write(tmp_path / "p.jsonl", *rows), columns=Columns("sft", messages="messages")),
+        load_prompts(write_jsonl(tmp_path / "own.jsonl", rows[:1]), columns=Columns("sft")),
+        load_prompts(write_jsonl(tmp_path / "p.jsonl", rows), columns=Columns("sft", messages="messages")),
     ]
     assert "tools from tools" in read[1].notes[0]
     texts = {spelled(encoder.tokenizer, sft_examples(prompts, encoder, 900, 900)[i][0][0])
@@ -163,7 +159,7 @@ def test_tools_of_a_row_are_rendered(tmp_path):
     assert json.dumps(TOOLS[0]) in texts.pop()
     # In a prompt, also of a preference.
     row = {"prompt": [USER], "response": "21.", "chosen": "21.", "rejected": "3.", "tools": TOOLS}
-    (prompt,) = load_prompts(write(tmp_path / "r.jsonl", row))
+    (prompt,) = load_prompts(write_jsonl(tmp_path / "r.jsonl", [row]))
     assert encoder.prompt(prompt) == encoder.chat_prompt([USER], TOOLS) != encoder.prompt(Prompt(0, [USER]))
     scored, tokens = encoder.reward_model_inputs([(prompt, "21.")], 900)[0][0], encoder.prompt(prompt)
     assert scored[: len(tokens)] == tokens
@@ -171,7 +167,7 @@ def test_tools_of_a_row_are_rendered(tmp_path):
         Encoder(encoder.tokenizer).prompt(Prompt(0, "a", tools=TOOLS))
     for tools in ("{", "3", [1], {"a": 1}):
         with pytest.raises(UsageError, match="p.jsonl:1: tools"):
-            path = write(tmp_path / "p.jsonl", {"conversations": WHOLE, "tools": tools})
+            path = write_jsonl(tmp_path / "p.jsonl", [{"conversations": WHOLE, "tools": tools}])
             load_prompts(path, columns=Columns("sft"))
 
 
@@ -197,9 +193,9 @@ def test_names_that_only_other_rows_have_are_absent(tmp_path):
 def test_calls_are_no_answers(tmp_path):
     """A response in one message is its content alone; with calls it would lose them."""
     call = {"role": "assistant", "tool_calls": [CALL]}
-    path = write(tmp_path / "p.jsonl", {"question": [USER], "completion": [call]})
+    path = write_jsonl(tmp_path / "p.jsonl", [{"question": [USER], "completion": [call]}])
     with pytest.raises(UsageError, match="completion: a response cannot hold tool_calls"):
         load_prompts(path, columns=Columns("sft"))
-    path = write(tmp_path / "q.jsonl", {"prompt": [USER], "chosen": [ANSWER], "rejected": [CALLS]})
+    path = write_jsonl(tmp_path / "q.jsonl", [{"prompt": [USER], "chosen": [ANSWER], "rejected": [CALLS]}])
     with pytest.raises(UsageError, match="rejected: a response cannot hold tool_calls or reasoning_content"):
         load_prompts(path, columns=Columns("reward"))

@@ -15,7 +15,6 @@ import pytest
 from megarl.data import node_files
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import load_prompts
-from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
 from tests.helpers.processes import max_file_size
 from tests.helpers.programs import environment
@@ -196,12 +195,3 @@ def test_the_launchers_folder_serves_its_ranks_and_is_removed(node, tmp_path, mo
         assert (tmp_path / "log").read_text() == "x"
     assert node_files.FOLDER not in os.environ
     assert not [found for found in node.glob("megarl-*/*") if found.is_dir()]
-
-
-def test_rows_of_unequal_length():
-    rows = Ragged.of_rows(iter([[1, 2], [], [3]]))
-    assert list(rows) == [[1, 2], [], [3]] and len(rows) == 3 and rows[-1] == [3]
-    assert [*rows.view(0), 7] == [1, 2, 7] and rows.view(0).obj is rows.values
-    assert list(Ragged.of_arrays(rows.arrays())) == list(rows) and not len(Ragged.of_rows([]))
-    with pytest.raises(IndexError):
-        rows[3]

@@ -86,7 +86,8 @@ def test_a_damaged_record_is_refused(fields):
 
 def test_a_record_restores_the_pools():
     found, other = moved(pools(5), {1: 0.0, 2: 1.0}), pools(5)
-    waiting_groups.load_pools(other, [waiting_groups.pools_record(found)], "--load x")
+    state = {name: torch.from_numpy(values) for name, values in found.state_dict().items()}
+    waiting_groups.load_pools(other, [Record({}, state)], "--load x")
     assert other.chances.tolist() == found.chances.tolist() and other.metrics() == found.metrics()
 
 

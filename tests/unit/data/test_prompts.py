@@ -1,18 +1,15 @@
-"""Prompt files, supervised examples and preference pairs: fields that are read, and the line that each error names."""
+"""Prompt files: fields that are read, and the line that each error names."""
 
 import json
 
 import pytest
 
-from megarl.data.columns import REWARD, SFT, Columns
 from megarl.data.conversations import Encoder
-from megarl.data.preferences import preference_pairs
-from megarl.data.prompt import Prompt
 from megarl.data.prompts import load_prompts
-from megarl.data.sft import sft_examples
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
 from tests.helpers.texts.character_tokenizer import CHAT, PLAIN, CharacterTokenizer
+from tests.helpers.texts.refusals import refusal
 from tests.helpers.texts.small_tokenizers import chatml
 
 
@@ -22,86 +19,15 @@ def write(tmp_path, *lines):
     return str(path)
 
 
-def test_all_fields_are_read(tmp_path):
-    full = {"prompt": "1+1=", "answer": "2", "task": "sums", "metadata": {"a": [1]}, "response": "two"}
-    pair = {"prompt": "x", "answer": None, "chosen": "y", "rejected": "", "margin": 0.5}
-    whole = {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "b"}], "task": "t"}
-    prompts = load_prompts(write(tmp_path, full, pair, whole))
-    assert len(prompts) == 3
-    assert prompts[0] == Prompt(0, "1+1=", "2", "sums", {"a": [1]}, "two")
-    assert prompts[1] == Prompt(1, "x", chosen="y", rejected="", margin=0.5)
-    assert prompts[2] == Prompt(2, task="t", messages=whole["messages"])
-    assert [prompt.index for prompt in prompts] == [0, 1, 2]
-    assert prompts.where(1) == f"--prompts {prompts.path}:2"
-    with pytest.raises(AttributeError):
-        prompts[0].prompt = "y"
-
-
-def test_a_prompt_in_messages(tmp_path):
-    said = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    one, raw = load_prompts(write(tmp_path, {"prompt": said}, {"prompt": "a\nb"}))
-    assert (one.conversation, one.text, one.key) == (said, "system: s\nuser: u", (("system", "s"), ("user", "u")))
-    assert (raw.conversation, raw.text, raw.key) == ([{"role": "user", "content": "a\nb"}], "a\nb", "a\nb")
-
-
 def test_line_ends_and_encodings(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_bytes('\ufeff{"prompt": "é\u2028漢"}\r\n{"prompt": "b"}\r\n\r\n  \n'.encode())
     assert [prompt.prompt for prompt in load_prompts(str(path))] == ["é\u2028漢", "b"]
 
 
-BAD_LINES = [
-    ('{"prompt": "a"', "malformed JSON"),
-    ('{"prompt": "a", }', "malformed JSON: a comma before }; remove it"),
-    ('{"prompt": "a"},', "malformed JSON: a comma after the object; remove it"),
-    ("[" * 100000, "malformed JSON"),
-    ('{"prompt": ' + "1" * 5000 + "}", "malformed JSON"),
-    ("", "blank line"),
-    ('["a"]', "expected a JSON object, not list"),
-    ("{}", "prompt is missing"),
-    ('{"prompt": null}', "prompt is missing"),
-    ('{"prompt": ""}', "prompt is empty"),
-    ('{"prompt": " \\n"}', "prompt is empty"),
-    ('{"prompt": 3}', "prompt must be a string or a list of messages, not int"),
-    ('{"prompt": []}', "prompt: must be a list of messages, at least one"),
-    ('{"prompt": ["a"]}', "prompt: message 1 must be an object with role and content"),
-    ('{"prompt": [{"role": "user", "content": "a", "name": "b"}]}', "prompt: message 1 of the role user has name"),
-    ('{"prompt": [{"role": "tool", "content": "a", "name": "\\ud800"}]}', "prompt holds half of a surrogate pair"),
-    ('{"prompt": [{"role": "me", "content": "a"}]}', "prompt: message 1 has the role 'me'; allowed: system, dev"),
-    ('{"prompt": [{"role": "user", "content": null}]}', "prompt: the content of message 1 must be a string"),
-    ('{"prompt": [{"role": "user", "content": " "}]}', "prompt is empty"),
-    ('{"prompt": [{"role": "assistant", "content": "a"}]}', "the prompt's last message must not be the assistant's"),
-    ('{"messages": [{"role": "user", "content": "a"}]}', "messages hold no message of the assistant"),
-    ('{"messages": [{"role": "assistant", "content": "a"}], "prompt": "a"}', "both messages and prompt"),
-    ('{"messages": "a"}', "messages must be a list of messages, not str"),
-    ('{"messages": [{"role": "assistant", "content": "\\ud800"}]}', "messages holds half of a surrogate pair"),
-    ('{"prompt": "a", "chosen": 1}', "chosen must be a string, not int"),
-    ('{"prompt": "a", "margin": -1}', "margin is -1; it must be a number from 0 to 1e+09"),
-    ('{"prompt": "a", "margin": NaN}', "margin is nan"),
-    ('{"prompt": "a", "margin": true}', "margin must be a number, not bool"),
-    ('{"prompt": "a", "answer": 3}', "answer must be a string, not int"),
-    ('{"prompt": "a", "metadata": []}', "metadata must be an object, not list"),
-    ('{"prompt": "a", "response": {}}', "response must be a string, not dict"),
-    ('{"prompt": "a", "task": true}', "task must be a string, not bool"),
-    ('{"prompt": "a", "anwser": "b"}', "unknown field 'anwser'; allowed: prompt, answer"),
-    ('{"prompt": "\\ud800"}', "prompt holds half of a surrogate pair"),
-]
-
-
-@pytest.mark.parametrize("line, message", BAD_LINES, ids=[message for _, message in BAD_LINES])
-def test_bad_line_is_named_with_its_number(tmp_path, line, message):
-    path = write(tmp_path, {"prompt": "ok"}, line, {"prompt": "ok"})
-    with pytest.raises(UsageError) as caught:
-        load_prompts(path, "--eval-prompts")
-    assert str(caught.value).startswith(f"--eval-prompts {path}:2: {message}")
-    assert "\n" not in str(caught.value)
-
-
 def test_bad_files(tmp_path):
     def error_of(path):
-        with pytest.raises(UsageError) as caught:
-            load_prompts(str(path))
-        return str(caught.value)
+        return refusal(load_prompts, str(path))
 
     path = tmp_path / "p.jsonl"
     assert error_of(path) == f"--prompts {path}: no such file"
@@ -125,16 +51,10 @@ def test_encode_checks_lengths(tmp_path):
     assert str(caught.value) == f"--prompts {path}:2: {what}"
 
 
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        (
-            {"messages": [{"role": "assistant", "content": "a"}]},
-            "prompt is missing; messages are for supervised training",
-        ),
-        ({"prompt": [{"role": "user", "content": "a"}]}, "a prompt in messages needs --chat-template"),
-    ],
-)
+@pytest.mark.parametrize("line, message", [
+    ({"messages": [{"role": "assistant", "content": "a"}]}, "prompt is missing; messages are for supervised training"),
+    ({"prompt": [{"role": "user", "content": "a"}]}, "a prompt in messages needs --chat-template"),
+])  # fmt: skip
 def test_encode_names_the_line(tmp_path, line, message):
     prompts = load_prompts(write(tmp_path, {"prompt": "ok"}, line))
     with pytest.raises(UsageError, match=rf"p\.jsonl:2: {message}"):
@@ -152,131 +72,6 @@ def test_encode_rejects_a_prompt_without_tokens(tmp_path):
     path = write(tmp_path, {"prompt": "a"})
     with pytest.raises(UsageError, match=":1: the prompt becomes no token"):
         load_prompts(path).encode(Encoder(NothingTokenizer()), 4)
-
-
-def test_sft_tokens_and_mask(tmp_path):
-    prompts = load_prompts(
-        write(tmp_path, {"prompt": "ab", "response": "c", "answer": "z"}, {"prompt": "d", "answer": "ef"})
-    )
-    examples = sft_examples(prompts, PLAIN, max_prompt_length=2, max_response_length=3)
-    assert list(examples) == [
-        [([97, 98, 99, 0], [False, False, True, True])],
-        [([100, 101, 102, 0], [False, True, True, True])],
-    ]
-
-
-def test_sft_of_conversations(tmp_path):
-    turns = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "b$d\t", strict=True)]
-    path = write(tmp_path, {"messages": turns}, {"prompt": turns[:1], "response": "c"})
-    ((whole, mask),), ((tokens, learnt),) = sft_examples(load_prompts(path), CHAT, 5, 4)
-    # A dollar sign in the contents does not end a turn.
-    assert whole == [*map(ord, "uba$"), 0, *map(ord, "uda"), 0]
-    assert mask == [False] * 3 + [True] * 2 + [False] * 3 + [True]
-    assert (tokens, learnt) == ([*map(ord, "ubac"), 0], [False] * 3 + [True] * 2)
-    with pytest.raises(UsageError, match=r"p\.jsonl:1: the conversation has 9 tokens; .* allow 8 together"):
-        sft_examples(load_prompts(path), CHAT, 5, 3)
-
-
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ({"prompt": "a"}, "needs a response"),
-        ({"prompt": "a", "response": "\t"}, "the response is empty"),
-        ({"prompt": "a", "response": "abc"}, "4 tokens with EOS; --max-response-length allows 3"),
-        ({"prompt": "abcd", "response": "a"}, "4 tokens; --max-prompt-length allows 3"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "a conversation in messages needs --chat-template"),
-    ],
-)
-def test_sft_errors_name_the_line(tmp_path, line, message):
-    prompts = load_prompts(write(tmp_path, {"prompt": "a", "answer": "b"}, line))
-    with pytest.raises(UsageError, match=rf"p\.jsonl:2: .*{message}"):
-        sft_examples(prompts, PLAIN, max_prompt_length=3, max_response_length=3)
-
-
-def test_preference_pairs(tmp_path):
-    lines = [
-        {"prompt": "ab", "chosen": "c", "rejected": ""},
-        {"prompt": [{"role": "user", "content": "d"}], "chosen": "ef", "rejected": "efg", "margin": 2},
-    ]
-    prompts = load_prompts(write(tmp_path, *lines))
-    pairs = preference_pairs(prompts, CHAT, 5)
-    # The first line's chosen text is one token too long: the prompt loses its start.
-    texts = ["abac", "uaba"], ["daef", "aefg"]
-    assert list(pairs) == [[([*map(ord, text), 0], [False] * 4 + [True]) for text in pair] for pair in texts]
-    assert pairs.margins.tolist() == [0.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ({"prompt": "a", "chosen": "b"}, "rejected is missing"),
-        ({"prompt": "a", "rejected": "b"}, "chosen is missing"),
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same text"),
-        ({"prompt": "a", "chosen": "b", "rejected": "b\t"}, "chosen and rejected become the same tokens"),
-        ({"prompt": "a", "chosen": "xabc", "rejected": "yabc"}, "become the same tokens"),
-        ({"prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": "c"}, "needs --chat-template"),
-    ],
-)
-def test_preference_errors_name_the_line(tmp_path, line, message):
-    prompts = load_prompts(write(tmp_path, {"prompt": "a", "chosen": "b", "rejected": "c"}, line))
-    with pytest.raises(UsageError, match=rf"p\.jsonl:2: .*{message}"):
-        preference_pairs(prompts, PLAIN, 4)
-
-
-WRITTEN = {"role": "assistant", "content": "x"}
-LONG_LINES = {  # reader, encoder, limits; lines; those that are too long; the note about them; the flags of an error
-    "prompts": (
-        (sft_examples, PLAIN, 2, 3),
-        [{"prompt": "abc", "response": "a"}, {"prompt": "ab", "response": "ab"}, {"prompt": "abcd", "answer": "a"}],
-        {0, 2}, "2 of 3 examples longer than 2 + 3 tokens", "--max-prompt-length 2 --max-response-length 3:",
-    ),
-    "responses": (
-        (sft_examples, PLAIN, 2, 3),
-        [{"prompt": "a", "response": "ab"}, {"prompt": "ab", "response": "abc"}, {"prompt": "a", "answer": "b"}],
-        {1}, "1 of 3 examples longer than 2 + 3 tokens", "--max-prompt-length 2 --max-response-length 3:",
-    ),
-    "conversations": (
-        (sft_examples, CHAT, 2, 3),
-        [{"messages": [{"role": "user", "content": text}, WRITTEN]} for text in ("", "ab")],
-        {1}, "1 of 2 examples longer than 2 + 3 tokens", "--max-prompt-length 2 --max-response-length 3:",
-    ),
-    "pairs": (
-        (preference_pairs, CHAT, 5),
-        [{"prompt": "a", "chosen": c, "rejected": r} for c, r in (("b", "cde"), ("b", "c"), ("bcd", "e"), ("f", ""))],
-        {0, 2}, "2 of 4 pairs longer than 5 tokens", "--max-prompt-length and --max-response-length of 5 together:",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LONG_LINES)
-def test_lines_that_are_too_long_are_dropped_on_request(name, tmp_path):
-    (read, *how), lines, long, note, flags = LONG_LINES[name]
-    columns = Columns(REWARD if name == "pairs" else SFT)
-    path = write(tmp_path, *lines)
-    whole = load_prompts(path, columns=columns)
-    found = read(whole, *how, drops_long=True)
-    kept = [number for number in range(len(lines)) if number not in long]
-    rest = tmp_path / "rest"
-    rest.mkdir()
-    alone = load_prompts(write(rest, *[lines[number] for number in kept]), columns=columns)
-    assert list(found) == list(read(alone, *how)) and len(found) == len(kept) == len(found.prompts)
-    assert [found.prompts.where(i) for i in range(len(kept))] == [f"--prompts {path}:{number + 1}" for number in kept]
-    assert found.prompts.notes == (*whole.notes, f"--prompts {path}: dropped {note}")
-    assert found.prompts.sha256() != whole.sha256()
-    same = read(alone, *how, drops_long=True)
-    assert same.prompts is alone and list(same) == list(found)
-    only = load_prompts(write(rest, *[lines[number] for number in long]), columns=columns)
-    with pytest.raises(UsageError, match=f"^{flags} each of the {len(long)} "):
-        read(only, *how, drops_long=True)
-    # Without the filter an example is an error, and the prompt of a pair loses its start; both name the flag.
-    if name == "pairs":
-        cut = read(whole, *how)
-        assert len(cut) == len(lines) and cut.prompts.sha256() == whole.sha256()
-        (said,) = cut.prompts.notes[len(whole.notes) :]
-        assert said == f"--prompts {path}: cut prompts at their start in {note}; --filter-long-prompts drops them"
-    else:
-        with pytest.raises(UsageError, match=rf"p\.jsonl:{min(long) + 1}: .*; --filter-long-prompts drops such lines$"):
-            read(whole, *how)
 
 
 def test_texts_with_special_tokens_are_noted_once(tmp_path):

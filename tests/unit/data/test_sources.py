@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.data.sources import find_files, printable
-from megarl.errors import UsageError
+from tests.helpers.texts.refusals import refusal
 
 
 def touched(folder: Path, *names: str) -> Path:
@@ -26,10 +26,9 @@ def files_of(value) -> list[str]:
 
 
 def error_of(value) -> str:
-    with pytest.raises(UsageError) as caught:
-        files_of(value)
-    assert "\n" not in str(caught.value) and str(caught.value).startswith("--prompts")
-    return str(caught.value)
+    said = refusal(files_of, value)
+    assert said.startswith("--prompts")
+    return said
 
 
 def test_files_commas_and_patterns(tmp_path):

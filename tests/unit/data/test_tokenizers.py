@@ -12,22 +12,9 @@ TEXTS = [f"{a} + {b} =" for a in range(0, 100, 3) for b in range(0, 100, 7)] + [
 
 
 def train_model(path, **options):
-    settings = dict(
-        model_type="bpe",
-        vocab_size=32,
-        hard_vocab_limit=False,
-        split_digits=True,
-        add_dummy_prefix=False,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        character_coverage=1.0,
-        pad_id=0,
-        unk_id=1,
-        bos_id=2,
-        eos_id=3,
-        num_threads=1,
-        minloglevel=2,
-    )
+    settings = dict(model_type="bpe", vocab_size=32, hard_vocab_limit=False, split_digits=True, add_dummy_prefix=False)
+    settings |= dict(normalization_rule_name="identity", remove_extra_whitespaces=False, character_coverage=1.0)
+    settings |= dict(pad_id=0, unk_id=1, bos_id=2, eos_id=3, num_threads=1, minloglevel=2)
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS), model_writer=model, **(settings | options))
     path.write_bytes(model.getvalue())

@@ -15,7 +15,7 @@ from tests.helpers.texts.chat_templates import GEMMA_TOOLS, LLAMA3, TEMPLATES
 from tests.helpers.texts.family_templates import FAMILY_TEMPLATES
 from tests.helpers.texts.small_tokenizers import HUGGING_FACE, chatml, gemma, llama, sentence_piece
 
-QUICK = settings(max_examples=40, deadline=None, derandomize=True, database=None,
+QUICK = settings(max_examples=20, deadline=None, derandomize=True, database=None,
                  suppress_health_check=[HealthCheck.too_slow])  # fmt: skip
 PIECES = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|im_", "end|>", "Hello",
           "the user", " ", "\n\n", "42", "\u4f60\u597d", "\U0001f642", "\u0301", "<tool_call>", "</tool_call>",

@@ -7,15 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.environments.calculator import (
-    MAX_LENGTH,
-    OFFSET,
-    calculate,
-    calculator,
-    calculator_offset,
-    evaluate,
-    number_text,
-)
+from megarl.environments import calculator as module
+from megarl.environments.calculator import MAX_LENGTH, OFFSET, calculator, calculator_offset, evaluate
 from megarl.environments.protocol import Task
 from tests.helpers.envs.played_environments import calling, play, said, written
 
@@ -46,7 +39,7 @@ def test_values_are_pythons(text):
      ("0.1+0.2", repr(0.1 + 0.2)), ("2**-1", "0.5"), ("2**0.5", repr(math.sqrt(2))), ("-7//2", "-4")],
 )  # fmt: skip
 def test_results_as_text(text, shown):
-    assert calculate(text) == shown
+    assert module.calculate(text) == shown
 
 
 @pytest.mark.parametrize(
@@ -71,7 +64,7 @@ def test_any_text_of_these_characters_is_a_number_or_a_value_error(text):
         value = evaluate(text)
     except ValueError:
         return
-    assert math.isfinite(value) and number_text(value)
+    assert math.isfinite(value) and module.number_text(value)
 
 
 def answered(environment, *turns, answer="56088"):

@@ -27,15 +27,9 @@ def test_entries_are_found_by_episode_and_all_texts(tmp_path):
     journal.flush()
     again = Journal(tmp_path, 0, 1)
     assert again.find("a", []) == full and again.find("a", turns("x", "y")) == entry("2")
-    for key, texts in (
-        ("b", ["x", "y"]),
-        ("a", ["x"]),
-        ("a", ["xy"]),
-        ("a", ["x", "y", ""]),
-        ("a", ["", "xy"]),
-        ("a", ["z", "y"]),
-    ):
-        assert again.find(key, turns(*texts)) is None
+    assert again.find("b", turns("x", "y")) is None
+    for texts in (["x"], ["xy"], ["x", "y", ""], ["", "xy"], ["z", "y"]):
+        assert again.find("a", turns(*texts)) is None
 
 
 def test_a_torn_line_is_left_out_and_cut_off(tmp_path):
@@ -44,7 +38,8 @@ def test_a_torn_line_is_left_out_and_cut_off(tmp_path):
         journal.add(f"{number}", [], entry("a"))
     journal.flush()
     content = journal.path.read_bytes()
-    for cut in range(len(content)):
+    ends = [place for place, byte in enumerate(content) if byte == ord("\n")]
+    for cut in {*range(0, len(content), 11), *(end + k for end in ends for k in (-1, 0, 1) if end + k < len(content))}:
         journal.path.write_bytes(content[:cut])
         again = Journal(tmp_path, 0, 1)
         whole = content[:cut].count(b"\n")

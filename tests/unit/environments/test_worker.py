@@ -6,15 +6,11 @@ from tests.helpers.envs.odd_environments import MEETING
 from tests.helpers.worlds import wait_until
 
 
-def processes(plays) -> list[int]:
-    return [process.process.pid for process in plays.pool._processes]
-
-
 @pytest.mark.parametrize("name", ["AsyncMeeting", "ThreadMeeting"])
 def test_episodes_of_a_worker_wait_at_the_same_time(name, play):
     plays, numbers = play(name), range(MEETING)
     plays.start(*numbers)
-    assert len(processes(plays)) == 1
+    assert len(plays.processes()) == 1
     found = plays.step({number: f"text {number}" for number in numbers})
     assert [found[n].observation.messages[0]["content"] for n in numbers] == [f"0: text {n}" for n in numbers]
     assert all(event.turn.text == f"text {n}" for n, event in found.items())
@@ -46,12 +42,12 @@ def test_an_episode_that_ends_before_its_answer_is_closed_after_it(play, tmp_pat
 def test_a_worker_with_a_thread_that_hangs_is_retired_also_when_its_episode_has_ended(play):
     plays = play("Neighbours", timeout=1.0)
     plays.start(0)
-    (before,) = processes(plays)
+    (before,) = plays.processes()
     plays.pool.step(0, "stick")
     plays.pool.end(0)
-    assert wait_until(lambda: not plays.pool.poll() and not processes(plays))
+    assert wait_until(lambda: not plays.pool.poll() and not plays.processes())
     plays.start(1)
-    assert plays.text(1, "a") == "0: a" and processes(plays) != [before]
+    assert plays.text(1, "a") == "0: a" and plays.processes() != [before]
 
 
 def test_a_worker_that_blocks_its_loop_is_replaced(play, tmp_path):

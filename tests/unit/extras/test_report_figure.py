@@ -19,22 +19,21 @@ FULL = {
 }  # fmt: skip
 
 
-def _panel_texts(rows, monkeypatch):
-    """{panel title: texts in it} of the figure that draw_report makes."""
+def drawn(rows, monkeypatch) -> list:
+    """The axes of the figure that draw_report makes."""
     from matplotlib.figure import Figure
 
-    figures = []
-    savefig = Figure.savefig
-
-    def keep(figure, *args, **kwargs):
-        figures.append(figure)
-        return savefig(figure, *args, **kwargs)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
+    figures, savefig = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda each, *a, **k: (figures.append(each), savefig(each, *a, **k)))
     png = draw_report(rows, "title")
     height = 1485 if any("router/load_imbalance" in row for row in rows) else 990
     assert png.startswith(b"\x89PNG") and struct.unpack(">II", png[16:24]) == (1650, height)
-    panels = {axes.get_title(loc="left"): axes for axes in figures[0].axes}
+    return figures[0].axes
+
+
+def _panel_texts(rows, monkeypatch):
+    """({panel title: texts in it}, panels by title)."""
+    panels = {axes.get_title(loc="left"): axes for axes in drawn(rows, monkeypatch)}
     return {title: [text.get_text() for text in axes.texts] for title, axes in panels.items() if title}, panels
 
 
@@ -69,13 +68,8 @@ def test_gap_panel_shows_zeros_and_a_power_of_ten(gaps, monkeypatch):
 
 @pytest.mark.parametrize("staleness", [[0, 0], [0, 1.5]])
 def test_the_gap_panel_shows_staleness(staleness, monkeypatch):
-    from matplotlib.figure import Figure
-
-    twins, savefig = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: (
-        twins.extend(axes for axes in figure.axes if axes.get_ylabel() == "staleness, updates"),
-        savefig(figure, *args, **kwargs)))  # fmt: skip
-    draw_report([{"step": i, **FULL, "rollout/staleness": value} for i, value in enumerate(staleness)], "title")
+    rows = [{"step": i, **FULL, "rollout/staleness": value} for i, value in enumerate(staleness)]
+    twins = [axes for axes in drawn(rows, monkeypatch) if axes.get_ylabel() == "staleness, updates"]
     assert [axes.lines[0].get_ydata().tolist() for axes in twins] == ([staleness] if any(staleness) else [])
 
 
@@ -125,20 +119,21 @@ def test_ticks_have_the_digits_that_tell_them_apart(values, texts):
     assert tick_texts(values) == texts
 
 
+def printed_by_node(program: str):
+    """The JSON that a program prints."""
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 @pytest.mark.skipif(not shutil.which("node"), reason="needs node")
 def test_the_page_writes_ticks_as_the_figure_does():
     cases = [values for values, _ in TICKS if values]
     size = 3 * 1024.0**3
-    program = (
-        (PAGE / "numbers.js").read_text(encoding="utf-8")
-        + f"""
+    found, gaps, large, small = printed_by_node(f"""{(PAGE / "numbers.js").read_text(encoding="utf-8")}
     console.log(JSON.stringify([{json.dumps(cases)}.map(tickTexts), tickTexts([null, 0.5, 1]),
       byteTicks([{size}, {size} + 1024, {size} + 2048]), byteTicks([0, 512, 1024])]));
-    """
-    )
-    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    found, gaps, large, small = json.loads(done.stdout)
+    """)
     assert found == [texts for values, texts in TICKS if values]
     assert gaps == ["", "0.5", "1.0"] and small == ["0 KiB", "0.5 KiB", "1.0 KiB"]
     assert len(set(large)) == 3 and all(text.endswith(" GiB") for text in large)
@@ -156,11 +151,8 @@ def test_ticks_of_a_panel_are_complete_numbers_that_differ(steps, losses, monkey
         assert len(texts) > 2 and len(set(texts)) == len(texts) and axis.get_offset_text().get_text() == ""
         assert texts == [text.replace("-", "−") for text in tick_texts(axis.get_majorticklocs())]
     low, high = panels["Losses"].get_xlim()
-    boxes = [
-        label.get_window_extent()
-        for label in panels["Losses"].get_xticklabels()
-        if low <= label.get_position()[0] <= high
-    ]
+    shown = [label for label in panels["Losses"].get_xticklabels() if low <= label.get_position()[0] <= high]
+    boxes = [label.get_window_extent() for label in shown]
     assert len(boxes) > 1 and all(left.x1 < right.x0 for left, right in pairwise(boxes))
 
 
@@ -171,15 +163,13 @@ def test_the_page_draws_layers_and_staleness_each_in_one_picture():
         "rollout/staleness", "correction/kl_k3", "correction/kl_k3_age_2", "environment/reward/a_age_3",
     ]  # fmt: skip
     source = (PAGE / "curves.js").read_text(encoding="utf-8").partition("function isConstant")[0]
-    program = f"""
+    found = printed_by_node(f"""
     const DATA = {{run: {{metrics: {json.dumps(dict.fromkeys(names, 1))}}}}}, RUNS = [DATA.run], css = () => "";
     {source}
     console.log(JSON.stringify(groupsOfMetrics().flatMap(([, charts]) => charts)
       .map(([title, lines]) => [title, lines.map((line) => line.label)])));
-    """
-    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert dict(json.loads(done.stdout)) == {
+    """)
+    assert dict(found) == {
         "router/load by layer": ["layer 2", "layer 10"], "correction/kl_k3_age by staleness": ["staleness 2"],
         "rollout/staleness_share by staleness": ["staleness 0", "staleness 1"],
         **{name: [name] for name in ("rollout/staleness", "correction/kl_k3", "environment/reward/a_age_3")},

@@ -52,31 +52,24 @@ def test_responses_and_tokens_are_limited(tmp_path, monkeypatch):
 def test_turns_are_shown_and_observations_have_no_advantage():
     turns = [{"text": "<b>1</b>", "observation": "higher", "reward": 0.5}, {"text": "2", "reward": float("nan")}]
     row = {"turns": turns, "tokens": ["1", "h", "2"], "advantages": [1.0, 0.0, 3.0], "observed": [False, True, False]}
-    found = report_samples._whole(row) | report_samples._token_fields(row, 2)
+    found = report_samples.whole_row(row) | report_samples.token_fields(row, 2)
     assert found["turns"][0] == turns[0] and found["turns"][1]["observation"] == ""
     assert found["observed"] == [False, True] and found["advantage"] == 2.0
     for wrong in ("text", [1], {"text": "1"}, None):
-        assert "turns" not in report_samples._whole({"turns": wrong})
-    assert "observed" not in report_samples._token_fields({"tokens": ["a"], "observed": [1]}, 9)
+        assert "turns" not in report_samples.whole_row({"turns": wrong})
+    assert "observed" not in report_samples.token_fields({"tokens": ["a"], "observed": [1]}, 9)
 
 
 def test_judgements_are_shown_with_their_numbers():
     judgements = [{"text": "<b>7</b>", "number": 7.0}, {"text": 3, "number": "7"}]
-    found = report_samples._whole({"judgements": judgements})["judgements"]
+    found = report_samples.whole_row({"judgements": judgements})["judgements"]
     assert found == [judgements[0], {"text": "3", "number": None}]
     for wrong in ("text", [1], {"text": "1"}, None):
-        assert "judgements" not in report_samples._whole({"judgements": wrong})
+        assert "judgements" not in report_samples.whole_row({"judgements": wrong})
 
 
 def test_values_of_other_types_are_left_out(tmp_path):
-    odd = {
-        "prompt": ["a"],
-        "response": 1,
-        "reward": "high",
-        "finished": "yes",
-        "reward_parts": [1],
-        "extracted": {"a": 1},
-    }
+    odd = dict(prompt=["a"], response=1, reward="high", finished="yes", reward_parts=[1], extracted={"a": 1})
     by_token = _sample(1) | {"tokens": ["a", "b"], "values": [1], "logprobs": ["x", 2]}
     write_samples(tmp_path, 1, [odd, _sample(1), by_token, _sample(2) | {"tokens": [1]}])
     rows = samples(tmp_path, [{"step": 1}])["steps"][0]["rows"]

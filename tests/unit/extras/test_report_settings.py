@@ -4,9 +4,8 @@ from megarl.extras import report_settings
 
 
 def _settings(**more) -> dict:
-    roles = {
-        name: {"ranks": "0-1", "megatron": {"lr": lr, "bf16": False}} for name, lr in (("actor", 1), ("critic", 2))
-    }
+    rates = {"actor": 1, "critic": 2}
+    roles = {name: {"ranks": "0-1", "megatron": {"lr": lr, "bf16": False}} for name, lr in rates.items()}
     return {"megarl": {"seed": 1, "load": None, "tags": ["a"]}, "world_size": 4, "roles": roles} | more
 
 

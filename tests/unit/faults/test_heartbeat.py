@@ -141,12 +141,11 @@ def one_ends_early(rank: int) -> bool:
     store, ends = tcp_store(rank, 0), []
     heartbeat.MAX_INTERVAL = 0.02
     beat = heartbeat.Heartbeat(store.clone(), rank, 2, SAFETY, Timers(), ends.append)
-    if rank == 0:
-        assert wait_until(lambda: beat._watch.is_done(1))
-        beat._watch._limit = 0.0
-        assert beat._watch.silence(1) is None
+    assert rank == 1 or wait_until(lambda: beat._watch.is_done(1))
     beat.finish()
     assert not beat._thread.is_alive()
+    beat._watch._limit = 0.0  # the thread has ended: with this limit it would find itself silent
+    assert rank == 1 or beat._watch.silence(1) is None
     dist.barrier()
     return ends == []
 
@@ -225,11 +224,10 @@ def limits(rank: int, config) -> tuple[set, bool]:
     mesh = setup.create_role_mesh(config, Timers())
     groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
     timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
-    pulse = heartbeat.Pulse()
-    before = pulse.collectives()
+    before = heartbeat.collectives_so_far()
     mesh["actor"].dp_all_reduce(torch.ones(1))
     dist.barrier()
-    found = pulse.collectives() - before
+    found = heartbeat.collectives_so_far() - before
     heartbeat.finish()
     return timeouts, found
 
@@ -252,11 +250,13 @@ def test_after_the_first_meeting_neither_collectives_of_the_world_nor_waits_in_t
     assert run_world(joined_limit, 1) == [(role_mesh.NO_LIMIT, role_mesh.NO_LIMIT)]
 
 
-def test_work_and_collectives_are_progress():
-    """A rank that computes for hours without a collective is not hung."""
-    pulse = heartbeat.Pulse()
-    at_rest = pulse.progress(0)
-    assert pulse.progress(0) == at_rest
+def test_work_and_collectives_and_file_traffic_are_progress(tmp_path, monkeypatch):
+    """A rank that computes for hours without a collective is not hung, nor one that writes a checkpoint."""
+    monkeypatch.setattr(heartbeat, "PROCESS_IO", tmp_path / "io")
+    at_rest = heartbeat.progress_so_far(0)
+    (tmp_path / "io").write_text(f"rchar: 7\nwchar: {heartbeat.IO_BYTES - 8}\n")
+    assert heartbeat.progress_so_far(0) == at_rest
     activity.tick()
-    assert pulse.progress(0) == at_rest + 1
-    assert pulse.progress(2) == at_rest + 3
+    assert heartbeat.progress_so_far(0) == at_rest + 1
+    (tmp_path / "io").write_text(f"rchar: 7\nwchar: {heartbeat.IO_BYTES}\n")
+    assert heartbeat.progress_so_far(2) == at_rest + 4

@@ -72,5 +72,5 @@ def test_the_status_of_a_killed_run_is_not_running(host, state, wanted, tmp_path
     line = "rank 2 was ended by SIGKILL; no checkpoint is saved: start the run again"
     assert capsys.readouterr().err == f"megarl: {line}\n"
     found = json.loads((tmp_path / status_file.NAME).read_text())
-    assert found["state"] == wanted and (found["problem"] == line) == (state != wanted)
+    assert found["state"] == wanted and (found["problem"] == line) == (state != wanted) == (found["writes"] > 3)
     assert os.listdir(tmp_path) == [status_file.NAME]

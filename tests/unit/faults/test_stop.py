@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megarl.faults import heartbeat, stop
-from megarl.faults.stop import KEPT, RunStop, StopSignals, begins, refuse_next_step
+from megarl.faults.stop import KEPT, RunStop, begins, refuse_next_step
 from megarl.rewards import guard
 from tests.helpers.faults import sleep_for_ever
 from tests.helpers.programs import environment
@@ -44,8 +44,9 @@ def test_entries_of_earlier_steps_are_deleted():
 
 def run_until_stopped(rank: int, signalled: list[int]) -> int:
     """Ranks that get up to seven steps apart; those in `signalled` get a signal, in different steps."""
-    run_stop, done = RunStop(rank, SAFETY_SECONDS), 100  # the steps before are those of a run that it continues
-    run_stop.listen(done)
+    done = 100  # the steps before are those of a run that it continues
+    run_stop = RunStop(rank, SAFETY_SECONDS, done)
+    run_stop.install()
     while run_stop.may_begin(done + 1):
         if rank in signalled and done == 103 + rank:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -65,8 +66,8 @@ def test_all_ranks_end_with_the_same_step(signalled):
 # -- the process -------------------------------------------------------------------------------------------------
 
 
-def handler(grace: float) -> StopSignals:
-    signals = StopSignals(dist.HashStore(), grace, 7)
+def handler(grace: float) -> RunStop:
+    signals = RunStop(0, grace, 7, dist.HashStore())
     signals.install()
     return signals
 
@@ -119,7 +120,7 @@ def ended_by_a_launcher(rank: int):
     dist.distributed_c10d._get_default_store = lambda: store
     store = dist.HashStore()
     heartbeat.report_failure()
-    StopSignals(store, SAFETY_SECONDS, 7).install()
+    RunStop(0, SAFETY_SECONDS, 7, store).install()
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait()
 
@@ -133,7 +134,8 @@ def test_a_signal_after_another_rank_has_failed_ends_the_process_at_once(capfd):
 
 def signalled_while_it_saves(rank: int) -> int:
     signals = handler(0.01)
-    signals.step_ended()
+    refuse_next_step(signals.store, 7)
+    assert not signals.may_begin(8)
     os.kill(os.getpid(), signal.SIGTERM)
     assert wait_until(lambda: signals.received)
     return signals.received
@@ -166,7 +168,7 @@ def test_a_forked_process_is_ended_by_its_parent_alone():
 BLOCKED = """import os, signal, sys, time
 from megarl.faults import stop
 import torch.distributed as dist
-stop.StopSignals(dist.HashStore(), 0.01, 0).install()
+stop.RunStop(0, 0.01, 0, dist.HashStore()).install()
 os.kill(os.getpid(), signal.SIGTERM)
 dist.HashStore().wait(["never"])  # native code: Python's handlers do not run
 """

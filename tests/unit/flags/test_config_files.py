@@ -4,9 +4,7 @@ import pytest
 
 from megarl.arguments import parse
 from megarl.errors import UsageError
-from tests.helpers.models.tiny_models import SHAPES
-
-MODEL = SHAPES["llama"].split()
+from tests.helpers.flag_rules import MODEL
 
 
 def from_configs(tmp_path, *texts: str, argv=(), program: str = "rl"):

@@ -136,9 +136,10 @@ def tokenizers(found: dict) -> dict[str, tuple[str, str]]:
 def test_the_tokenizer_is_that_of_the_folder(folders):
     found = tokenizers(roles(folders, f"--hf-model {{}}/qwen3 {MODEL} {GRPO}"))
     assert found == {
-        "actor": ("HuggingFaceTokenizer", "qwen3"), "reward": ("HuggingFaceTokenizer", "llama_reward"),
+        "actor": ("HuggingFaceTokenizer", "qwen3"),
+        "reward": ("HuggingFaceTokenizer", "llama_reward"),
         "rollout": ("HuggingFaceTokenizer", "qwen3"),
-    }  # fmt: skip
+    }
 
 
 def test_the_users_tokenizer_comes_before_the_common_folders(folders):

@@ -10,12 +10,10 @@ import yaml
 
 from megarl.algorithms.policy_loss import PolicyTokens
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.arguments import build_parser, parse
-from megarl.errors import UsageError
-from tests.helpers.models.tiny_models import SHAPES
+from megarl.arguments import build_parser
+from tests.helpers.flag_rules import parsed, refused
 from tests.helpers.programs import ROOT, metrics, rl_argv, train
 
-MODEL = SHAPES["llama"].split()
 NEW_LOSS = '''
 """A loss that somebody adds."""
 import dataclasses
@@ -58,17 +56,6 @@ def later(tokens, options):
     return None
 later.options = Later
 """
-
-
-def parsed(flags: str, program: str = "rl"):
-    return parse([*MODEL, *flags.split()], 1, program)
-
-
-def refused(flags: str, program: str = "rl") -> str:
-    with pytest.raises(UsageError) as caught:
-        parsed(flags, program)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def idle(flags: str) -> str:
@@ -129,18 +116,6 @@ def test_all_options_of_other_losses_are_named_once(name):
     flags = ", ".join(f"--{flag}" for flag in others)
     assert sorted(line.removeprefix("without effect: ").partition(" (")[0].split(", ")) == sorted(flags.split(", "))
     assert line.endswith(f" (--policy-loss {name} does not use them)")
-
-
-@pytest.mark.parametrize("flags, line", {
-    "--samples-per-prompt 1 --advantage gae": "--policy-loss real: compares the responses of a group; needs",
-    "--minibatch-size 6 --samples-per-prompt 4": "--minibatch-size 6: would split groups, whose responses --policy-los",
-    "--generation-lag 1 --old-logprobs interpolate": "--old-logprobs interpolate: changes between the updates; allowed",
-    "--distill reward --teacher self": "--distill reward: adds to the advantages, of which --policy-loss real reads",
-}.items())  # fmt: skip
-def test_what_a_comparison_of_groups_excludes(flags, line):
-    assert refused(f"--policy-loss real {flags}").startswith(line)
-    allowed = "--minibatch-size 8 --samples-per-prompt 4 --old-logprobs rollout --advantage grpo"
-    assert not parsed(f"--policy-loss real {allowed}").warnings
 
 
 def test_only_rl_has_loss_options(tmp_path):

@@ -2,24 +2,15 @@
 
 import pytest
 
-from megarl.arguments import parse
 from megarl.errors import UsageError
 from megarl.flags.role_flags import named_roles, parse_role_map, with_prefix
-from tests.helpers.models.tiny_models import SHAPES
+from tests.helpers.flag_rules import parsed, refused
 
-MODEL = SHAPES["llama"].split()
 TP, PP, CP = (f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context"))
 
 
 def roles_of(flags: str, size: int = 4, program: str = "rl"):
-    return parse([*MODEL, *flags.split()], size, program).roles
-
-
-def refusal(flags: str, size: int = 4, program: str = "rl") -> str:
-    with pytest.raises(UsageError) as caught:
-        roles_of(flags, size, program)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return parsed(flags, program, size).roles
 
 
 # -- role maps ---------------------------------------------------------------------------------------------------
@@ -59,8 +50,9 @@ def test_a_role_map_may_name_nodes():
     found = parse_role_map("actor=nodes 0-1;critic=node 2", 24, two, ranks_per_node=8)
     assert found == {"actor": range(16), "critic": range(16, 24)}
     assert parse_role_map("actor=nodes  1;critic=3", 4, two, ranks_per_node=2) == {
-        "actor": range(2, 4), "critic": range(3, 4),
-    }  # fmt: skip
+        "actor": range(2, 4),
+        "critic": range(3, 4),
+    }
     assert parse_role_map("actor=node 0;critic=2", 3, two) == {"actor": range(3), "critic": range(2, 3)}
 
 
@@ -134,7 +126,7 @@ def test_a_role_may_have_its_own_token_cap(tmp_path):
     ("--critic-max-tokens-per-microbtch 9", "rl", "did you mean --critic-max-tokens-per-microbatch?"),
 ])  # fmt: skip
 def test_wrong_caps_are_rejected(flags, program, says):
-    assert says in refusal(flags, program=program)
+    assert says in refused(flags, program=program)
 
 
 @pytest.mark.parametrize("flags, expected", [
@@ -154,7 +146,7 @@ def test_roles_have_their_own_tokenizers_templates_and_offload():
     assert found == {"actor": ("Sent", "y", "z", True, True), "critic": ("Sent", "y", "z", False, True),
                      "reward": ("Hugg", "y", "none", True, True)}  # fmt: skip
     assert not roles_of("")["reward"].has_model
-    assert refusal("--critic-use-torch-fsdp2 --critic-offload").startswith("--critic-offload: not allowed with --use-t")
+    assert refused("--critic-use-torch-fsdp2 --critic-offload").startswith("--critic-offload: not allowed with --use-t")
 
 
 NEITHER = "neither model nor judge"
@@ -165,7 +157,7 @@ NEITHER = "neither model nor judge"
     ("--reward-max-tokens-per-microbatch 9", "no model"),
 ])  # fmt: skip
 def test_a_reward_role_of_verifiers_has_no_model_to_describe(flag, missing):
-    program = parse([*MODEL, *flag.split()], 4)
+    program = parsed(flag)
     assert program.warnings == (f"without effect: {flag.split()[0]} (--reward exact-match has {missing})",)
     plain = roles_of("")["reward"]
     assert vars(program.roles["reward"]) | {"megatron": None} == vars(plain) | {"megatron": None}
@@ -238,12 +230,12 @@ def test_the_rollout_uses_the_actors_uneven_stages_unless_it_has_others():
     ("--rollout-buffer-gb 0", ["--rollout-buffer-gb 0.0"]),
 ])  # fmt: skip
 def test_wrong_rollout_flags_are_rejected(flags, says):
-    message = refusal(flags)
+    message = refused(flags)
     assert all(part in message for part in says), message
 
 
 def test_fine_tuning_has_no_rollout():
-    assert "unknown flag" in refusal(f"--rollout{TP[1:]} 2", program="sft")
+    assert "unknown flag" in refused(f"--rollout{TP[1:]} 2", program="sft")
 
 
 # -- training ----------------------------------------------------------------------------------------------------
@@ -257,7 +249,7 @@ def test_fine_tuning_has_no_rollout():
     ("--actor-lr-warmup-iters=2", "evaluate", "--actor-lr-warmup-iters: the actor is not trained"),
 ])  # fmt: skip
 def test_training_flags_apply_to_trained_roles_only(flags, program, says):
-    assert says in refusal(flags, program=program)
+    assert says in refused(flags, program=program)
 
 
 def test_flags_that_every_model_reads_are_not_training_flags():

@@ -69,15 +69,8 @@ def test_a_program_chooses_before_it_uses_the_device(tmp_path, case):
         environment[cuda_environment.QUEUES] = given
     if capability is not None:
         driver(tmp_path, capability)
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "tests.cuda_walk.environment",
-        "rl",
-        *f"{SHAPE} {ROLES} {flags}".split(),
-    ]
+    program = f"-W ignore -m tests.cuda_walk.environment rl {SHAPE} {ROLES} {flags}"
+    command = [sys.executable, *program.split()]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.stdout, done.stderr[-3000:]
     assert json.loads(done.stdout) == {"used": [], "chosen": [expected, None]}

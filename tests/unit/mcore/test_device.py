@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import random
 
 import megarl.mcore  # noqa: F401  installs the shim
 from megarl.mcore import device
@@ -16,29 +17,17 @@ from tests.helpers.worlds import SAFETY_SECONDS
 CPU = torch.device("cpu")
 
 
-def test_the_questions_megarl_asks():
-    assert not device.has_cuda()
-    assert device.device() == CPU
-    assert device.backend() == "gloo"
-
-
-def test_every_cuda_function_is_replaced():
+def test_every_cuda_function_is_replaced_and_tested_here():
+    here = Path(__file__).read_text()
     for name, function in device.cuda_functions().items():
         installed = getattr(torch.cuda, name)
         assert getattr(installed, "__module__", "") == device.__name__, name
-        assert installed.__qualname__ == function.__qualname__, name
-
-
-def test_this_file_tests_each_cuda_function():
-    here = Path(__file__).read_text()
-    for name in device.cuda_functions():
-        assert f"torch.cuda.{name}" in here, name
+        assert installed.__qualname__ == function.__qualname__ and f"torch.cuda.{name}" in here, name
 
 
 def test_current_device_is_the_cpu():
-    assert torch.cuda.current_device() == CPU
-    assert torch.cuda.set_device(3) is None
-    assert torch.cuda.current_device() == CPU
+    assert not device.has_cuda() and device.device() == CPU and device.backend() == "gloo"
+    assert torch.cuda.set_device(3) is None and torch.cuda.current_device() == CPU
     assert torch.empty(1, device=torch.cuda.current_device()).device == CPU
     assert torch.cuda.device_count() == 1
     assert torch.cuda.is_current_stream_capturing() is False
@@ -70,7 +59,7 @@ def test_random_state_is_the_cpu_generators():
 
 def test_events_measure_the_clock(monkeypatch):
     monkeypatch.setattr(device, "time", SimpleNamespace(perf_counter=iter((7.0, 7.25)).__next__))
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     end.record(torch.cuda.current_stream())
     assert start.elapsed_time(end) == 250.0
@@ -144,33 +133,24 @@ def test_type_names_the_cuda_class_and_still_converts():
     assert torch.ones(2).type(torch.float64).dtype == torch.float64
 
 
-def test_nvtx_ranges_do_nothing():
-    assert torch.cuda.nvtx.range_push("phase") is None
-    assert torch.cuda.nvtx.range_pop() is None
+def test_what_does_nothing_on_a_cpu():
+    assert torch.cuda.nvtx.range_push("phase") is None and torch.cuda.nvtx.range_pop() is None
 
-
-def test_compile_leaves_functions_as_they_are():
     def double(x):
         return 2 * x
 
-    assert torch.compile(double) is double
+    assert torch.compile(double) is torch.compile(double, dynamic=True) is double
     assert torch.compile(mode="max-autotune")(double) is double
-    assert torch.compile(double, dynamic=True) is double
+    assert torch.overrides._get_current_function_mode_stack() == []
+    assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
 
 
 def test_megatron_places_that_test_for_a_kernel():
-    from megatron.core.tensor_parallel import random
-
     torch.manual_seed(3)
     state = random._get_cuda_rng_state()
     first = torch.rand(2)
     random._set_cuda_rng_state(state)
     assert torch.equal(torch.rand(2), first)
-
-
-def test_no_mode_sits_in_the_dispatch_path():
-    assert torch.overrides._get_current_function_mode_stack() == []
-    assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
 
 
 def test_installing_again_changes_nothing():

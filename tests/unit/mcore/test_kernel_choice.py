@@ -35,9 +35,7 @@ def test_kernels_that_the_machine_lacks_are_refused(monkeypatch):
 
 
 def test_flags_know_the_same_names():
-    assert [config_of(f"--kernels {name}").settings.kernels for name in kernel_choice.KERNELS] == list(
-        kernel_choice.KERNELS
-    )
+    assert all(config_of(f"--kernels {name}").settings.kernels == name for name in kernel_choice.KERNELS)
 
 
 def test_what_is_chosen_computes_and_is_named(capsys):
@@ -87,12 +85,7 @@ def test_rows_of_the_compiled_kernels_do_not_depend_on_each_other(columns, inner
 
 def test_probed_sizes_are_those_of_one_rank():
     args = config_of().roles["actor"].megatron
-    assert kernel_choice.product_sizes(args) == {
-        (192, 64),
-        (64, 64),
-        (256, 64),
-        (64, 128),
-        (kernel_choice.MAX_COLUMNS, 64),
-    }
+    head = kernel_choice.MAX_COLUMNS, 64
+    assert kernel_choice.product_sizes(args) == {(192, 64), (64, 64), (256, 64), (64, 128), head}
     args.tensor_model_parallel_size = 2
     assert (96, 64) in kernel_choice.product_sizes(args)

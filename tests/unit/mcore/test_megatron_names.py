@@ -178,7 +178,7 @@ def test_missing_and_changed_names_are_found():
 @pytest.mark.parametrize(("owner", "name", "where"), [
     (ENGINE, "step_modern", "megarl/mcore/inference/decode_loop.py overrides it"),
     (ENGINE, "_run_coroutine_sync", "megarl/mcore/inference/decode_loop.py overrides it"),
-    (ENGINE, "_prefill_tokens_skipped", "megarl/mcore/inference/built_engine.py uses it"),
+    (ENGINE, "_prefill_tokens_skipped", "megarl/mcore/inference/engine.py uses it"),
     ("megatron.core.tensor_parallel.random", "_get_cuda_rng_state", "megarl/mcore/device.py replaces it"),
     ("megatron.core.transformer.moe.router_replay.RouterReplay", "global_router_replay_instances",
      "megarl/mcore/moe/router.py replaces it"),

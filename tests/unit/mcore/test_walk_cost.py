@@ -33,8 +33,7 @@ def test_products_of_32_bits_take_longer():
 
 
 @pytest.mark.parametrize(
-    "flag",
-    ["--pipeline-model-parallel-size 2", "--context-parallel-size 2", "--lora-rank 8", "--speculative-rollout"],
+    "flag", ["--pipeline-model-parallel-size 2", "--context-parallel-size 2", "--lora-rank 8", "--speculative-rollout"]
 )
 def test_runs_of_which_a_part_would_be_missed_are_refused(flag):
     program = Question([*small.FLAGS.split(), *flag.split()], 2, None, small.VOCAB).program()

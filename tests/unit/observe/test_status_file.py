@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from megarl.observe import status_file
 from megarl.observe.status_file import StatusFile
 
@@ -29,15 +27,3 @@ def test_a_folder_that_is_not_there_is_no_error(tmp_path):
     StatusFile(tmp_path / "none", 1, 2.0, 60.0).close([[]], status_file.ENDED)
     status_file.end_killed(tmp_path / "none", None)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("state, host, said", [
-    ("running", None, "failed"), ("ended", None, "ended"), ("running", "another machine", "running"),
-])  # fmt: skip
-def test_a_killed_run_has_failed_unless_it_said_something_else(state, host, said, tmp_path):
-    StatusFile(tmp_path, 1, 2.0, 60.0).close([[]], state)
-    before = content(tmp_path)
-    (tmp_path / status_file.NAME).write_text(json.dumps(before | ({"host": host} if host else {})))
-    status_file.end_killed(tmp_path, "rank 0 was ended by SIGKILL")
-    found = content(tmp_path)
-    assert found["state"] == said and (found["writes"] > before["writes"]) == (said == "failed")

@@ -21,12 +21,12 @@ def sizes_of_engine(
     rank: int, flags: str, shape: str, caching: bool = False, snapshots: int | None = None, predicts: bool = False
 ) -> tuple[int, int]:
     """(bytes of a token, tokens of the cache's blocks) of the engine on this rank, with the blocks of a GPU."""
-    from megarl.mcore.inference import built_engine
+    from megarl.mcore.inference import engine as engine_module
     from megarl.mcore.inference.engine import RolloutEngine
     from megarl.mcore.model.prediction_layer import PredictionLayer
     from tests.helpers.rollout.engines import make_engine
 
-    built_engine.BLOCK_TOKENS = 64
+    engine_module.BLOCK_TOKENS = 64
     assert join_actor(flags, shape)[1].is_member
     engine, model, place = make_engine(flags, shape, buffer_gb=0.01, prefix_caching=caching, snapshots=snapshots)
     if predicts:

@@ -3,8 +3,6 @@
 import functools
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -13,11 +11,9 @@ import numpy
 import pytest
 import torch
 
-from megarl.data.prompts import load_prompts
-from megarl.errors import UsageError
 from megarl.flags.settings import Settings
 from megarl.rewards.base import Sample, Score, Verifier, batched
-from megarl.rewards.build import Options, build_named_verifiers, build_verifiers, check_prompts
+from megarl.rewards.build import Options, build_named_verifiers
 
 
 def scored(verifier: Verifier, sample: Sample) -> Score:
@@ -32,28 +28,10 @@ def reward_of(name: str) -> Callable[[Sample], Score]:
     return functools.partial(scored, build_named_verifiers(Options.of(Settings()), [name])[name])
 
 
-def check(name: str, prompts, scores_here: bool = False):
-    check_prompts(Settings(reward=name), prompts, scores_here)
-
-
-def prompts_of(tmp_path, *lines):
-    path = tmp_path / "p.jsonl"
-    path.write_text("\n".join(json.dumps(line) for line in lines))
-    return load_prompts(str(path))
-
-
-@pytest.mark.parametrize(
-    "response, finished, reward, extracted",
-    [
-        ("42", True, 1.0, "42"),
-        (" 42\n", True, 1.0, "42"),
-        ("42", False, 0.0, None),
-        ("4 2", True, 0.0, "4 2"),
-        ("", True, 0.0, None),
-        (" ", True, 0.0, None),
-        ("420", True, 0.0, "420"),
-    ],
-)
+@pytest.mark.parametrize("response, finished, reward, extracted", [
+    ("42", True, 1.0, "42"), (" 42\n", True, 1.0, "42"), ("42", False, 0.0, None), ("4 2", True, 0.0, "4 2"),
+    ("", True, 0.0, None), (" ", True, 0.0, None), ("420", True, 0.0, "420"),
+])  # fmt: skip
 def test_exact_match(response, finished, reward, extracted):
     score = reward_of("exact-match")(Sample("6*7=", response, "42 ", finished=finished))
     assert score == Score(reward, bool(reward), {"exact_match": reward}, extracted)
@@ -113,125 +91,14 @@ def test_reasoning_gym_raises_where_the_entry_is_broken():
         reward_of("reasoning-gym")(Sample("6", "5", "5", {"source_dataset": "no_such_task"}))
 
 
-def test_packages_are_imported_only_to_score_and_torch_never(tmp_path):
-    prompts_of(tmp_path, {"prompt": "1 + 1 =", "answer": "2", "metadata": {"source_dataset": "chain_sum"}})
-    program = """if True:
-        import sys
-        from types import SimpleNamespace
-        from megarl.data.prompts import load_prompts
-        from megarl.rewards.build import build_verifiers, check_prompts
-        prompts = load_prompts(sys.argv[1])
-        flags = dict.fromkeys(("pattern", "format", "url"), "a") | {"length": 1, "retries": 0, "concurrency": 1}
-        flags |= {"memory_mb": 1, "timeout": 9.0, "workers": 1, "fallback": 0.0}
-        settings = SimpleNamespace(**{"reward_" + name: value for name, value in flags.items()})
-        settings.reward = "reasoning-gym+format+length+regex+math-verify+code"
-        settings.prompts, settings.eval_prompts, settings.evals = sys.argv[1], None, None
-        build_verifiers(settings)
-        settings.reward = "reasoning-gym+math-verify"
-        check_prompts(settings, prompts)
-        assert not {"reasoning_gym", "sympy", "urllib3"} & set(sys.modules)
-        check_prompts(settings, prompts, scores_here=True)
-        assert "sympy" in sys.modules and "reasoning_gym" not in sys.modules  # which a process of its own imports
-        import megarl.rewards.remote, megarl.rewards.worker
-        assert "torch" not in sys.modules
-    """
-    done = subprocess.run([sys.executable, "-c", program, tmp_path / "p.jsonl"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_prompts_must_suit_the_reward(tmp_path):
-    good = {"prompt": "a", "answer": "b", "metadata": {"source_dataset": "chain_sum"}}
-    check("exact-match", prompts_of(tmp_path, good))
-    check("reasoning-gym", prompts_of(tmp_path, good), scores_here=True)
-    for name, bad, message in [
-        ("exact-match", {"prompt": "a"}, "needs an answer"),
-        ("exact-match", {"prompt": "a", "answer": " "}, "needs an answer"),
-        ("reasoning-gym", {"prompt": "a", "answer": "b"}, "source_dataset"),
-        ("reasoning-gym", {"prompt": "a", "metadata": {"source_dataset": 3}}, "source_dataset"),
-        ("math-verify", {"prompt": "a"}, "needs an answer"),
-    ]:
-        with pytest.raises(UsageError, match=rf"p\.jsonl:2: --reward {name}.*{message}"):
-            check(name, prompts_of(tmp_path, good, bad))
-    unknown = prompts_of(tmp_path, good, {"prompt": "a", "metadata": {"source_dataset": "no_such_task"}})
-    check("reasoning-gym", unknown)
-    with pytest.raises(UsageError, match=r"p\.jsonl:2: .*no scorer for task 'no_such_task'"):
-        check("reasoning-gym", unknown, scores_here=True)
-    unreadable = prompts_of(tmp_path, good, {"prompt": "a", "answer": "x plus"})
-    check("exact-match+math-verify", unreadable, scores_here=True)  # it is compared as text
-
-
-@pytest.fixture
-def plugin(tmp_path, monkeypatch):
-    (tmp_path / "my_rewards.py").write_text(
-        "from megarl.rewards.base import Score\n"
-        "limit = 3\n"
-        "def scored(sample):\n    return Score(0.75, True, {'a': 0.5, 'b': 0.25})\n"
-        "def length(sample):\n    return len(sample.response)\n"
-        "from megarl.rewards import of_trl\n"
-        "of_peer = of_trl(lambda completions, solution, level=1, **others: [len(completions[0])])\n"
-    )
-    (tmp_path / "broken_rewards.py").write_text("1 / 0\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-
-def test_plugin(plugin, tmp_path):
-    assert reward_of("my_rewards:scored")(Sample("q", "a")) == Score(0.75, True, {"a": 0.5, "b": 0.25})
-    # A plain number: the whole response is the answer.
-    assert reward_of("my_rewards:length")(Sample("q", " abc")) == Score(4.0, True, extracted="abc")
-    assert reward_of("my_rewards:length")(Sample("q", "abc", finished=False)) == Score(3.0, True)
-    assert reward_of("my_rewards:length")(Sample("q", "")) == Score(0.0, False)
-    check("my_rewards:length", prompts_of(tmp_path, {"prompt": "a"}), scores_here=True)
-
-
-def test_data_without_a_column_of_a_plugin_is_refused(plugin, tmp_path):
-    good = {"prompt": "a", "metadata": {"solution": "b"}}
-    for name in ("my_rewards:of_peer", f"{tmp_path}/my_rewards.py:of_peer"):
-        check(name, prompts_of(tmp_path, good))
-        line = rf"p\.jsonl:2: --reward {name} needs the column solution; the line has prompt, answer, level$"
-        with pytest.raises(UsageError, match=line):
-            check(name, prompts_of(tmp_path, good, {"prompt": "a", "answer": "b", "metadata": {"level": 2}}))
-
-
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        (
-            "exactmatch",
-            "exactmatch is unknown; allowed: model, judge, environment, exact-match, regex, math-verify, "
-            "reasoning-gym, format, length, code, remote, cosine, repetition, truncated, adaptive-length, or a plug-in "
-            "as file.py:function or package.module:function",
-        ),
-        (":scored", ":scored is unknown; allowed"),
-        ("my_rewards:", "my_rewards: is unknown; allowed"),
-        ("no_such_module:f", "cannot import no_such_module: ModuleNotFoundError"),
-        ("broken_rewards:f", "cannot import broken_rewards: ZeroDivisionError"),
-        ("my_rewards:nothing", "my_rewards has no nothing"),
-        ("my_rewards:limit", "my_rewards has a non-callable limit"),
-    ],
-)
-def test_wrong_reward_names(plugin, name, message):
-    with pytest.raises(UsageError) as caught:
-        build_verifiers(Settings(reward=name))
-    assert str(caught.value).startswith(f"--reward {name}: {message}")
-
-
-@pytest.mark.parametrize(
-    "result, message",
-    [
-        (math.nan, "reward is nan, not a finite number"),
-        (-math.inf, "reward is -inf"),
-        ("1", "returned str, not a Score or a number"),
-        ({"points": 1.0}, "returned dict with 'points'"),
-        ([1.0, 2.0], "returned list"),
-        (10**400, "reward is inf"),
-        (numpy.array([1.0, 2.0]), "returned ndarray"),
-        (Decimal("sNaN"), "reward is nan"),
-        (Score("1", True), "reward is '1'"),
-        (Score(1.0, True, {"a": math.nan}), "a is nan"),
-        (Score(1.0, True, {"a": 0.5}), "do not add up to 1.0"),
-        (Score(1.0, True, extracted=5), "extracted is 5, neither a string nor None"),
-    ],
-)
+@pytest.mark.parametrize("result, message", [
+    (math.nan, "reward is nan, not a finite number"), (-math.inf, "reward is -inf"),
+    ("1", "returned str, not a Score or a number"), ({"points": 1.0}, "returned dict with 'points'"),
+    ([1.0, 2.0], "returned list"), (10**400, "reward is inf"), (numpy.array([1.0, 2.0]), "returned ndarray"),
+    (Decimal("sNaN"), "reward is nan"), (Score("1", True), "reward is '1'"),
+    (Score(1.0, True, {"a": math.nan}), "a is nan"), (Score(1.0, True, {"a": 0.5}), "do not add up to 1.0"),
+    (Score(1.0, True, extracted=5), "extracted is 5, neither a string nor None"),
+])  # fmt: skip
 def test_bad_results_name_verifier_and_prompt(result, message):
     reward = Verifier("mine", lambda sample: result)
     with pytest.raises(RuntimeError) as caught:

@@ -63,6 +63,7 @@ def test_asserts_must_be_reached_and_hold(response, passes):
 
 RIGHT = "def square(x): return x * x"
 WRONG = "def square(x): return 9"
+TESTS = ("assert all(square(n) == n * n for n in range(5))", "import math\nassert math.isclose(square(2), 4)")
 
 
 @pytest.mark.parametrize("names", [
@@ -90,9 +91,12 @@ def test_what_a_program_defines_is_not_the_checker_s(names):
     "import sys\nprint(sys.argv, sys.orig_argv, vars(sys.modules['__main__']))",
 ])  # fmt: skip
 def test_a_wrong_program_cannot_change_the_tests(cheat):
-    for tests in ("assert all(square(n) == n * n for n in range(5))", "import math\nassert math.isclose(square(2), 4)"):
+    for tests in TESTS:
         assert not score(f"{WRONG}\n{cheat}", test_code=tests).correct
-        assert score(RIGHT, test_code=tests).correct
+
+
+def test_a_right_program_passes_the_tests_that_others_try_to_change():
+    assert all(score(RIGHT, test_code=tests).correct for tests in TESTS)
 
 
 def test_a_function_that_is_called_like_a_built_in():

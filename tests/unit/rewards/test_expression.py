@@ -2,19 +2,16 @@
 
 import pytest
 
-from megarl.errors import UsageError
 from megarl.rewards.expression import Term, parse
+from tests.helpers.texts.refusals import refusal
 
 
-@pytest.mark.parametrize(
-    "text, terms",
-    [
-        ("model", [(1.0, "model")]),
-        ("model+0.2*format+0*reasoning-gym", [(1.0, "model"), (0.2, "format"), (0.0, "reasoning-gym")]),
-        (" 2 * exact-match +\t-.5*length ", [(2.0, "exact-match"), (-0.5, "length")]),
-        ("a.b:f1e+1e+3*code+1e-2*c:d", [(1.0, "a.b:f1e"), (1000.0, "code"), (0.01, "c:d")]),
-    ],
-)
+@pytest.mark.parametrize("text, terms", [
+    ("model", [(1.0, "model")]),
+    ("model+0.2*format+0*reasoning-gym", [(1.0, "model"), (0.2, "format"), (0.0, "reasoning-gym")]),
+    (" 2 * exact-match +\t-.5*length ", [(2.0, "exact-match"), (-0.5, "length")]),
+    ("a.b:f1e+1e+3*code+1e-2*c:d", [(1.0, "a.b:f1e"), (1000.0, "code"), (0.01, "c:d")]),
+])  # fmt: skip
 def test_terms(text, terms):
     assert parse(text) == tuple(Term(*term) for term in terms)
 
@@ -32,6 +29,4 @@ def test_terms(text, terms):
     ("1e30*code", "the weight of code is 1e+30; allowed is -1e+09 to 1e+09"),
 ])  # fmt: skip
 def test_wrong_expressions(text, message):
-    with pytest.raises(UsageError) as caught:
-        parse(text)
-    assert str(caught.value).startswith(f"--reward {text}: {message}") and "\n" not in str(caught.value)
+    assert refusal(parse, text).startswith(f"--reward {text}: {message}")

@@ -11,7 +11,7 @@ from megarl.data.columns import Columns
 from megarl.data.prompts import load_prompts
 from megarl.rewards import of_openrlhf, of_trl, of_verl
 from megarl.rewards.base import Sample, Verifier
-from megarl.rewards.build import _check_signature
+from megarl.rewards.build import check_signature
 from megarl.roles.scored import sample_of
 
 MESSAGES = [{"role": "user", "content": "q"}]
@@ -108,7 +108,7 @@ TRL = {"prompt": "q", "answer": "7"}
     (of_openrlhf(lambda queries, prompts, labels: [queries[0] == "q7" and labels == ["7"]]), TRL, "7", 1.0),
 ])  # fmt: skip
 def test_published_rewards_are_read(reward, row, response, expected, tmp_path):
-    _check_signature("m:f", reward)
+    check_signature("m:f", reward)
     (score,) = Verifier("m:f", reward, 1.0).outcomes([sample_of_row(tmp_path, row, response, "jsonl")])
     assert (None if score.abstains else score.reward) == expected
 

@@ -5,7 +5,6 @@ import pytest
 from megarl.rewards import mathematics
 from megarl.rewards.base import Sample, ScoringError
 from megarl.rewards.isolated import Isolated
-from megarl.rewards.math_response import boxed
 
 # A reference, right answers, wrong answers. From MATH, GSM8K, OlympiadBench, Minerva, NuminaMath, GAOKAO, AQuA and
 # the tests of math-verify; a wrong one is a part of the right one or another number, unit, base or order.
@@ -122,58 +121,6 @@ def test_published_forms(reference, right, wrong):
     assert reward(reference, reference) == 1.0
     dollars = reference if "$" in reference or "box" in reference or "#" in reference else f"${reference}$"
     assert [reward(dollars, rf"\boxed{{{answer}}}") for answer in wrong] == [0.0] * len(wrong)
-
-
-# Where a response says its answer: reference, response, reward.
-RESPONSES = [
-    ("2", r"The answer is 2\sqrt{3}", 0.0),
-    (r"2\sqrt{3}", r"The answer is 2\sqrt{3} units.", 1.0),
-    ("1", "The answer is x + 1", 0.0),
-    ("x+1", "The answer is x + 1.", 1.0),
-    ("1", "it is 1/2x", 0.0),
-    ("3", r"It is 3\frac{1}{2}", 0.0),
-    ("4", "3 or 4", 0.0),
-    ("26", "We have $x$ ducks. So the total is 26.", 1.0),
-    ("6", "Alice has $5 and Bob has $6", 1.0),
-    ("1234", "The total is $1,234.", 1.0),
-    ("73", "Final Answer: **73**", 1.0),
-    ("5", "The answer is 5. (I used 3 steps)", 1.0),
-    ("28", "so it is $28$ %", 1.0),
-    ("16", "Thus it costs 16 dollars in all.", 1.0),
-    ("7", "6 + 1 = 7", 1.0),
-    ("5", "it is a 5", 1.0),
-    ("2", r"\boxed{1} and \boxed{2}", 0.0),
-    ("1,2", r"$\boxed{1}$ and $\boxed{2}$", 1.0),
-    ("3", r"\boxed{4}, no: \boxed{3}", 1.0),
-    ("4", r"The answer is 4. \boxed{?}", 0.0),
-    ("5", r"$5$, in short \boxed{\clubsuit 5 3}", 0.0),
-    ("10000", "<answer>10\u202f000</answer>", 1.0),
-    ("5", "<answer>The answer is 5</answer>", 1.0),
-    ("Evelyn", "<answer>Evelyn</answer>", 1.0),
-    ("Evelyn", "Briana, Debra, Evelyn", 0.0),
-    ("12", "1. First\n2. Then it is 12", 1.0),
-    ("(1,2)", "The point is (1, 2).", 1.0),
-    ("2", "The point is (1, 2).", 0.0),
-    (r"\frac{1}{x + 1}", r"we get \frac{1}{x + 1}", 1.0),
-    ("-3", "it is \u22123", 1.0),
-    ("3", "it is \u22123", 0.0),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "reference, response, expected", RESPONSES, ids=[response[:50] for _, response, _ in RESPONSES]
-)
-def test_a_response_is_not_judged_by_a_part_of_its_answer(reference, response, expected):
-    assert reward(reference, response) == expected
-
-
-@pytest.mark.parametrize("text, content", [
-    (r"\boxed{\{1,2\}}", r"\{1,2\}"), (r"\boxed 5.", "5."), (r"\boxed{1", "1"), ("1", None), (r"\fbox{2}", "2"),
-    (r"\boxed{1} or \boxed{\text{x}}", r"1, \text{x}"), (r"\boxed{1} then \boxed{2}", "2"), (r"\boxed{}", ""),
-    (r"\boxed{\boxed{2}}", "2"), ("\\boxed{" * 3000, ""),
-])  # fmt: skip
-def test_the_content_of_boxes(text, content):
-    assert boxed(text) == content
 
 
 @pytest.mark.parametrize("answer", [r"\text{}", "$$", "."])

@@ -5,14 +5,15 @@ import copy
 import importlib
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
 from reasoning_gym.factory import DATASETS, create_dataset
 
 from megarl.rewards.base import Sample
-from megarl.rewards.task_text import EVALUATORS, EXPRESSIONS, LITERALS, evaluates, harmless, make_safe
-from megarl.rewards.tasks import reasoning_gym
+from megarl.rewards.tasks import EVALUATORS, EXPRESSIONS, LITERALS, evaluates, harmless, make_safe, reasoning_gym
+from tests.helpers.tiers import by_default
 
 PLAIN = ["", "0", "no idea", "[[0, 1]]", "{'a': 1", "None"]
 MARK = Path("/tmp/megarl-test-of-hostile-answers")
@@ -65,7 +66,7 @@ def check(task, others, hostile):
     assert entry == before
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", by_default(TASKS, {*TASKS[::5], *EVALUATING}))
 def test_a_task_has_the_package_s_own_scores(task):
     check(task, ["no idea"], HOSTILE[6:7])
 
@@ -120,8 +121,10 @@ def test_every_scorer_that_evaluates_text_is_known():
     assert {task for task, dataset in classes.items() if evaluates(dataset.score_answer)} == EVALUATING
     root = Path(inspect.getfile(importlib.import_module("reasoning_gym"))).parent
     found = set()
-    for path in root.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    called = re.compile(rf"(?<![.\w])(?:{'|'.join(EVALUATORS)})\(")
+    texts = {path: path.read_text() for path in root.rglob("*.py")}
+    for path in (path for path, text in texts.items() if called.search(text)):
+        for node in ast.walk(ast.parse(texts[path])):
             if isinstance(node, ast.FunctionDef) and node.name != "score_answer":
                 calls = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
                 if any(getattr(call, "id", None) in EVALUATORS for call in calls):

@@ -1,26 +1,19 @@
-"""Verifiers of text and of mathematics: scores, extracted answers, and that a truncated response scores nothing."""
+"""Verifiers of text: scores, extracted answers, and that a truncated response scores nothing."""
 
 import pytest
 
-from megarl.errors import UsageError
 from megarl.flags.settings import Settings
 from megarl.rewards.base import Sample, Score
-from megarl.rewards.isolated import Isolated
 from megarl.rewards.text import format_match, length, regex
+from tests.helpers.texts.refusals import refusal
 
 
-@pytest.mark.parametrize(
-    "pattern, response, answer, reward, extracted",
-    [
-        (r"\d+", "it is 42.", None, 1.0, "42"),
-        (r"\d+", "it is 42.", " 42 ", 1.0, "42"),
-        (r"\d+", "it is 42.", "43", 0.0, "42"),
-        (r"= (\d+)", "6 + 1 = 7 = 8", "7", 1.0, "7"),
-        (r"(x)?\d+", "41", "41", 1.0, "41"),  # a group that took no part
-        (r"\d+", "none", None, 0.0, None),
-        (r"a*", "b", None, 1.0, None),  # found, but it says nothing
-    ],
-)
+@pytest.mark.parametrize("pattern, response, answer, reward, extracted", [
+    (r"\d+", "it is 42.", None, 1.0, "42"), (r"\d+", "it is 42.", " 42 ", 1.0, "42"),
+    (r"\d+", "it is 42.", "43", 0.0, "42"), (r"= (\d+)", "6 + 1 = 7 = 8", "7", 1.0, "7"),
+    (r"(x)?\d+", "41", "41", 1.0, "41"),  # a group that took no part
+    (r"\d+", "none", None, 0.0, None), (r"a*", "b", None, 1.0, None),  # found, but it says nothing
+])  # fmt: skip
 def test_regex(pattern, response, answer, reward, extracted):
     verify = regex(pattern)
     assert verify(Sample("q", response, answer)) == Score(reward, bool(reward), {"regex": reward}, extracted)
@@ -37,9 +30,7 @@ def test_format_is_of_the_whole_response():
 
 @pytest.mark.parametrize("make, flag", [(regex, "--reward-pattern"), (format_match, "--reward-format")])
 def test_invalid_patterns(make, flag):
-    with pytest.raises(UsageError) as caught:
-        make("(a")
-    assert str(caught.value).startswith(f"{flag} (a: not a regular expression: missing )")
+    assert refusal(make, "(a").startswith(f"{flag} (a: not a regular expression: missing )")
 
 
 def test_length_falls_from_the_target_to_twice_as_many():
@@ -48,33 +39,3 @@ def test_length_falls_from_the_target_to_twice_as_many():
     assert rewards == [1.0, 1.0, 1.0, 0.75, 0.5, 0.0, 0.0]
     assert verify(Sample("q", "a", tokens=100)).correct and not verify(Sample("q", "a", tokens=101)).correct
     assert verify(Sample("q", "a", tokens=5, finished=False)) == Score(0.0, False, {"length": 0.0})
-
-
-@pytest.mark.parametrize(
-    "answer, response, reward, extracted",
-    [
-        ("1/2", r"So it is \boxed{\frac{1}{2}}.", 1.0, "1/2"),
-        (r"\frac{1}{2}", "it is 0.5", 1.0, "1/2"),
-        ("$0.5$", "<think>9</think><answer>50%</answer>", 1.0, "1/2"),
-        ("3", r"\boxed{4}, no: \boxed{3}", 1.0, "3"),
-        ("3", r"\boxed{3}, no: \boxed{4}", 0.0, "4"),
-        (r"2\pi", r"2\pi", 1.0, "2*pi"),
-        (r"2\pi", "2", 0.0, "2"),
-        ("x=5", "so 5", 1.0, "5"),
-        ("(x+1)^2", "$x^2 + 2x + 1$", 1.0, "x**2 + 2*x + 1"),
-        ("1234", "It costs 1,234", 1.0, "1234"),
-        ("3", "No idea", 0.0, None),
-        ("3", "", 0.0, None),
-    ],
-)
-def test_math_verify(answer, response, reward, extracted):
-    score = Isolated("math-verify", 60.0)(Sample("q", response, answer))
-    assert score == Score(reward, bool(reward), {"math_verify": reward}, extracted)
-
-
-def test_math_verify_of_a_cut_response_and_of_an_answer_in_words():
-    verify = Isolated("math-verify", 60.0)
-    assert verify(Sample("q", "3", "3", finished=False)) == Score(0.0, False, {"math_verify": 0.0})
-    # Letter by letter, Pairs would be a product equal to Paris.
-    assert not verify(Sample("q", "Pairs", "Paris")).correct
-    assert verify(Sample("q", "Paris", "Paris")) == Score(1.0, True, {"math_verify": 1.0}, "paris")

@@ -10,8 +10,9 @@ from megarl.observe.timers import Timers
 from megarl.rewards.base import Score
 from megarl.rewards.build import build_verifiers
 from megarl.roles.reward import Reward
-from tests.helpers.models.role_stubs import SEQUENCES, LocalStepBatch, experience
+from tests.helpers.models.role_stubs import SEQUENCES, Computed, LocalStepBatch, by_sequence, compute, experience
 from tests.helpers.programs import program, rl_argv, write_lines
+from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY, run_world
 from tools.train_tokenizer import train as train_tokenizer
 
@@ -98,33 +99,10 @@ def test_a_character_that_was_cut_can_be_shown_and_is_not_the_answer(tmp_path):
 # -- experience --------------------------------------------------------------------------------------------------
 
 
-def completed(rank: int, parsed, change=None):
-    """(batch, metrics, KL coefficient afterwards) of this replica; `change` alters its batch before."""
-    from megarl.comm import role_mesh
-    from megarl.roles.advantage_computer import AdvantageComputer
-
-    place = role_mesh.create_mesh(parsed.roles, SAFETY)["actor"]
-    batch = experience(place.dp_rank, len(place.replicas))
-    role = AdvantageComputer(parsed.settings, parsed.estimator, place, Timers())
-    batch.advantages = batch.returns = None
-    if change:
-        change(batch)
-    role.compute(LocalStepBatch(actor=batch))
-    role.update_kl_coefficient(LocalStepBatch(actor=batch))
-    return batch, role.metrics, role.kl_coefficient
-
-
-def by_sequence(batches: list[Batch], name: str) -> list:
-    rows = {}
-    for batch in batches:
-        parts = getattr(batch, name).split(batch.lengths.tolist())
-        rows |= dict(zip(batch.sequence_ids.tolist(), parts, strict=True))
-    return [rows[i] for i in range(SEQUENCES)]
-
-
-def complete(folder, flags: str, size: int):
-    results = run_world(completed, size, program("rl", rl_argv(folder, flags), size))
-    return [batch for batch, _, _ in results], [metrics for _, metrics, _ in results], [c for _, _, c in results]
+def assert_same(name: str, found: list[Computed], expected: list[Computed]):
+    by_number = by_sequence(expected, name)
+    for number, values in by_sequence(found, name).items():
+        assert values == pytest.approx(by_number[number], rel=1e-6, abs=1e-6)
 
 
 ADAPTIVE = "--kl-controller adaptive --kl-target 0.1 --gamma 0.9 --gae-lambda 0.8"
@@ -132,21 +110,19 @@ ADAPTIVE = "--kl-controller adaptive --kl-target 0.1 --gamma 0.9 --gae-lambda 0.
 
 @pytest.mark.parametrize("flags", ["", "--whiten-advantages false", ADAPTIVE])
 def test_advantages_do_not_depend_on_the_replicas(flags, tmp_path):
-    ((one,), (metrics,), (coefficient,)) = complete(tmp_path, flags, 1)
-    batches, its_metrics, coefficients = complete(tmp_path, flags, 2)
+    one, two = compute(tmp_path, flags, 1), compute(tmp_path, flags, 2)
     for name in ("advantages", "returns"):
-        for found, expected in zip(by_sequence(batches, name), by_sequence([one], name), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    for found in its_metrics:
-        assert found == pytest.approx(metrics, rel=1e-6, abs=1e-9)
-    assert coefficients == pytest.approx([coefficient] * 2)
-    assert (coefficient != 0.05) == ("--kl-target" in flags)
+        assert_same(name, two, one)
+    for found in two:
+        assert found.metrics == pytest.approx(one[0].metrics, rel=1e-6, abs=1e-9)
+        assert found.kl_coefficient == pytest.approx(one[0].kl_coefficient)
+    assert (one[0].kl_coefficient != 0.05) == ("--kl-target" in flags)
 
 
 def test_returns_are_score_minus_kl_to_the_end_and_advantages_are_white(tmp_path):
     # Here responses without tokens count, too.
     flags = "--gamma 1 --gae-lambda 1 --kl-coefficient 0.3 --reward-failure fallback"
-    ((batch,), (metrics,), _) = complete(tmp_path, flags, 1)
+    ((batch, _, metrics, _),) = compute(tmp_path, flags)
     mask, advantages = batch.response_mask, batch.advantages.double()
     assert advantages[mask].mean().abs() < 1e-6 and abs(float(advantages[mask].std()) - 1) < 2e-2
     assert not advantages[~mask].any() and not batch.returns[~mask].any()
@@ -171,7 +147,7 @@ def test_advantages_and_the_kl_controller_follow_the_flags(tmp_path):
     gamma, decay, beta, horizon, target = 0.9, 0.7, 0.3, 60, 0.1
     flags = f"--gamma {gamma} --gae-lambda {decay} --whiten-advantages false --reward-failure fallback"
     flags += f" --kl-controller adaptive --kl-coefficient {beta} --kl-target {target} --kl-horizon {horizon}"
-    ((batch,), (metrics,), (coefficient,)) = complete(tmp_path, flags, 1)
+    ((batch, _, metrics, coefficient),) = compute(tmp_path, flags)
     rewards = -beta * (batch.logprobs - batch.reference_logprobs).double()
     ends = batch.cu_seqlens[1:].tolist()
     for end, score, written in zip(ends, batch.scores.tolist(), batch.response_lengths.tolist(), strict=True):
@@ -192,47 +168,49 @@ def test_advantages_and_the_kl_controller_follow_the_flags(tmp_path):
     ("gae", "--kl-coefficient 0.1"), ("grpo", "--group-std false"), ("grpo", "--whiten-advantages true"),
 ])  # fmt: skip
 def test_every_option_changes_the_advantages(estimator, more, tmp_path):
-    plain, other = (complete(tmp_path, f"--advantage {estimator} {flags}", 1)[0][0] for flags in ("", more))
+    plain, other = (compute(tmp_path, f"--advantage {estimator} {flags}")[0].batch for flags in ("", more))
     assert (plain.advantages - other.advantages).abs().max() > 1e-3
 
 
-def equal_scores(batch: Batch):
+def equal_scores(dp_rank: int, replicas: int) -> Batch:
     """All as good as a response without tokens, which receives no score."""
+    batch = experience(dp_rank, replicas)
     batch.scores.zero_()
+    return batch
 
 
-def unlikely_token(batch: Batch):
+def unlikely_token(dp_rank: int, replicas: int) -> Batch:
     """The policy has drifted so far from the reference that exp of the difference overflows float32."""
+    batch = experience(dp_rank, replicas)
     first = batch.response_mask.nonzero()[0]
     batch.reference_logprobs[first], batch.logprobs[first] = -0.1, -120.0
+    return batch
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo"])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [long(1), 2])
 def test_responses_of_equal_score_have_no_advantage_whatever_their_kl(estimator, size, tmp_path):
-    parsed = program("rl", rl_argv(tmp_path, f"--advantage {estimator} --kl-coefficient 0.3"), size)
-    for batch, metrics, _ in run_world(completed, size, parsed, equal_scores):
+    flags = f"--advantage {estimator} --kl-coefficient 0.3"
+    for batch, _, metrics, _ in compute(tmp_path, flags, size, equal_scores):
         assert metrics["kl/reference"] != 0 and not batch.advantages.any()
-    assert any(batch.advantages.any() for batch, _, _ in run_world(completed, size, parsed))
+    assert any(found.batch.advantages.any() for found in compute(tmp_path, flags, size))
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("kind", [long("k1"), long("k2"), "k3"])
 def test_a_token_far_from_the_reference_leaves_finite_advantages(kind, tmp_path):
-    parsed = program("rl", rl_argv(tmp_path, f"--advantage grpo --kl-coefficient 0.3 --kl-estimator {kind}"), 1)
-    ((batch, _, _),) = run_world(completed, 1, parsed, unlikely_token)
+    flags = f"--advantage grpo --kl-coefficient 0.3 --kl-estimator {kind}"
+    ((batch, *_),) = compute(tmp_path, flags, 1, unlikely_token)
     assert batch.advantages.any() and batch.advantages.isfinite().all()
 
 
-@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+@pytest.mark.parametrize("estimator", ["gae", long("grpo")])
 def test_rewards_of_masked_responses_stay_in_the_baseline(estimator, tmp_path):
     flags = f"--advantage {estimator} --mask-truncated-responses"
-    ((plain,), (metrics,), _) = complete(tmp_path, f"--advantage {estimator}", 1)
+    ((plain, _, metrics, _),) = expected = compute(tmp_path, f"--advantage {estimator}")
+    masked = float(plain.response_lengths[~plain.finished].sum() / plain.response_lengths.sum())
     for size in (1, 2):
-        batches, its_metrics, _ = complete(tmp_path, flags, size)
-        for found, expected in zip(by_sequence(batches, "advantages"), by_sequence([plain], "advantages"), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-        lengths = plain.response_lengths
-        masked = float(lengths[~plain.finished].sum() / lengths.sum())
-        for found in its_metrics:
-            assert 0 < masked < 1 and found.pop("rollout/masked_fraction") == pytest.approx(masked)
-            assert found == pytest.approx(metrics, rel=1e-6, abs=1e-9)
+        found = compute(tmp_path, flags, size)
+        assert_same("advantages", found, expected)
+        for _, _, its_metrics, _ in found:
+            assert 0 < masked < 1 and its_metrics.pop("rollout/masked_fraction") == pytest.approx(masked)
+            assert its_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-9)

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.envs.judges import LENGTH, judge_flags, rows, write
 from tests.helpers.folders import hf_folders
 from tests.helpers.programs import inputs, metrics, program, rl_argv, samples, timeless, train
-from tests.helpers.tiers import by_default
+from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import SAFETY, run_world
 
 
@@ -142,6 +142,7 @@ def test_resumed_runs_judge_the_same_to_the_bit(tmp_path):
     assert timeless(whole) == timeless(again) and "eval/reward/judge" in whole
 
 
+@pytest.mark.long
 def test_filters_and_dynamic_sampling_judge_each_round(tmp_path):
     flags = flags_of("--group-filter reward --dynamic-sampling --advantage grpo")
     train("rl", rl_argv(tmp_path / "one", flags))
@@ -155,7 +156,7 @@ def test_a_judge_that_gives_no_number_stops_the_run_by_name(tmp_path):
         train("rl", rl_argv(tmp_path / "run", flags_of(config="nonsense")), 2)
 
 
-@pytest.mark.parametrize("failure, reward", [("drop", None), ("fallback", -3.0)])
+@pytest.mark.parametrize("failure, reward", [("drop", None), long(("fallback", -3.0))])
 def test_responses_without_a_number_are_dropped_or_get_the_fallback(failure, reward, tmp_path):
     flags = f"--reward-max-failures 1 --reward-failure {failure} --reward-fallback -3"
     train("rl", rl_argv(tmp_path / "run", flags_of(flags, "nonsense")))
@@ -166,6 +167,7 @@ def test_responses_without_a_number_are_dropped_or_get_the_fallback(failure, rew
     assert found.get("reward/judge/mean") == reward
 
 
+@pytest.mark.long
 def test_a_judge_of_a_hugging_face_folder_reads_with_its_own_template(tmp_path):
     folder = hf_folders.write_folder("llama2", tmp_path / "judge")
     write(tmp_path / "judge.yaml", **{"range": [-1e9, 1e9], "max-tokens": 24})

@@ -15,18 +15,18 @@ def versions_after(rank: int) -> dict:
     from megarl.comm import role_mesh
     from megarl.rollout.group_buffer import GroupBuffer
 
-    mesh, found = role_mesh.create_mesh(parse_roles("", 1, program="rl"), SAFETY), {}
+    place, found = role_mesh.create_mesh(parse_roles("", 1, program="rl"), SAFETY)["rollout"], {}
     tokens, lengths = torch.arange(5), torch.tensor([2, 3])
     fields = {"sequence_ids": torch.arange(2), "prompt_ids": torch.zeros(2).long(), "finished": lengths > 2}
     fields |= {"prompt_lengths": torch.ones(2).long(), "rollout_logprobs": -tokens.float(), "response_mask": tokens > 0}
     for saves in (False, True):
         stamps = {"versions": tokens.int()} if saves else {}
-        before = GroupBuffer(mesh, Settings(samples_per_prompt=2, generation_lag=int(saves)))
+        before = GroupBuffer(place, Settings(samples_per_prompt=2, generation_lag=int(saves)))
         before.add(
             Batch(tokens=tokens, lengths=lengths, **fields, **stamps), PromptGroups.equal(1, 2), torch.tensor([True])
         )
         for loads in (False, True):
-            after = GroupBuffer(mesh, Settings(samples_per_prompt=2, generation_lag=int(loads)))
+            after = GroupBuffer(place, Settings(samples_per_prompt=2, generation_lag=int(loads)))
             after.load([before.to_record()], version=7)
             versions = after.batch.versions
             assert after.batch.tokens.tolist() == tokens.tolist()
@@ -46,8 +46,8 @@ def buffer_of(size: int):
     from megarl.comm import role_mesh
     from megarl.rollout.group_buffer import GroupBuffer
 
-    mesh = role_mesh.create_mesh(parse_roles("", size, program="rl"), SAFETY)
-    return GroupBuffer(mesh, Settings(samples_per_prompt=2)), mesh["rollout"]
+    place = role_mesh.create_mesh(parse_roles("", size, program="rl"), SAFETY)["rollout"]
+    return GroupBuffer(place, Settings(samples_per_prompt=2)), place
 
 
 def unequal_groups(rank: int) -> tuple[Record | None, list[int]]:

@@ -28,59 +28,63 @@ def responses(groups: list[int], version: int = 0) -> Batch:
     )  # fmt: skip
 
 
-def carried(rank: int, flags: str) -> tuple:
-    """(its record, lines that this rank holds, requests of the next round) after one round."""
-    from megarl.comm import role_mesh
-    from megarl.rollout.partial_rollouts import PartialRolloutBuffer
-    from megarl.rollout.requests import PromptRequest
-
-    mesh = role_mesh.create_mesh(parse_roles(flags, torch.distributed.get_world_size(), program="rl"), SAFETY)
-    place, settings = mesh["rollout"], Settings(**SETTINGS)
-    buffer = PartialRolloutBuffer(mesh, settings)
-    mine = [group for group in range(GROUPS) if group % len(place.replicas) == place.dp_rank]
-    requests = [PromptRequest(group, (), SAMPLES, 9, 7) for group in range(GROUPS)]
-    buffer.keep_unfinished(responses(mine), requests, torch.tensor([1]), 3)
-    data = stored(buffer)
-    held = sorted(set(buffer.rows.prompt_ids.tolist()))
-    buffer.version = 1
-    return data, held, buffer.pop_oldest(2)
-
-
-def stored(buffer) -> tuple[bytes, Record]:
-    """The record of the groups, also as it is on disk."""
-    record = buffer.to_record()
-    return waiting_groups.packed(waiting_groups.UNFINISHED, record), record
-
-
-def resumed(rank: int, records: list[tuple[bytes, Record]]) -> tuple[tuple[bytes, Record], list[int]]:
-    """(the record on disk, lines that this rank holds) after the groups were loaded from those of several replicas."""
+def buffer_of(episodes=None):
+    """An empty buffer of this rank's replica."""
     from megarl.comm import role_mesh
     from megarl.rollout.partial_rollouts import PartialRolloutBuffer
 
     mesh = role_mesh.create_mesh(parse_roles("", torch.distributed.get_world_size(), program="rl"), SAFETY)
-    buffer = PartialRolloutBuffer(mesh, Settings(**SETTINGS))
-    buffer.load(record for _, record in records)
-    return stored(buffer), sorted(set(buffer.rows.prompt_ids.tolist()))
+    return PartialRolloutBuffer(mesh["rollout"], Settings(**SETTINGS), episodes)
+
+
+def keep(buffer, lines: range, taken: list[int], longest: int, version: int = 0):
+    """A round of groups with these lines, which go to the replicas in turn; all but `taken` are kept."""
+    from megarl.rollout.requests import PromptRequest
+
+    place = buffer.role_groups
+    batch = responses([*lines[place.dp_rank :: len(place.replicas)]], version)
+    batch.sequence_ids = batch.sequence_ids - lines[0] * SAMPLES
+    requests = [PromptRequest(line, (), SAMPLES, 9, 7, line // 4) for line in lines]
+    buffer.keep_unfinished(batch, requests, torch.tensor(taken, dtype=int), longest)
+
+
+def state_of(buffer) -> tuple:
+    """(its record as it is on disk, the record, lines that this rank holds)."""
+    record = buffer.to_record()
+    on_disk = waiting_groups.packed(waiting_groups.UNFINISHED, record)
+    return on_disk, record, sorted(set(buffer.rows.prompt_ids.tolist()))
+
+
+def carried(rank: int) -> tuple:
+    """(`state_of`, requests of the next round) after one round."""
+    buffer = buffer_of()
+    keep(buffer, range(GROUPS), [1], 3)
+    return state_of(buffer), buffer.pop_oldest(2, 1)
+
+
+def resumed(rank: int, records: list[Record]) -> tuple:
+    """`state_of` groups that were loaded from the records of several replicas."""
+    buffer = buffer_of()
+    buffer.load(records)
+    return state_of(buffer)
 
 
 def test_each_replica_holds_the_groups_that_it_began():
-    ((data, held, popped),) = run_world(carried, 1, "")
+    (((data, record, held), popped),) = run_world(carried, 1)
     assert held == [0, 2, 3, 4] and [request.line for request in popped] == [0, 2]
     assert popped[0].lengths == (0, 1) and popped[0].step == 7 and popped[0].dp_rank == 0
     assert popped[0].tokens == [0] and [each.tokens for each in popped[0].responses] == [[], [11]]
     assert None not in popped[1].lengths  # the second was cut to 3 tokens
     assert popped[0].remaining == [9, 8]
-    two = run_world(carried, 2, "")
-    assert [result[1] for result in two] == [[0, 2, 4], [3]]
-    files = [result[0] for result in two]
-    for records in (files, [data]):
-        (((found, _), lines),) = run_world(resumed, 1, records)
-        assert (found, lines) == (data[0], held)
+    two = run_world(carried, 2)
+    assert [lines for (*_, lines), _ in two] == [[0, 2, 4], [3]]
+    files = [found for (_, found, _), _ in two]
     dealt = run_world(resumed, 2, files)
-    assert [lines for _, lines in dealt] == [[0, 3], [2, 4]]  # groups 0, 2, 3, 4 in turn
-    (((found, _), lines),) = run_world(resumed, 1, [record for record, _ in dealt])
-    assert (found, lines) == (data[0], held)
-    mine, other = (result[2] for result in two)
+    assert [lines for *_, lines in dealt] == [[0, 3], [2, 4]]  # groups 0, 2, 3, 4 in turn
+    for records in (files, [record], [found for _, found, _ in dealt]):
+        ((found, _, lines),) = run_world(resumed, 1, records)
+        assert (found, lines) == (data, held)
+    (_, mine), (_, other) = two
     assert mine == popped
     for whole, known in zip(popped, other, strict=True):
         assert known.tokens == known.responses == ()
@@ -102,22 +106,11 @@ class Episodes:
 
 def with_episodes(rank: int) -> tuple[list[int], list[str], dict, list[str]]:
     """(lines of the groups that a round keeps, its episodes that continue, metrics, those when all are old)."""
-    from megarl.comm import role_mesh
-    from megarl.rollout.partial_rollouts import PartialRolloutBuffer
-    from megarl.rollout.requests import PromptRequest
-
-    mesh = role_mesh.create_mesh(parse_roles("", torch.distributed.get_world_size(), program="rl"), SAFETY)
-    place, buffer = mesh["rollout"], PartialRolloutBuffer(mesh, Settings(**SETTINGS), Episodes())
-    mine = [group for group in range(GROUPS) if group % len(place.replicas) == place.dp_rank]
-    requests = [PromptRequest(group, (), SAMPLES, 9, 7, group // 4) for group in range(GROUPS)]
-    buffer.keep_unfinished(responses(mine), requests, torch.tensor([0, 1]), 3)
-    lines, retained, metrics = (
-        [group.request.line for group in buffer._groups],
-        buffer.episodes.retained,
-        buffer.metrics(),
-    )
-    buffer.begin_step(2, 2)
-    buffer.pop_oldest(9)
+    buffer = buffer_of(Episodes())
+    keep(buffer, range(GROUPS), [0, 1], 3)
+    retained, metrics = buffer.episodes.retained, buffer.metrics()
+    lines = [request.line for request in buffer.requests]
+    buffer.pop_oldest(9, 2)
     return lines, retained, metrics, buffer.episodes.retained
 
 
@@ -129,22 +122,11 @@ def test_only_episodes_of_groups_that_are_kept_and_can_be_replayed_go_on():
 
 def stale(rank: int) -> tuple[list[int], list[int]]:
     """Lines left, and those that this rank holds, after groups have become too old."""
-    from megarl.comm import role_mesh
-    from megarl.rollout.partial_rollouts import PartialRolloutBuffer
-    from megarl.rollout.requests import PromptRequest
-
-    mesh = role_mesh.create_mesh(parse_roles("", torch.distributed.get_world_size(), program="rl"), SAFETY)
-    place, buffer = mesh["rollout"], PartialRolloutBuffer(mesh, Settings(**SETTINGS))
-    for version, lines in ((0, (0, 1)), (2, (2, 3))):
-        buffer.version = version
-        mine = [group for group in range(2) if group % len(place.replicas) == place.dp_rank]
-        batch = responses([group + lines[0] for group in mine], version)
-        batch.sequence_ids = batch.sequence_ids - lines[0] * SAMPLES
-        requests = [PromptRequest(line, (), SAMPLES, 9, 1) for line in lines]
-        buffer.keep_unfinished(batch, requests, torch.tensor([], dtype=int), 9)
-    buffer.begin_step(1, 2)  # as with --generation-lag 1: what trains on the groups is newer than what continues them
-    buffer._drop_stale()
-    return [group.request.line for group in buffer._groups], sorted(set(buffer.rows.prompt_ids.tolist()))
+    buffer = buffer_of()
+    for version, lines in ((0, range(2)), (2, range(2, 4))):
+        keep(buffer, lines, [], 9, version)
+    buffer.pop_oldest(0, 2)  # as with --generation-lag 1: what trains on them is newer than what continues them
+    return [request.line for request in buffer.requests], state_of(buffer)[2]
 
 
 def test_stale_groups_are_dropped_where_they_are_held():

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.models.tiny_models import VOCAB, build_stages, parse_roles
-from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
 from tests.helpers.rollout.engines import LIMIT, NEVER, make_requests, settings_of
 from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY, run_world
@@ -149,18 +148,3 @@ def test_a_prompt_is_prefilled_once_for_all_its_samples():
     alone, shared = (run_world(tokens_read, 1, caching)[0] for caching in (False, True))
     assert alone == {length: [length] * 4 for length in alone}
     assert shared == {8: [8] * 4, 17: [17] * 4, 24: [24, 8, 8, 8], 40: [40, 8, 8, 8], 48: [48, 16, 16, 16]}
-
-
-# -- a whole run -------------------------------------------------------------------------------------------------
-
-MIXTURE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --router-replay rollout --kl-coefficient 0"
-RUN = f"{MIXTURE} --advantage grpo --train-iters 2 --rollout-max-requests 4 --samples-per-prompt 3"
-
-
-def test_a_run_is_the_same_bit_by_bit(tmp_path):
-    for name in ("static", "dynamic"):
-        train("rl", rl_argv(tmp_path / name, f"{RUN} --rollout-dispatch {name}", warm_start=False), 2)
-    for step in (1, 2):
-        assert samples(tmp_path / "dynamic", step) == samples(tmp_path / "static", step)
-        assert timeless(metrics(tmp_path / "dynamic")[step]) == timeless(metrics(tmp_path / "static")[step])
-        assert metrics(tmp_path / "dynamic")[step]["router/replayed_fraction"] == 1

@@ -7,13 +7,7 @@ import torch
 
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.mcore.inference.response import Response, Span
-from megarl.rollout.requests import (
-    PromptRequest,
-    RoundRequests,
-    batch_to_responses,
-    completions_to_batch,
-    responses_to_batch,
-)
+from megarl.rollout.requests import PromptRequest, RoundRequests, batch_to_responses, responses_to_batch
 
 ROUTES = torch.zeros(0, 2, 1, dtype=torch.int16)
 
@@ -38,13 +32,21 @@ def completion(tokens: list[int], logprobs: list[float], finished: bool, prompt:
     return Completion(tokens, logprobs, finished, routes)
 
 
+def batch_of(done: dict[int, Completion], asked: RoundRequests, *args, version: int | None = None):
+    """The batch of a replica that has taken the requests of these ids."""
+    asked.build(list(done))
+    for i, one in done.items():
+        asked.take(i, one, version)
+    return asked.to_batch(*args, version)
+
+
 def test_a_batch_has_the_numbers_of_its_completions():
     done = {
         2: completion([10, 11], [-0.1, -1 / 3], True, 4),
         0: completion([20], [-2.0000000001], False, 3),
         3: completion([], [], False, 2),
     }
-    batch = completions_to_batch(done, requests(), ROUTES, version=7)
+    batch = batch_of(done, requests(), ROUTES, version=7)
     assert batch.sequence_ids.tolist() == [0, 2, 3] and batch.prompt_ids.tolist() == [7, 4, 4]
     assert batch.prompt_lengths.tolist() == [3, 2, 2] and batch.lengths.tolist() == [4, 6, 2]
     assert batch.finished.tolist() == [False, True, False]
@@ -53,7 +55,7 @@ def test_a_batch_has_the_numbers_of_its_completions():
     expected = torch.tensor([0, 0, 0, -2.0000000001, 0, 0, -5, -5, -0.1, -1 / 3, 0, 0], dtype=torch.float32)
     assert torch.equal(batch.rollout_logprobs, expected)
     assert batch.versions.tolist() == [7] * 4 + [2, 2, 3, 3, 7, 7] + [2, 2]
-    assert completions_to_batch(done, requests(), ROUTES).versions is None
+    assert batch_of(done, requests(), ROUTES).versions is None
     assert torch.equal(batch.routes, torch.cat([done[i].routes for i in (0, 2, 3)]))
     kinds = {name: getattr(batch, name).dtype for name in batch.present()}
     assert kinds["tokens"] == kinds["lengths"] == kinds["prompt_lengths"] == torch.int64
@@ -71,12 +73,28 @@ def test_prompts_with_their_own_numbers_of_responses():
     assert found.group_of == [0, 0, 0, 1, 1, 2]
     assert [found.sample_of(i) for i in range(6)] == [0, 1, 2, 0, 1, 0]
     assert [found.stream_of(i) for i in range(6)] == [6, 7, 8, 2, 3, 0], "streams of all draws of a line differ"
-    assert found.response(5).row == [8, 50, 51] and found.assigned_to(0, 2) == [0, 1, 2, 5]
+    assert found.assigned_to(0, 2) == [0, 1, 2, 5]
     alone = [RoundRequests([prompt], 1, 1) for prompt in prompts]
     keys = [request.key for round_ in alone for request in round_.build(range(len(round_)))]
-    assert [request.key for request in found.build(range(6))] == keys
+    assert [request.key for request in found.build(range(6))] == keys and found.responses[5].row == [8, 50, 51]
     found.skip_if_enough_are_finished(1)
     assert found.limits == [4, 4, 4, 6, 6, 4], "none is finished"
+
+
+def test_nothing_is_generated_once_enough_groups_are_complete():
+    """Two of three groups have ended: one by its ends, one by its limit, too."""
+    ended = carried(3, [5], [7, 1], [7, 1], limit=3)._replace(lengths=(None, None), step=4)
+    cut = carried(2, [6], [7, 1], [7, 8, 9], limit=3, draw_index=1)._replace(lengths=(None, 3), step=4)
+    found = RoundRequests([ended, cut, PromptRequest(1, [5, 6], 2, 3, 5)], seed=1, step=5)
+    built = found.build(range(6))
+    assert [request.prompt for request in built] == [[5, 7, 1]] * 2 + [[6, 7, 1], [6, 7, 8, 9]] + [[5, 6]] * 2
+    assert [request.max_new_tokens for request in built] == found.limits == [0, 0, 0, 0, 3, 3]
+    found.skip_if_enough_are_finished(3)
+    assert found.limits == [0, 0, 0, 0, 3, 3]
+    found.skip_if_enough_are_finished(2)
+    assert found.limits == [0] * 6
+    before = RoundRequests([PromptRequest(2, [6], 2, 3, 4, 1)], seed=1, step=4).build(range(2))
+    assert [request.key for request in before] == [request.key for request in built[2:4]]
 
 
 class _Rule(NamedTuple):
@@ -97,7 +115,7 @@ def test_forced_tokens_are_not_the_policys():
         asked = RoundRequests(prompts, 1, 1, _Rule())
         rows = [range(10 + before, 10 + before + new), range(51, 51 + new), range(10, 10 + new), range(50, 50 + new)]
         done = {i: Completion([*row], [-1.0] * new, True) for i, row in enumerate(rows)}
-        batch = completions_to_batch(done, asked)
+        batch = batch_of(done, asked, None)
         masks = batch.response_mask.split(batch.lengths.tolist())
         expected = [[i not in (3, 4) for i in range(before, before + new)], [True] * new,
                     [i not in (3, 4) for i in range(new)], [True] * new]  # fmt: skip
@@ -131,5 +149,5 @@ def test_responses_become_a_batch_and_come_back():
 
 
 def test_a_replica_without_completions_has_an_empty_batch():
-    batch = completions_to_batch({}, requests(), ROUTES)
+    batch = requests().to_batch(ROUTES)
     assert all(len(getattr(batch, name)) == 0 for name in batch.present()) and "routes" in batch.present()

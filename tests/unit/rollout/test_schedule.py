@@ -1,19 +1,18 @@
 """The files of a recorded schedule: what is left of a writer that was killed at any instant."""
 
-import builtins
 import contextlib
-import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from megarl.rollout import schedule
+from megarl.rollout import response_log
 from megarl.rollout.schedule import Recording, RoundRecord, Schedule
+from tests.helpers.rollout.recorded_runs import facts_of
 
 RUN, REPLICAS, ROUNDS = {"seed": 5, "data": {}, "settings": {}}, 2, 4
-CHANGES = ("open", "os.rename", "os.mkdir")
+CHANGES = ("open", "os.mkdir")
 
 
 class Killed(BaseException):
@@ -37,11 +36,11 @@ def segments_of(folder: Path) -> dict[int, dict]:
 
 
 def steps_in(file: Path) -> list[int]:
-    return [line["step"] for line in map(json.loads, file.read_text().splitlines()) if "step" in line]
+    return [facts["step"] for facts in facts_of(file) if "step" in facts]
 
 
 class Death:
-    """Raises before the number-th change of the folder, as an audit hook, and within the line that `open` writes."""
+    """Raises before the number-th change of the folder, as an audit hook, and within a record."""
 
     def __init__(self, folder: Path):
         self.folder, self.left = str(folder), None
@@ -57,33 +56,18 @@ class Death:
         if self.left < 0:
             raise Killed
 
-    def open(self, *args, **kwargs):
-        file, death = builtins.open(*args, **kwargs), self
-
-        class Halves:
-            def __getattr__(self, name):
-                return getattr(file, name)
-
-            def __enter__(self):
-                return self
-
-            def __exit__(self, *_):
-                file.close()
-
-            def write(self, text):
-                file.write(text[: len(text) // 2])
-                file.flush()
-                death.count()
-                file.write(text[len(text) // 2 :])
-
-        return Halves()
+    def append(self, descriptor: int, record: bytes):
+        self.count()
+        os.write(descriptor, record[: len(record) // 2])
+        self.count()
+        os.write(descriptor, record[len(record) // 2 :])
 
 
 def test_a_writer_that_is_killed_at_any_instant_loses_no_line_and_doubles_none(tmp_path, monkeypatch):
     """Killed twice: at each of its changes, and then at one of those of the next attempt."""
     death = Death(tmp_path)
     sys.addaudithook(death)
-    monkeypatch.setattr(schedule, "open", death.open, raising=False)
+    monkeypatch.setattr(response_log, "append", death.append)
     deaths = 0
     for number in range(100):
         folder, kept = tmp_path / str(number), {}
@@ -100,9 +84,9 @@ def test_a_writer_that_is_killed_at_any_instant_loses_no_line_and_doubles_none(t
             before, kept = kept, segments_of(folder)
             assert before.items() <= kept.items()
             if not attempt and not has_died:
-                assert number > 3 * ROUNDS and deaths > 1.5 * number
+                assert number > 2 * ROUNDS and deaths > 1.5 * number
                 return
-        assert [*kept] == steps_in(folder / "replica_00000.jsonl") == [*range(1, ROUNDS + 1)]
+        assert [*kept] == steps_in(folder / "replica_00000.log") == [*range(1, ROUNDS + 1)]
 
 
 @pytest.mark.parametrize("first", [0, 1])

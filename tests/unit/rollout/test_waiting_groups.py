@@ -97,12 +97,12 @@ def test_records_of_all_replicas_are_read_by_their_kind(tmp_path):
     for dp_rank in (0, 2, 1):
         records = [(GROUPS, None), (BATCH, 4), (BATCH, 5 + dp_rank)]
         data = [waiting_groups.packed(kind, Record({"rank": dp_rank}, {}), step) for kind, step in records]
-        (tmp_path / waiting_groups.file_name(dp_rank)).write_bytes(b"".join(data))
+        (tmp_path / f"rollout_{dp_rank:05d}.log").write_bytes(b"".join(data))
     kept = KeptRecords(tmp_path)
     for of_kind, ranks in (((GROUPS,), [0, 1, 2]), ((BATCH, 4), [0, 1, 2]), ((BATCH, 6), [1]), ((BATCH, 9), [])):
-        assert [record.facts for record in kept.read(*of_kind)] == [{"rank": rank} for rank in ranks]
+        assert [record.facts["rank"] for record in kept.read(*of_kind)] == ranks
         assert kept.has(*of_kind) == bool(ranks)
-    path = tmp_path / "rollout-00002.log"
+    path = tmp_path / "rollout_00002.log"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UsageError, match=f"^--load {path}: is damaged"):
         KeptRecords(tmp_path)

@@ -10,24 +10,24 @@ import torch
 import torch.distributed as dist
 
 from megarl.arguments import Settings
-from megarl.errors import UsageError
+from megarl.batch import Batch
+from megarl.comm import role_mesh
+from megarl.data.tokenizers import build_tokenizer
+from megarl.groups import PromptGroups
+from megarl.mcore.model.gpt import build_model
+from megarl.observe.timers import Timers
 from megarl.rollout import response_log
+from megarl.rollout.group_buffer import GroupBuffer
+from megarl.rollout.requests import PromptRequest
 from megarl.rollout.response_log import Record
+from megarl.rollout.rollout import Rollout
+from tests.helpers.models.tiny_models import join_actor
 from tests.helpers.programs import program, rl_argv
 from tests.helpers.worlds import SAFETY, run_world
-
-# -- the rollout ---------------------------------------------------------------------------------------------------
 
 
 def passes(rank, parsed):
     """(routes of responses to train on, of an evaluation, of a greedy baseline; the layers; the engine's options)."""
-    from megarl.comm import role_mesh
-    from megarl.data.tokenizers import build_tokenizer
-    from megarl.mcore.model.gpt import build_model
-    from megarl.observe.timers import Timers
-    from megarl.rollout.requests import PromptRequest
-    from megarl.rollout.rollout import Rollout
-
     here, role = role_mesh.create_mesh(parsed.roles, SAFETY), parsed.roles["rollout"]
     tokenizer = build_tokenizer("SentencePieceTokenizer", parsed.settings.tokenizer_model)
     stages = build_model(parsed.roles["actor"].megatron, tokenizer.vocab_size, here["actor"].pg_collection)
@@ -59,8 +59,6 @@ def test_the_rollout_records_routes_for_training_only(replay, options, tmp_path)
         assert layers is None and learnt is None
 
 
-# -- routes of groups that wait ----------------------------------------------------------------------------------
-
 PP2, TP2 = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"
 LAST = 99  # the last token of every sequence
 
@@ -73,15 +71,11 @@ def routes_of(tokens, layers):
 
 def waiting_in(flags: str):
     """(`GroupBuffer`, role groups) of a rollout with MoE layer 2 in the first of two stages, 3 and 4 in the other."""
-    from megarl.comm.role_mesh import RoleMesh
-    from megarl.rollout.group_buffer import GroupBuffer
-    from tests.helpers.models.tiny_models import join_actor
-
     place = join_actor(flags)[1]
     stage, stages = dist.get_rank(place.pg_collection.pp), dist.get_world_size(place.pg_collection.pp)
     layers = (2, 3, 4) if stages == 1 else [(2,), (3, 4)][stage]
     settings = Settings(samples_per_prompt=2, greedy_baseline=True, router_replay="rollout")
-    return GroupBuffer(RoleMesh({"rollout": place}, {}, {}), settings, layers), place
+    return GroupBuffer(place, settings, layers), place
 
 
 def contents(waiting) -> dict[int, list]:
@@ -93,9 +87,6 @@ def contents(waiting) -> dict[int, list]:
 
 def put_away(rank: int, flags: str):
     """(this rank's contents, the record on rank 0) of four groups kept out of two rounds of three."""
-    from megarl.batch import Batch
-    from megarl.groups import PromptGroups
-
     waiting, place = waiting_in(flags)
     for start, wanted in ((0, [1, 0, 1]), (50, [1, 1, 0])):
         lengths = torch.arange(6) % 3 + 2
@@ -113,13 +104,11 @@ def put_away(rank: int, flags: str):
 
 def taken_up(rank: int, flags: str, records: list[Record | None]):
     """The buffered groups of this rank, and saved again; runs with other layers or without routes reject them."""
-    from megarl.rollout.group_buffer import GroupBuffer
-
     waiting, _ = waiting_in(flags)
-    place, held = waiting.mesh, waiting.layers
+    place, held = waiting.role_groups, waiting.layers
     for settings, layers, error, message in (
         (waiting.settings, (*held, 7), RuntimeError, r"rollout: .* MoE layers \[2, 3, 4\] and lack \[7\]"),
-        (dataclasses.replace(waiting.settings, router_replay="none"), None, UsageError, "--router-replay"),
+        (dataclasses.replace(waiting.settings, router_replay="none"), None, ValueError, "with the fields .*, routes,"),
     ):
         with pytest.raises(error, match=message):
             GroupBuffer(place, settings, layers).load(copy.deepcopy(list(filter(None, records))))

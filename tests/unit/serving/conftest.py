@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.server.serving import Served
+from tests.helpers.server.serving import answering, openai_client
 
 
 @pytest.fixture(scope="package")
@@ -11,13 +11,13 @@ def server(tmp_path_factory):
     (folder / "weights" / "step_9").mkdir(parents=True)
     (folder / "secret").mkdir()
     (folder / "weights" / "link").symlink_to(folder / "secret")
-    made = Served(
-        folder,
-        api_keys=["sk-1", "sk-2"],
-        admin_keys=["root"],
-        weights_folder=str(folder / "weights"),
-        max_body_mb=5000 / 2**20,
-    )
-    yield made
-    made.close()
-    assert made.stderr == ""
+    keys = dict(api_keys=["sk-1", "sk-2"], admin_keys=["root"])
+    with answering(folder, {}, **keys, weights_folder=str(folder / "weights"), max_body_mb=5000 / 2**20) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    """OpenAI's client of the module's server."""
+    with openai_client(server) as made:
+        yield made

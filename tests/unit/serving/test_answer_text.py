@@ -99,13 +99,7 @@ def test_ids():
 def test_whether_the_prompt_has_begun_thoughts(tmp_path):
     tokenizer = build_tokenizer("HuggingFaceTokenizer", chatml(tmp_path / "t"))
     vocabulary = Vocabulary(tokenizer)
-    for text, wanted in (
-        ("a<think>\n", True),
-        ("<think>", True),
-        ("<think></think>", False),
-        ("a", False),
-        ("", False),
-    ):
+    for text, wanted in {"a<think>\n": True, "<think>": True, "<think></think>": False, "a": False, "": False}.items():
         prompt = tokenizer.encode_template(f"<|im_start|>assistant\n{text}")
         assert has_opened_thoughts(FORMATS["glm"], vocabulary, prompt) == wanted
         assert not has_opened_thoughts(FORMATS["gpt-oss"], vocabulary, prompt)

@@ -12,17 +12,14 @@ class Words(OpenAIAnswer):
     kind, chunk_kind, prefix = "words", "words.chunk", "w"
 
     async def parts(self):
-        """See OpenAIAnswer."""
         for index, text, finish in ((1, "a", None), (0, "b", "stop"), (1, "c", "length")):
             self.generated_tokens += 1
             yield {"index": index, "text": text, "finish_reason": finish}
 
     def empty_choices(self):
-        """See OpenAIAnswer."""
         return [{"index": 0, "text": ""}, {"index": 1, "text": ""}]
 
     def merge(self, choice, part):
-        """See OpenAIAnswer."""
         choice["text"] += part["text"]
         super().merge(choice, part)
 

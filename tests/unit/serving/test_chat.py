@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from megarl.serving.responses import ChatCompletionResponse
-from tests.helpers.server.serving import Answers, Served, openai_client, served
+from tests.helpers.server.serving import Answers, answering, openai_client, served
 
 TEMPLATE = """\
 {%- if tools %}
@@ -34,16 +34,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     (folder / "tools.jinja").write_text(TEMPLATE)
-    made = Served(folder, chat_template=str(folder / "tools.jinja"))
-    made.leaders[0].script = Answers(made.tokenizer, ANSWERS)
-    yield made
-    made.close()
-    assert made.stderr == ""
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai_client(server) as made:
+    with answering(folder, ANSWERS, chat_template=str(folder / "tools.jinja")) as made:
         yield made
 
 
@@ -152,12 +143,20 @@ HERMES = """\
 """
 
 
+@pytest.fixture(scope="module")
+def hermes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hermes")
+    (folder / "hermes.jinja").write_text(HERMES)
+    with answering(folder, {}, chat_template=str(folder / "hermes.jinja")) as made:
+        yield made
+
+
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("text", ["Hello world", f"Let me.\n{CALL}", f"Both.\n{CALL}\n{CALL}"])
-def test_an_answer_that_a_client_sends_back_is_the_policys_own_text(text, streams, tmp_path):
-    (tmp_path / "hermes.jinja").write_text(HERMES)
-    with served(tmp_path, chat_template=str(tmp_path / "hermes.jinja")) as server, openai_client(server) as client:
-        server.leaders[0].script = Answers(server.tokenizer, {}, text)
+def test_an_answer_that_a_client_sends_back_is_the_policys_own_text(text, streams, hermes):
+    server, leader = hermes, hermes.leaders[0]
+    leader.script, asked_before = Answers(server.tokenizer, {}, text), len(leader.wait_for(0))
+    with openai_client(server) as client:
         asked = {"model": "tiny", "messages": say("add"), "tools": TOOLS}
         if streams:
             with client.chat.completions.stream(**asked) as stream:
@@ -168,7 +167,7 @@ def test_an_answer_that_a_client_sends_back_is_the_policys_own_text(text, stream
         assert len(answer.tool_calls or ()) == text.count("</tool_call>")
         results = [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in answer.tool_calls or ()]
         client.chat.completions.create(**asked | {"messages": [*say("add"), answer.model_dump(), *results, *say("b")]})
-        first, second = [each.prompt for each in server.leaders[0].wait_for(2)]
+        first, second = [each.prompt for each in leader.wait_for(asked_before + 2)[asked_before:]]
         own = [*server.tokenizer.encode(text), server.tokenizer.eos_id]
         assert second[: len(first) + len(own)] == first + own
 
@@ -241,13 +240,8 @@ def dumped(value):
     try:
         return json.dumps(value)
     except RecursionError:
-        return (
-            '[{"type": "function", "function": {"name": "f", "parameters": '
-            + '{"a": ' * 5000
-            + "1"
-            + "}" * 5000
-            + "}}]"
-        )
+        inner = '{"a": ' * 5000 + "1" + "}" * 5000
+        return f'[{{"type": "function", "function": {{"name": "f", "parameters": {inner}}}}}]'
 
 
 def test_a_server_without_a_template_says_so(tmp_path):

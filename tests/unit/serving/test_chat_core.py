@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megarl.serving.responses import ChatCompletionResponse
-from tests.helpers.server.serving import Answers, Served, openai_client
+from tests.helpers.server.serving import Answers, answering, openai_client
 from tests.helpers.texts.family_templates import FAMILY_TEMPLATES
 
 THOUGHTS = "<|channel|>analysis<|message|>Let <b>me</b>.<|end|>"
@@ -35,12 +35,10 @@ class MarkedAnswers(Answers):
 def server(tmp_path_factory):
     folder, family = tmp_path_factory.mktemp("server"), FAMILY_TEMPLATES["gpt-oss"]
     (folder / "template.jinja").write_text(family.template)
-    made = Served(folder, make_tokenizer=family.tokenizer, chat_template=str(folder / "template.jinja"),
-                  tool_format=family.form)  # fmt: skip
-    made.leaders[0].script = MarkedAnswers(made.tokenizer)
-    yield made
-    made.close()
-    assert made.stderr == ""
+    own = dict(make_tokenizer=family.tokenizer, tool_format=family.form, chat_template=str(folder / "template.jinja"))
+    with answering(folder, {}, **own) as made:
+        made.leaders[0].script = MarkedAnswers(made.tokenizer)
+        yield made
 
 
 def ask(said, **more):

@@ -7,24 +7,14 @@ import pytest
 
 from megarl.serving.responses import CompletionResponse
 from megarl.serving.sampling import stream_key
-from tests.helpers.server.serving import Answers, Served, openai_client, posted, without_leaders
+from tests.helpers.server.serving import Answers, answering, posted, without_leaders
 
 ANSWERS = {"smile": "a\U0001f600b", "turns": "one\nUser: two", "double": "é" * 5, "list": "1, 2, 3"}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("server")
-    made = Served(folder, None)
-    made.leaders[0].script = made.script = Answers(made.tokenizer, ANSWERS)
-    yield made
-    made.close()
-    assert made.stderr == ""
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai_client(server) as made:
+    with answering(tmp_path_factory.mktemp("server"), ANSWERS) as made:
         yield made
 
 

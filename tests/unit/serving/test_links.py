@@ -16,15 +16,11 @@ KEY = bytes(range(32))
 
 
 class Said(NamedTuple):
-    """A message."""
-
     text: str
     more: list = []  # never changed
 
 
 class Numbers(NamedTuple):
-    """Another message."""
-
     n: list
 
 
@@ -38,7 +34,6 @@ class EndingListener(Listener):
     ends = False
 
     def accept(self):
-        """The next connection."""
         connection = super().accept()
         if self.ends:
             raise SystemExit
@@ -75,7 +70,6 @@ def pair(listening):
 
 
 def receive(link, count):
-    """So many messages."""
     found = []
     while len(found) < count:
         found += link.receive(SAFETY_SECONDS)
@@ -133,7 +127,7 @@ def test_a_wrong_key_is_refused_by_both_sides(listening, caplog):
 
 def test_silent_strangers_keep_nobody_waiting(listening):
     address, accepted = listening
-    strangers = [Client(address) for _ in range(links._MAX_HANDSHAKES - 1)]
+    strangers = [Client(address) for _ in range(links.MAX_HANDSHAKES - 1)]
     with pair(listening):
         pass
     strangers[0].send_bytes(b"hello")

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.errors import UsageError
 from megarl.flags.serving import Serving
-from megarl.serving.listening import RESERVED, _while_open, listen_to_clients, max_connections
+from megarl.serving.listening import RESERVED, listen_to_clients, max_connections, while_open
 from megarl.serving.replica_messages import Drain
 from tests.helpers.server import rude_clients
 from tests.helpers.server.serving import LIMIT, served
@@ -25,11 +25,16 @@ def connect(server) -> socket.socket:
 
 
 def head(path: str = "/health", **headers: str) -> bytes:
-    lines = [
-        f"GET {path} HTTP/1.1",
-        *(f"{k.replace('_', '-')}: {v}" for k, v in ({"Host": "localhost"} | headers).items()),
-    ]
-    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+    fields = "".join(f"{k.replace('_', '-')}: {v}\r\n" for k, v in ({"Host": "localhost"} | headers).items())
+    return f"GET {path} HTTP/1.1\r\n{fields}\r\n".encode()
+
+
+@pytest.fixture(scope="module")
+def hasty(tmp_path_factory):
+    """A server whose clients have little time."""
+    with served(tmp_path_factory.mktemp("hasty"), connection_timeout=0.3, max_body_mb=1) as made:
+        yield made
+        assert made.stderr == ""
 
 
 def status(client: socket.socket, request: bytes) -> int:
@@ -40,23 +45,22 @@ def status(client: socket.socket, request: bytes) -> int:
 @pytest.mark.parametrize(
     "sent", [long(b""), b"GET /health HTTP/1.1\r\nHost: localh", long(b"POST /generate HTTP/1.1\r\n")]
 )
-def test_a_client_that_sends_no_head_is_closed(sent, tmp_path):
-    with served(tmp_path, connection_timeout=0.3) as server, connect(server) as client:
+def test_a_client_that_sends_no_head_is_closed(sent, hasty):
+    with connect(hasty) as client:
         client.sendall(sent)
         assert client.recv(1000) == b""
-        assert server.client.get("/health").status_code == 200
-    assert server.stderr == ""
+        assert hasty.client.get("/health").status_code == 200
 
 
-def test_a_client_that_sends_half_a_body_gets_an_answer(tmp_path):
-    with served(tmp_path, connection_timeout=0.3) as server, connect(server) as client:
+def test_a_client_that_sends_half_a_body_gets_an_answer(hasty):
+    with connect(hasty) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
                        b"Content-Type: application/json\r\n\r\n{")  # fmt: skip
         assert client.recv(1000).split()[1] == b"503"
 
 
-def test_the_head_of_a_second_request_must_come_in_time(tmp_path):
-    with served(tmp_path, connection_timeout=0.3) as server, connect(server) as client:
+def test_the_head_of_a_second_request_must_come_in_time(hasty):
+    with connect(hasty) as client:
         assert status(client, head()) == 200
         client.sendall(b"GET /hea")
         rest = b""
@@ -115,8 +119,6 @@ def test_clients_that_break_off_leave_no_lines(tmp_path):
 
 
 class _Connection(asyncio.Transport):
-    """A connection of a client."""
-
     closed = False
 
     def is_closing(self):
@@ -139,9 +141,9 @@ def test_an_answer_that_breaks_off_ends_its_connection_in_silence(ends):
     async def send(message):
         sent.append(message["type"])
 
-    asyncio.run(_while_open(app, connection)({"type": "http"}, None, send))
+    asyncio.run(while_open(app, connection)({"type": "http"}, None, send))
     assert sent == ["http.response.start", "http.response.body"] and connection.closed == (ends != "is whole")
-    asyncio.run(_while_open(app, connection)({"type": "http"}, None, send))
+    asyncio.run(while_open(app, connection)({"type": "http"}, None, send))
     assert len(sent) == (4 if ends == "is whole" else 2), "nothing is sent to a client that has gone"
 
 
@@ -162,8 +164,8 @@ def server(tmp_path_factory):
         yield made
 
 
-def test_with_keys_any_host_may_be_named(tmp_path):
-    with served(tmp_path, api_keys=["a" * 16]) as server, connect(server) as client:
+def test_with_keys_any_host_may_be_named(guarded):
+    with connect(guarded) as client:
         assert status(client, head("/v1/models", Host="a.example", Authorization=f"Bearer {'a' * 16}")) == 200
 
 
@@ -189,8 +191,8 @@ def test_an_answer_before_the_end_of_the_body_reaches_a_client_that_sends_it_fir
         assert answer.split()[1] == expected and answer.endswith(b"}")
 
 
-def test_a_body_that_never_ends_keeps_no_connection(tmp_path):
-    with served(tmp_path, max_body_mb=1, connection_timeout=0.3) as server, connect(server) as client:
+def test_a_body_that_never_ends_keeps_no_connection(hasty):
+    with connect(hasty) as client:
         sent = head("/v1/completions", Content_Length=str(2 << 20), Connection="close")
         client.sendall(sent.replace(b"GET", b"POST") + b"{")
         answer = b"".join(iter(lambda: client.recv(1000), b""))

@@ -26,27 +26,44 @@ def ids(leader, count):
     return [frame.id for frame in leader.wait_for(count)]
 
 
+def wait_for_queue(server, count: int):
+    while f"megarl_waiting_requests {count}.0" not in server.client.get("/metrics").text:
+        pass  # until so many are in the queue
+
+
+@pytest.fixture(scope="module")
+def silent_server(tmp_path_factory):
+    with served(tmp_path_factory.mktemp("silent"), silent) as made:
+        yield made
+    assert made.stderr == ""
+
+
+@pytest.fixture
+def server(silent_server):
+    """A server whose leader answers nothing by itself, and has got nothing."""
+    silent_server.leaders[0].frames.clear()
+    return silent_server
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_aborts_its_request(tmp_path, stream):
-    with served(tmp_path, silent) as server:
-        leader = server.leaders[0]
-        body = b'{"prompt": "a", "n": 2, "stream": %s}' % (b"true" if stream else b"false")
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        head += f"Content-Length: {len(body)}\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", server.port)) as client:
-            client.sendall(head.encode() + body)
-            first, second = ids(leader, 2)
-            if stream:
-                leader.tokens([first, server.tokenizer.encode("a"), [-1.0], None, None])
-                assert client.recv(10)
-        aborted = leader.wait_for(1, Abort)[0].ids
-        assert sorted(aborted) == [first, second]
-        leader.tokens([first, [5], [-1.0], None, None])  # on its way already: nobody is there to get it
-        with posting(server, {"prompt": "b"}) as answers:
-            third = ids(leader, 3)[-1]
-            leader.tokens([third, [], [], None, "length"])
-            assert answers[0].result().json()["choices"][0]["text"] == ""
-    assert server.stderr == ""
+def test_a_client_that_goes_away_aborts_its_request(server, stream):
+    leader = server.leaders[0]
+    body = b'{"prompt": "a", "n": 2, "stream": %s}' % (b"true" if stream else b"false")
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(head.encode() + body)
+        first, second = ids(leader, 2)
+        if stream:
+            leader.tokens([first, server.tokenizer.encode("a"), [-1.0], None, None])
+            assert client.recv(10)
+    aborted = leader.wait_for(1, Abort)[0].ids
+    assert sorted(aborted) == [first, second]
+    leader.tokens([first, [5], [-1.0], None, None])  # on its way already: nobody is there to get it
+    with posting(server, {"prompt": "b"}) as answers:
+        third = ids(leader, 3)[-1]
+        leader.tokens([third, [], [], None, "length"])
+        assert answers[0].result().json()["choices"][0]["text"] == ""
 
 
 def test_a_stop_string_aborts_and_frees_the_slot(tmp_path):
@@ -96,17 +113,13 @@ def test_clients_take_turns_in_the_queue(tmp_path, by_key):
         transport = httpx.HTTPTransport(local_address=address)
         return httpx.Client(base_url=server.url, headers=headers, transport=transport, timeout=LIMIT)
 
-    def waiting(count: int):
-        while f"megarl_waiting_requests {count}.0" not in server.client.get("/metrics").text:
-            pass  # until they are in the queue
-
     with served(tmp_path, silent, ready={"max_requests": 1}, api_keys=keys) as server:
         leader = server.leaders[0]
         with client(0) as many, client(1) as few, concurrent.futures.ThreadPoolExecutor(2) as pool:
             first = pool.submit(many.post, "/v1/completions", json={"prompt": [1], "n": 6})
-            waiting(5)
+            wait_for_queue(server, 5)
             second = pool.submit(few.post, "/v1/completions", json={"prompt": [2], "n": 2, "stream": True})
-            waiting(7)
+            wait_for_queue(server, 7)
             for count in range(1, 9):
                 leader.tokens([ids(leader, count)[-1], [], [], None, "length"])
             assert first.result().status_code == second.result().status_code == 200
@@ -166,8 +179,7 @@ def test_the_loss_of_the_ranks_fails_all_requests_and_ends_the_process(tmp_path,
         with posting(server, *({"prompt": "a"} for _ in range(3))) as answers:
             for each in server.leaders:
                 each.wait_for(1)
-            while "megarl_waiting_requests 1.0" not in server.client.get("/metrics").text:
-                pass  # until the third one is there
+            wait_for_queue(server, 1)
             if loss == "leader":
                 leader.close()
             elif loss == "rank 0":
@@ -194,8 +206,7 @@ def test_signals_are_ignored_and_drain_finishes_what_runs(tmp_path):
         one, two = server.leaders
         with posting(server, *({"prompt": "a"} for _ in range(3))) as answers:
             ids(one, 1), ids(two, 1)
-            while "megarl_waiting_requests 1.0" not in server.client.get("/metrics").text:
-                pass  # until the third is in the queue
+            wait_for_queue(server, 1)
             for number in (signal.SIGTERM, signal.SIGINT):
                 os.kill(server.process.process.pid, number)
             one.link.send(Drain())
@@ -228,13 +239,12 @@ def test_not_ready_before_all_leaders_are(tmp_path):
         assert one.frames == []
 
 
-def test_each_token_has_its_own_version(tmp_path):
-    with served(tmp_path, silent) as server:
-        leader = server.leaders[0]
-        with posting(server, {"input_ids": [5]}, path="/generate") as answers:
-            number = ids(leader, 1)[0]
-            leader.tokens([number, [7, 8], [-1.0, -2.0], None, None], version=3)
-            leader.tokens([number, [9], [float("-inf")], None, "length"], version=4)
-            result = answers[0].result().json()
+def test_each_token_has_its_own_version(server):
+    leader = server.leaders[0]
+    with posting(server, {"input_ids": [5]}, path="/generate") as answers:
+        number = ids(leader, 1)[0]
+        leader.tokens([number, [7, 8], [-1.0, -2.0], None, None], version=3)
+        leader.tokens([number, [9], [float("-inf")], None, "length"], version=4)
+        result = answers[0].result().json()
     assert result["versions"] == [3, 3, 4] and result["system_fingerprint"] == "step_7-v4"
     assert result["logprobs"] == [-1.0, -2.0, -9999.0]

@@ -2,20 +2,10 @@
 
 from types import SimpleNamespace
 
-from megarl.serving.replica_messages import (
-    Abort,
-    Control,
-    Controlled,
-    Generate,
-    Ready,
-    RequestUpdate,
-    ScorePrompt,
-    Updates,
-    Window,
-)
+from megarl.serving import replica_messages as said
 from megarl.serving.replica_service import ReplicaService
 
-GENERATE = Generate([1, 2], -5, 9, 0.5, False, 0, 1.0, 0.0, [2], [], None, 1, False, 7)
+GENERATE = said.Generate([1, 2], -5, 9, 0.5, False, 0, 1.0, 0.0, [2], [], None, 1, False, 7)
 
 
 class Engine:
@@ -30,20 +20,16 @@ class Engine:
         self.is_paused, self.added, self.aborted = True, [], set()
 
     def resume(self):
-        """See ServedEngine."""
         self.is_paused = False
 
     def pause(self, mode: str = "keep") -> list:
-        """See ServedEngine."""
         self.is_paused = True
         return []
 
     def add(self, number, request):
-        """See ServedEngine."""
         self.added.append((number, request))
 
     def abort(self, numbers):
-        """See ServedEngine."""
         self.aborted |= numbers
 
 
@@ -54,11 +40,9 @@ class Frontend:
         self.says, self.told = [list(each) for each in says], []
 
     def receive(self, seconds: float) -> list:
-        """See FrontendProcess."""
         return self.says.pop(0) if self.says else []
 
     def send(self, message):
-        """See FrontendProcess."""
         self.told.append(message)
 
     def close_link(self):
@@ -73,7 +57,7 @@ def service(*says) -> tuple[ReplicaService, Engine, Frontend]:
 
 def test_requests_are_given_to_the_engine_or_refused():
     long, empty = GENERATE._replace(max_tokens=19, id=8), GENERATE._replace(prompt=[], id=9)
-    replica, engine, frontend = service([GENERATE, long, empty], [Control("stop")])
+    replica, engine, frontend = service([GENERATE, long, empty], [said.Control("stop")])
     replica.open()
     replica.run()
     ((number, request),) = engine.added
@@ -81,30 +65,31 @@ def test_requests_are_given_to_the_engine_or_refused():
     assert (request.sampling.temperature, request.end_ids, request.top_logprobs) == (0.5, (2,), 1)
     problem = "prompt and max_tokens are 21 tokens; at most 20 fit"
     assert frontend.told == [
-        Ready(1, 4, 20, 5, 3, "step_3"), Updates(3, 5, [RequestUpdate(8, error=problem)]),
-        Updates(3, 5, [RequestUpdate(9, error="an empty prompt")]),
+        said.Ready(1, 4, 20, 5, 3, "step_3"), said.Updates(3, 5, [said.RequestUpdate(8, error=problem)]),
+        said.Updates(3, 5, [said.RequestUpdate(9, error="an empty prompt")]),
     ]  # fmt: skip
     assert engine.is_paused
 
 
 def test_commands_are_answered_in_their_order():
-    replica, engine, frontend = service([Control("pause", 1, "keep"), Control("resume", 2)], [], [Control("stop")])
+    commands = [said.Control("pause", 1, "keep"), said.Control("resume", 2)]
+    replica, engine, frontend = service(commands, [], [said.Control("stop")])
     replica.run()
-    assert frontend.told == [Controlled(1, None, 3, "step_3"), Controlled(2, None, 3, "step_3")]
+    assert frontend.told == [said.Controlled(1, None, 3, "step_3"), said.Controlled(2, None, 3, "step_3")]
 
 
 def test_what_comes_in_a_window_waits_for_the_next_one():
     late = GENERATE._replace(id=8)
-    replica, engine, frontend = service([Control("resume", 1)], [late, GENERATE, Abort([7])])
+    replica, engine, frontend = service([said.Control("resume", 1)], [late, GENERATE, said.Abort([7])])
     replica.answer_waiting()
     assert engine.added == [] and engine.aborted == {7}
-    closed = [Window(True, 3, "step_3"), Controlled(1, None, 3, "step_3"), Window(False, 3, "step_3")]
+    closed = [said.Window(True, 3, "step_3"), said.Controlled(1, None, 3, "step_3"), said.Window(False, 3, "step_3")]
     assert frontend.told == closed
     replica.answer_waiting()
     assert [number for number, _ in engine.added] == [8]
 
 
 def test_aborted_scores_are_not_computed():
-    replica, engine, frontend = service([ScorePrompt([1], 1.0, 0, 4), Abort([4])], [Control("stop")])
+    replica, engine, frontend = service([said.ScorePrompt([1], 1.0, 0, 4), said.Abort([4])], [said.Control("stop")])
     replica.run()
     assert frontend.told == [] and engine.aborted == {4}

@@ -22,7 +22,7 @@ from openai.types.shared_params import FunctionDefinition
 from pydantic import BaseModel, ValidationError
 
 from megarl.environments.agents import anthropic_messages, openai_responses
-from megarl.environments.agents import openai_chat as agent_chat
+from megarl.environments.agents import openai_chat as chats
 from megarl.environments.calls import Reply, canonical
 from megarl.environments.turn_parsing import parse_turn
 from megarl.serving import schemas
@@ -158,20 +158,14 @@ MESSAGES_IGNORED = plan(
 )
 
 
+RESPONSES = RESPONSES_BODY, RESPONSES_TYPES, RESPONSES_USED, RESPONSES_IGNORED
+MESSAGES = MESSAGES_BODY, MESSAGES_TYPES, MESSAGES_USED, MESSAGES_IGNORED
 DIALECTS = {
     "chat": Dialect(ChatCompletionRequest, conversation, CHAT_BODY, CHAT_TYPES, CHAT_USED, CHAT_IGNORED),
-    "agent chat": Dialect(
-        agent_chat.AgentChatRequest, agent_chat.ask_of, CHAT_BODY, CHAT_TYPES, CHAT_USED, CHAT_IGNORED
-    ),
-    "responses": Dialect(
-        openai_responses.ResponsesRequest, openai_responses._ask, RESPONSES_BODY, RESPONSES_TYPES, RESPONSES_USED,
-        RESPONSES_IGNORED,
-    ),
-    "messages": Dialect(
-        anthropic_messages.MessagesRequest, anthropic_messages._ask, MESSAGES_BODY, MESSAGES_TYPES, MESSAGES_USED,
-        MESSAGES_IGNORED,
-    ),
-}  # fmt: skip
+    "agent chat": Dialect(chats.AgentChatRequest, chats.ask_of, CHAT_BODY, CHAT_TYPES, CHAT_USED, CHAT_IGNORED),
+    "responses": Dialect(openai_responses.ResponsesRequest, openai_responses.ask_of, *RESPONSES),
+    "messages": Dialect(anthropic_messages.MessagesRequest, anthropic_messages.ask_of, *MESSAGES),
+}
 
 
 def type_of(kind: Any) -> Any:
@@ -253,9 +247,8 @@ def forms(item: BaseModel) -> list[dict]:
 
 
 def agents_message() -> dict:
-    """The message of an answer to an agent."""
-    request = agent_chat.AgentChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}]})
-    answer = agent_chat.AgentChat(SimpleNamespace(shows_tokens=False), request, [REPLY])
+    request = chats.AgentChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}]})
+    answer = chats.AgentChat(SimpleNamespace(shows_tokens=False), request, [REPLY])
     return asyncio.run(answer.whole())["choices"][0]["message"]
 
 
@@ -266,7 +259,7 @@ def sent_back() -> list[tuple[str, dict]]:
     parsed = ParsedChatCompletionMessage.model_validate(message.model_dump())
     user = {"role": "user", "content": "a"}
     found += [("agent chat", {"messages": [user, form]}) for each in (message, parsed) for form in forms(each)]
-    made = openai_responses._answer(openai_responses.ResponsesRequest(input="a"), REPLY)
+    made = openai_responses.answer_of(openai_responses.ResponsesRequest(input="a"), REPLY)
     answer = response_types.Response.model_validate(made)
     parsed_answer = parse_response(text_format=omit, input_tools=omit, response=answer)
     for each in (answer, parsed_answer):
@@ -286,7 +279,7 @@ def test_an_answer_that_anthropics_client_sends_back_is_the_policys_own_turn():
     types = pytest.importorskip("anthropic.types")
     usage = {"input_tokens": 1, "output_tokens": 1}
     made = {"id": "i", "type": "message", "role": "assistant", "model": "m", "stop_reason": "tool_use",
-            "stop_sequence": None, "usage": usage, "content": anthropic_messages._blocks(REPLY)}  # fmt: skip
+            "stop_sequence": None, "usage": usage, "content": anthropic_messages.blocks_of(REPLY)}  # fmt: skip
     blocks = types.Message.model_validate(made).content
     for content in zip(*map(forms, blocks), strict=True):
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": list(content)}]

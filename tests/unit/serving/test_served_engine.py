@@ -22,15 +22,11 @@ def various_requests(limit=12, count=20):
         {}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.3}, {"greedy": True},
         {"temperature": 0.7},
     ]  # fmt: skip
-    return [
-        replace(
-            request,
-            sampling=settings_of(**kinds[i % len(kinds)]),
-            end_ids=((), (3, 5), (7,))[i % 3],
-            top_logprobs=(0, 1, 4)[i % 3],
-        )
-        for i, request in enumerate(make_requests(limit, count))
-    ]
+    ends, tops, found = ((), (3, 5), (7,)), (0, 1, 4), []
+    for i, request in enumerate(make_requests(limit, count)):
+        sampling = settings_of(**kinds[i % len(kinds)])
+        found.append(replace(request, sampling=sampling, end_ids=ends[i % 3], top_logprobs=tops[i % 3]))
+    return found
 
 
 def make_served(flags="", shape="llama", load_weights=None, **settings):
@@ -47,11 +43,13 @@ def alone(engine, request):
     return engine.generate([plain], request.end_ids, request.sampling)[0]
 
 
-def chunks_of(model):
-    """A model of one stage as `ModelChunks`."""
+def scores_of(model, groups, sequences):
+    """Scores of (tokens, temperature, top log-probs) by a model of one stage, all of one temperature."""
     from megarl.mcore.model.gpt import ModelChunks
+    from megarl.serving.served_engine import ScorePrompt, score_sequences
 
-    return ModelChunks([model])
+    asked = [ScorePrompt(*sequence) for sequence in sequences]
+    return score_sequences(ModelChunks([model]), groups.pg_collection, VOCAB, asked)
 
 
 def blocks(engine):
@@ -73,9 +71,7 @@ def together_and_alone(rank, flags="", shape="llama", **settings):
     long((2, "--tensor-model-parallel-size 2", "llama")), (2, "--pipeline-model-parallel-size 2", "llama"),
 ])  # fmt: skip
 def test_requests_with_own_settings_get_the_bits_that_they_get_alone(size, flags, shape):
-    for done, expected, (free, total) in run_world(
-        functools.partial(together_and_alone, flags=flags, shape=shape), size
-    ):
+    for done, expected, (free, total) in run_world(together_and_alone, size, flags, shape):
         assert done == expected and len({len(completion.tokens) for completion in done}) > 1
         assert any(completion.finished for completion in done) and free == total
 
@@ -89,20 +85,12 @@ def test_few_places_and_little_cache_change_nothing():
 
 def scored(rank, flags, shape="llama"):
     """(completions, scores of prompt and response of each) of various requests; temperature 1 where greedy."""
-    from megarl.serving.replica_messages import ScorePrompt
-    from megarl.serving.served_engine import score_sequences
-
     served, model, groups = make_served(flags, shape)
     requests = various_requests()
     done = generate(served, requests)
     served.pause()
-    found = []
-    for request, completion in zip(requests, done, strict=True):
-        sequence = ScorePrompt(
-            [*request.prompt, *completion.tokens], request.sampling.temperature, request.top_logprobs
-        )
-        found += score_sequences(chunks_of(model), groups.pg_collection, VOCAB, [sequence])
-    return requests, done, found
+    return requests, done, [score for r, c in zip(requests, done, strict=True) for score in scores_of(
+        model, groups, [([*r.prompt, *c.tokens], r.sampling.temperature, r.top_logprobs)])]  # fmt: skip
 
 
 @pytest.mark.parametrize(("size", "flags", "shape"), [
@@ -110,7 +98,7 @@ def scored(rank, flags, shape="llama"):
     (2, "--tensor-model-parallel-size 2", "llama"),
 ])  # fmt: skip
 def test_scores_of_a_response_are_its_log_probs_to_the_bit(size, flags, shape):
-    for requests, done, scores in run_world(functools.partial(scored, flags=flags, shape=shape), size):
+    for requests, done, scores in run_world(scored, size, flags, shape):
         for request, completion, score in zip(requests, done, scores, strict=True):
             start = len(request.prompt)
             assert score.logprobs[0] is None and score.logprobs[start:] == completion.logprobs
@@ -130,21 +118,15 @@ def check_top(request, completion):
 
 def test_several_sequences_are_scored_in_one_pass():
     def passes(rank):
-        from megarl.serving.replica_messages import ScorePrompt
-        from megarl.serving.served_engine import score_sequences, together
+        from megarl.serving.served_engine import ScorePrompt, together
 
         _, model, groups = make_served()
         requests = [ScorePrompt(request.prompt, 1.0, i % 3) for i, request in enumerate(make_requests())]
-        one = [score_sequences(chunks_of(model), groups.pg_collection, VOCAB, [request])[0] for request in requests]
-        counts = [
-            together(requests, tokens) for tokens in (1, len(requests[0].prompt) + len(requests[1].prompt), 10**6)
-        ]
+        one = [scores_of(model, groups, [request[:3]])[0] for request in requests]
+        first_two = len(requests[0].prompt) + len(requests[1].prompt)
+        counts = [together(requests, tokens) for tokens in (1, first_two, 10**6)]
         other = [*requests[:2], requests[2]._replace(temperature=2.0)]
-        return (
-            one == score_sequences(chunks_of(model), groups.pg_collection, VOCAB, requests),
-            counts,
-            together(other, 10**6),
-        )
+        return one == scores_of(model, groups, [each[:3] for each in requests]), counts, together(other, 10**6)
 
     assert run_world(passes, 1) == [(True, [1, 2, 20], 2)]
 
@@ -164,17 +146,20 @@ def interrupted(rank, flags, shape, mode, **settings):
     return chunks, plain, paused
 
 
-@pytest.mark.parametrize("mode", ["keep", "wait"])
-@pytest.mark.parametrize(("flags", "shape"), [("", "llama"), (EXPERTS, "llama"), ("", "gpt2")])
+@pytest.mark.parametrize(("flags", "shape", "mode"), [
+    ("", "llama", "keep"), (EXPERTS, "llama", "wait"), long(("", "gpt2", "keep")), long(("", "llama", "wait")),
+    long((EXPERTS, "llama", "keep")), long(("", "gpt2", "wait")),
+])  # fmt: skip
 def test_a_pause_changes_no_bit(flags, shape, mode):
     ((chunks, plain, (paused, (free, total))),) = run_world(interrupted, 1, flags, shape, mode)
     assert completions_of(chunks, 20) == completions_of(plain, 20) and paused and free == total
 
 
-def test_aborted_requests_free_their_cache_and_leave_the_others_alone():
-    def run(rank, **settings):
+@pytest.mark.parametrize("settings", [{}, long({"max_requests": 4}), long({"buffer_gb": 0.0001})])
+def test_aborted_requests_free_their_cache_and_leave_the_others_alone(settings):
+    def run(rank):
         served, _, _ = make_served(**settings)
-        requests = various_requests(limit=20)
+        requests = various_requests()
         expected, dropped, chunks = generate(served, requests), set(), []
         served.pause("abort")
         for number, found in enumerate(steps(served, requests, dropped)):
@@ -186,16 +171,11 @@ def test_aborted_requests_free_their_cache_and_leave_the_others_alone():
         late = {chunk.number for chunk in chunks[after:]} & dropped
         kept = {n: [t for c in chunks if c.number == n for t in c.tokens] for n in range(20) if n not in dropped}
         ended = {chunk.number for chunk in chunks if chunk.finish_reason}
-        return (
-            late,
-            [expected[n].tokens == tokens for n, tokens in kept.items()],
-            ended >= set(kept),
-            blocks(served.rollout_engine),
-        )
+        same = [expected[n].tokens == tokens for n, tokens in kept.items()]
+        return late, same, ended >= set(kept), blocks(served.rollout_engine)
 
-    for settings in ({}, {"max_requests": 4}, {"buffer_gb": 0.0001}):
-        ((late, same, ended, (free, total)),) = run_world(functools.partial(run, **settings), 1)
-        assert not late and all(same) and ended and free == total
+    ((late, same, ended, (free, total)),) = run_world(run, 1)
+    assert not late and all(same) and ended and free == total
 
 
 def test_an_aborting_pause_ends_every_request():
@@ -206,12 +186,8 @@ def test_an_aborting_pause_ends_every_request():
             served.add(number, request)
         first = served.step()
         chunks = served.pause("abort")
-        return (
-            len(first),
-            sorted((c.number, c.finish_reason, c.tokens) for c in chunks),
-            len(served),
-            blocks(served.rollout_engine),
-        )
+        ends = sorted((c.number, c.finish_reason, c.tokens) for c in chunks)
+        return len(first), ends, len(served), blocks(served.rollout_engine)
 
     ((first, ends, left, (free, total)),) = run_world(run, 1)
     assert first == 20 and ends == [(n, "abort", []) for n in range(20)] and left == 0 and free == total
@@ -219,9 +195,6 @@ def test_an_aborting_pause_ends_every_request():
 
 def test_each_token_has_the_log_prob_of_its_version_of_the_weights():
     def run(rank):
-        from megarl.serving.replica_messages import ScorePrompt
-        from megarl.serving.served_engine import score_sequences
-
         def change(path):
             with torch.no_grad():
                 for parameter, values in zip(model.parameters(), weights, strict=True):
@@ -240,10 +213,8 @@ def test_each_token_has_the_log_prob_of_its_version_of_the_weights():
         served.pause()
         for version in range(3):
             change(version)
-            sequences = [ScorePrompt([*r.prompt, *c.tokens], r.sampling.temperature, 0) for r, c in zip(requests, done)]
-            scores[version] = [
-                score_sequences(chunks_of(model), groups.pg_collection, VOCAB, [s])[0].logprobs for s in sequences
-            ]
+            sequences = [([*r.prompt, *c.tokens], r.sampling.temperature, 0) for r, c in zip(requests, done)]
+            scores[version] = [scores_of(model, groups, [sequence])[0].logprobs for sequence in sequences]
         return requests, done, scores
 
     ((requests, done, scores),) = run_world(run, 1)

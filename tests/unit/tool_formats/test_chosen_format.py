@@ -8,7 +8,7 @@ import pytest
 from megarl.data.turns import TurnTokens
 from megarl.environments.turn_parsing import parse_turn
 from megarl.tool_formats import FORMATS
-from megarl.tool_formats.chosen_format import format_of, name_of, unread_calls
+from megarl.tool_formats.chosen_format import name_of, unread_calls
 from tests.helpers.texts.chat_encoders import encoder_of, spelled
 from tests.helpers.texts.chat_templates import HERMES, QWEN25
 from tests.helpers.texts.family_templates import FAMILY_TEMPLATES
@@ -36,22 +36,21 @@ def turn_of(name, arguments):
 
 @pytest.mark.parametrize("name", FAMILY_TEMPLATES)
 def test_a_template_names_its_format(encoders, name):
-    assert format_of(encoders[name].template) == name_of("auto", encoders[name].template) == FAMILY_TEMPLATES[name].form
+    assert name_of("auto", encoders[name].template) == FAMILY_TEMPLATES[name].form
     assert name_of("json", encoders[name].template) == "json"
 
 
 @pytest.mark.parametrize("template", [CHATML, QWEN25, HERMES, "{{ raise_exception('no') if messages[1] else '' }}"])
 def test_other_templates_have_calls_of_hermes(tmp_path, template):
-    assert format_of(encoder_of(tmp_path / "t", chatml, template).template) == format_of(None) == "hermes"
+    assert name_of("auto", encoder_of(tmp_path / "t", chatml, template).template) == name_of("auto", None) == "hermes"
 
 
 def test_calls_in_a_form_that_nothing_reads(tmp_path):
     """As LFM2's, which are Python."""
     template = encoder_of(tmp_path / "t", chatml, PYTHONIC).template
-    assert format_of(template) == "hermes"
-    assert unread_calls("auto", template).startswith(
-        "--tool-call-parser auto: no format reads the calls that --chat-template writes; name one of hermes,"
-    )
+    assert name_of("auto", template) == "hermes"
+    said = "--tool-call-parser auto: no format reads the calls that --chat-template writes; name one of hermes,"
+    assert unread_calls("auto", template).startswith(said)
     for value, other in (("hermes", template), ("auto", None),
                          ("auto", encoder_of(tmp_path / "c", chatml, CHATML).template),
                          ("auto", encoder_of(tmp_path / "q", chatml, QWEN25).template)):  # fmt: skip
@@ -61,7 +60,7 @@ def test_calls_in_a_form_that_nothing_reads(tmp_path):
 def test_a_template_may_write_plain_json(tmp_path):
     said = "{{- message.content + '<|im_end|>' }}{%- endgen"
     plain = CHATML.replace(said, "{{- message.tool_calls[0].function | tojson if message.tool_calls else '' }}" + said)
-    assert plain != CHATML and format_of(encoder_of(tmp_path / "t", chatml, plain).template) == "json"
+    assert plain != CHATML and name_of("auto", encoder_of(tmp_path / "t", chatml, plain).template) == "json"
 
 
 @pytest.mark.parametrize("name", FAMILY_TEMPLATES)
@@ -84,9 +83,8 @@ def test_a_turn_in_tokens_is_read(encoders, name, arguments):
     assert [call.arguments for call in found.calls] == [arguments] * family.calls and found.errors == ()
     assert text == encoder.tokenizer.decode(ids[:end]) == found.text
     special = {i for name, i in encoder.tokenizer.special.items() if name in form.all_marks}
-    assert (marked or text) == spelled(encoder.tokenizer, ids[:end]) and (marked is None) == special.isdisjoint(
-        ids[:end]
-    )
+    assert (marked or text) == spelled(encoder.tokenizer, ids[:end])
+    assert (marked is None) == special.isdisjoint(ids[:end])
 
 
 def conversation(name):

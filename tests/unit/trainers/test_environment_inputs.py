@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.errors import WARNED, UsageError, warn_as_first
+from megarl.errors import UsageError
 from megarl.trainers.environment_inputs import check_environments
 from tests.helpers.programs import program, rl_argv
 from tests.helpers.texts.chat_encoders import encoder_of
@@ -25,15 +25,3 @@ def test_agents_hear_that_no_call_would_be_read(tmp_path, capfd):
 def test_environments_with_tools_are_refused(tmp_path):
     with pytest.raises(UsageError, match=PROBLEM):
         checked(tmp_path, "calculator")
-
-
-@pytest.mark.parametrize("variables, printed", [
-    ({}, True), ({"RANK": "0"}, True), ({"RANK": "1"}, False), ({WARNED: "1"}, False),
-])  # fmt: skip
-def test_what_all_ranks_find_is_said_once(variables, printed, monkeypatch, capsys):
-    for name in ("RANK", WARNED):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    warn_as_first(["once"])
-    assert capsys.readouterr().err == "megarl: warning: once\n" * printed

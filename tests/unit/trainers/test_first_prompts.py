@@ -20,6 +20,7 @@ from tests.helpers.programs import write_lines
 from tests.helpers.texts.chat_encoders import encoder_of
 from tests.helpers.texts.chat_templates import TEMPLATES
 from tests.helpers.texts.small_tokenizers import PYTHONIC, chatml
+from tests.helpers.tiers import long
 from tests.helpers.waiting import SAFETY_SECONDS
 
 SHORT, MIDDLE, LONG = "Hi", "What is the answer to the question?", "the world and the world? " * 24
@@ -117,7 +118,7 @@ def test_a_line_keeps_its_own_tools_beside_a_message(case, encoder):
     assert said[0] < said[1] == made.built()[3]
 
 
-@pytest.mark.parametrize("environment", ["calculator", "Greets", "Equips"])
+@pytest.mark.parametrize("environment", [long("calculator"), "Greets", long("Equips")])
 def test_a_prompt_that_is_too_long_is_refused_or_dropped(environment, case):
     made = case(environment)
     longest, *others = sorted(made.measured(), reverse=True)

@@ -10,6 +10,7 @@ from tests.helpers.folders import hf_folders
 from tests.helpers.folders.hf_damage import argv as folder_argv
 from tests.helpers.forked_programs import accepted
 from tests.helpers.programs import inputs, metrics, reward_argv, rl_argv, sft_argv, train
+from tests.helpers.tiers import by_default
 
 CONSTANT = "--lr-decay-style constant --lr-warmup-iters 0"
 
@@ -73,7 +74,7 @@ def listed(rows: list[str], name: str) -> list[int]:
     return [0] * ("before the first step" in row) + sorted(map(int, re.findall(r"\b\d+\b", row.split("after", 1)[-1])))
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", by_default(RUNS, ("without evaluation", "best", "resumed", "generation alone")))
 def test_a_run_does_what_its_check_said(name, tmp_path):
     kind, flags, resumes = RUNS[name]
     argv, save = {"rl": rl_argv, "sft": sft_argv}[kind], tmp_path / "run"

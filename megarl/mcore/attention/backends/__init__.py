@@ -1,7 +1,7 @@
 """Attention backends, one module each, chosen by `--attention-backend NAME`: a new kernel is a new module here.
 
 A module defines `plan_attention(segments, is_whole, window)` and `packed_attention(query, key, value, plan, scale)` for
-training, and for rollout `plan_cache_reads` and the class `PagedAttention`, a `cache_attention.CacheAttention`; `sdpa`
+training, and for rollout `plan_cache_reads(requests)` and the class `PagedAttention`, a `CacheAttention`; `sdpa`
 documents their arguments. If it has `reads_of_table`, too, decode steps are planned on the device
 (`inference.device_decode`). Layers do not know which backend runs. Only for models with softcaps or sinks they also
 hand over `softcap` and `sinks`. Over latents a `PagedAttention` reads through other versions of `_gather_pages` and

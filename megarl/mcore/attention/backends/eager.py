@@ -49,7 +49,6 @@ def _weights(query: Tensor, key: Tensor, mask: Tensor, scale: float, softcap: fl
 
 
 def _chunks(query: Tensor, key: Tensor) -> list[slice]:
-    """Splits n segments so that each part has at most `MAX_SCORES` scores."""
     each = query.shape[1] * query.shape[2] * key.shape[2]
     step = max(1, MAX_SCORES // each)
     return [slice(i, i + step) for i in range(0, len(query), step)]
@@ -98,7 +97,6 @@ class _Attention(torch.autograd.Function):
 
 
 def _grouped(query: Tensor, key: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """[n, H, Q, D] and sinks [H] -> [n, G, R, Q, D] and [G, R]."""
     groups = key.shape[1]
     return query.unflatten(1, (groups, -1)), None if sinks is None else sinks.view(groups, -1)
 
@@ -124,13 +122,7 @@ def attend_segments(
 
 
 def packed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: SegmentPlan,
-    scale: float | None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scale: float | None, softcap=None, sinks=None
 ) -> Tensor:
     """As that of `sdpa`, with `softcap` and the `sinks` [H] of this rank's heads."""
     attend = functools.partial(attend_segments, softcap=softcap, sinks=sinks)
@@ -150,4 +142,4 @@ class EagerPagedAttention(sdpa.PagedAttention):
         return attend(rows, key, value, reads.mask == 0, scale, softcap, sinks)[:, :, 0].view(query.shape)
 
 
-PagedAttention = EagerPagedAttention
+PagedAttention = EagerPagedAttention  # the name of a backend's

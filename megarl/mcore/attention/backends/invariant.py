@@ -58,7 +58,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: Cumulative
     return _Attention.apply(query, key[plan.rows], value[plan.rows], plan, softmax_scale(query.shape[-1], scale))
 
 
-class InvariantPagedAttention(varlen.VarlenPagedAttention):
+class InvariantPagedAttention(varlen.PagedAttention):
     """Attention over the paged cache, by the kernel of training."""
 
     in_parts = False

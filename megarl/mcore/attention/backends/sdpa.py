@@ -1,14 +1,12 @@
 """`--attention-backend sdpa` (the default): attention through PyTorch's SDPA, in training and over the paged KV cache.
 
-Training: one SDPA call per segment batch. Rollout: the new tokens of a step are a token stream, one request after
-another. Decodes (requests with one new token, in most steps all) read their pages through a scratch buffer that fits
-in the CPU cache. Prefills run as in training: a request's new tokens and its cached keys are an attention segment. The
-cache must be finite even where a page has no key yet: such keys are masked, but 0 · NaN is NaN.
+One SDPA call per segment batch. In rollout, decodes read their pages through a scratch buffer that fits in the CPU
+cache; prefills run as in training. The cache must be finite even where a page has no key yet: 0 · NaN is NaN.
 Shapes: N requests, T tokens, H query heads, G key/value groups of R query heads each, D channels per head.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from megarl.mcore import device
-from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads
+from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads, StepRequests
 from megarl.mcore.attention.segments import (  # noqa: F401  plan_attention is one of the backend's functions
     SegmentBatch,
     SegmentPlan,
@@ -63,12 +61,7 @@ def attend_segments(query: Tensor, key: Tensor, value: Tensor, segments: Segment
 
 
 def packed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: SegmentPlan,
-    scale: float | None,
-    attend: Callable = attend_segments,
+    query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scale: float | None, attend=attend_segments
 ) -> Tensor:
     """Causal attention of a packed micro-batch: query [T, H, D] of this rank, key and value [T', G, D] of the whole
     stream -> [T, H, D]. `attend`: the kernel, with the arguments of `attend_segments`."""
@@ -80,50 +73,22 @@ def packed_attention(
     return torch.cat([attended(batch) for batch in segments.batches])[segments.restore]
 
 
-def plan_cache_reads(
-    queries: Tensor,
-    keys: Tensor,
-    pages: Tensor,
-    total: int,
-    cache: Tensor,
-    window: int | None = None,
-    token_bytes: int | None = None,
-) -> CacheReads:
-    """Returns the cache reads of a step; arguments are on the host, except the cache.
-
-    Args:
-        queries: [N] int64 new tokens of each request, one request after another in the step.
-        keys: [N] int64 keys of each request, including new ones: query i of q attends to keys 0 … k − q + i.
-        pages: [N, P] int64 blocks of each request; any block of finite numbers after its last one.
-        total: T; tokens after those of the requests are padding with zero results.
-        cache: [blocks, block, …] of any layer, for its device and dtype.
-        window: keys that a query sees; None: all. The cache has all keys.
-        token_bytes: of a token's keys and values when they are read; None: as many as in the cache.
-    """
-    first, row = queries.cumsum(0) - queries, token_bytes or cache[0, 0].numel() * cache.element_size()
-    single = queries == 1
-    if bool(single.all()):
-        return CacheReads(_plan_decodes(None, keys, pages, cache, window, row), [], total)
-    decodes, prefills = single.nonzero().flatten(), (~single).nonzero().flatten()
-    decoding = _plan_decodes(first[decodes], keys[decodes], pages[decodes], cache, window, row) if len(decodes) else []
-    prompts = plan_prefills(first[prefills], queries[prefills], keys[prefills], pages[prefills], cache, window, row)
-    return CacheReads(decoding, prompts, total)
+def plan_cache_reads(requests: StepRequests) -> CacheReads:
+    """Returns the cache reads of a step."""
+    row = requests.token_bytes or requests.cache[0, 0].numel() * requests.cache.element_size()
+    return requests._replace(token_bytes=row).plan(_plan_decodes, plan_prefills)
 
 
-def _plan_decodes(
-    tokens: Tensor | None, keys: Tensor, pages: Tensor, cache: Tensor, window: int | None, row: int
-) -> list[DecodeReads]:
-    """Splits n decodes into kernel calls of at most `SCRATCH_BYTES`, sorted by length if lengths differ much.
-
-    `tokens` [n]: indices of their tokens; None: 0 … n − 1. `row`: bytes of a token's keys and values.
-    """
+def _plan_decodes(tokens: slice | Tensor, requests: StepRequests) -> list[DecodeReads]:
+    """Splits n decodes into kernel calls of at most `SCRATCH_BYTES`, sorted by length if lengths differ much."""
+    _, keys, pages, _, cache, window, row = requests
     device, block = cache.device, cache.shape[1]
     if window is not None:
         keys, pages = drop_unseen(keys, pages, window, block)
     padded = len(keys) * int(keys.max())
     if padded * row > SCRATCH_BYTES and padded > 1.25 * int(keys.sum()):
         order = keys.argsort(stable=True)
-        tokens = order if tokens is None else tokens[order]
+        tokens = order if isinstance(tokens, slice) else tokens[order]
         keys, pages = keys[order], pages[order]
     reads = []
     for call in _decode_calls(keys.tolist(), row):
@@ -132,7 +97,7 @@ def _plan_decodes(
         column, count = torch.arange(min(width, used * block)), keys[call].unsqueeze(1)
         is_hidden = column >= count if window is None else (column >= count) | (column < count - window)
         mask = torch.zeros(is_hidden.shape, dtype=cache.dtype).masked_fill_(is_hidden, -math.inf)[:, None, None, :]
-        indices = call if tokens is None else tokens[call].to(device)
+        indices = call if isinstance(tokens, slice) else tokens[call].to(device)
         reads.append(DecodeReads(indices, pages[call, :used].flatten().to(device), mask.to(device)))
     return reads
 
@@ -148,20 +113,11 @@ def _decode_calls(lengths: list[int], row: int) -> Iterator[slice]:
     yield slice(start, len(lengths))
 
 
-def plan_prefills(
-    first: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    pages: Tensor,
-    cache: Tensor,
-    window: int | None = None,
-    row: int | None = None,
-) -> list[SegmentBatch]:
-    """Returns the segment batches of n prefills, whose keys are rows of the flattened cache.
-
-    `row`: bytes of a token's keys and values, of which a batch gathers `SCRATCH_BYTES`; None: it gathers none.
-    """
-    first, queries, keys, pages = (x.numpy() for x in (first, queries, keys, pages))
+def plan_prefills(first: Tensor, requests: StepRequests) -> list[SegmentBatch]:
+    """Returns the segment batches of n prefills, whose keys are rows of the flattened cache: of `SCRATCH_BYTES`, unless
+    `token_bytes` is None."""
+    first, queries, keys, pages = (x.numpy() for x in (first, *requests[:3]))
+    (*_, cache, window, row) = requests
     block, batches = cache.shape[1], []
     is_square, read = queries == keys, keys
     unseen = np.zeros_like(keys)

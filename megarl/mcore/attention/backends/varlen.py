@@ -1,14 +1,9 @@
-"""`--attention-backend varlen`: flash attention over packed sequences, and paged decode in one launch. For CUDA.
+"""`--attention-backend varlen`: flash attention of packed sequences, and paged decode in one launch. For CUDA, 16 bits.
 
-Training and prefills: one call for all segments, without padding, of flash-attn where it is installed, else of
-`torch.nn.attention.varlen`. Decode steps: a kernel of megarl's own (`kernels.cuda.segment_attention`). For models in 16
-bits, as these kernels want; `sdpa` computes others.
-
-The kernels take segments by cumulative lengths. Segment i has queries cu_queries[i] … cu_queries[i + 1] − 1 of this
-rank's tokens, and keys cu_keys[i] … cu_keys[i + 1] − 1 of the gathered ones. It may have fewer queries than keys
-(shared prefixes, context parallelism, cached keys): the last query sees the last key, as in flash-attn from 2.1 on
-(bottom-right causal).
-Shapes: as in `sdpa`.
+Training and prefills: one call of flash-attn, else of `torch.nn.attention.varlen`; decode steps: a kernel of megarl's
+(`kernels.cuda.segment_attention`). Segment i has queries cu_queries[i] … cu_queries[i + 1] − 1 of this rank's tokens,
+and keys cu_keys[i] … cu_keys[i + 1] − 1 of the gathered ones. It may have fewer queries than keys: the last query sees
+the last key, as in flash-attn from 2.1 on. Shapes: as in `sdpa`.
 """
 
 import functools
@@ -26,7 +21,7 @@ from torch.nn.functional import pad
 
 from megarl.batch import expand_array_counts
 from megarl.mcore import device
-from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads, bucket_of, softmax_scale
+from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads, StepRequests, bucket_of, softmax_scale
 from megarl.mcore.attention.segments import HostPlan, Segments
 
 Kernel = Callable[..., Tensor]
@@ -43,6 +38,11 @@ class CumulativePlan:
     max_queries: int
     max_keys: int
     window: int | None  # keys that a query sees, the last ones; None: all
+
+    @property
+    def lengths(self) -> tuple[Tensor, Tensor, int, int]:
+        """Cumulative lengths and the longest ones, as kernels take them."""
+        return self.cu_queries, self.cu_keys, self.max_queries, self.max_keys
 
     @property
     def window_size(self) -> tuple[int, int]:
@@ -76,14 +76,8 @@ def plan_segments(queries: np.ndarray, keys: np.ndarray, rows: np.ndarray | None
     lengths = [np.append(0, each.cumsum()) for each in (queries, keys)]
 
     def build(sent: list[Tensor]) -> CumulativePlan:
-        return CumulativePlan(
-            cu_queries=sent[0].int(),
-            cu_keys=sent[1].int(),
-            rows=sent[2] if len(sent) > 2 else None,
-            max_queries=int(queries.max()),
-            max_keys=int(keys.max()),
-            window=window,
-        )
+        gathered = sent[2] if len(sent) > 2 else None
+        return CumulativePlan(sent[0].int(), sent[1].int(), gathered, int(queries.max()), int(keys.max()), window)
 
     return HostPlan(lengths if rows is None else [*lengths, rows], build)
 
@@ -98,19 +92,8 @@ def flash_kernel() -> Kernel:
 
 def _of_flash_attn(function: Callable) -> Kernel:
     def attend(query, key, value, plan: CumulativePlan, scale: float) -> Tensor:
-        return function(
-            query,
-            key,
-            value,
-            plan.cu_queries,
-            plan.cu_keys,
-            plan.max_queries,
-            plan.max_keys,
-            softmax_scale=scale,
-            causal=True,
-            window_size=plan.window_size,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
+        options = {"deterministic": torch.are_deterministic_algorithms_enabled(), "window_size": plan.window_size}
+        return function(query, key, value, *plan.lengths, softmax_scale=scale, causal=True, **options)
 
     return attend
 
@@ -124,18 +107,7 @@ def _of_torch(function: Callable) -> Kernel:
     def attend(query, key, value, plan: CumulativePlan, scale: float) -> Tensor:
         if "enable_gqa" not in options:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-        return function(
-            query,
-            key,
-            value,
-            plan.cu_queries,
-            plan.cu_keys,
-            plan.max_queries,
-            plan.max_keys,
-            scale=scale,
-            window_size=plan.window_size,
-            **options,
-        )
+        return function(query, key, value, *plan.lengths, scale=scale, window_size=plan.window_size, **options)
 
     return attend
 
@@ -163,16 +135,9 @@ class PromptReads(NamedTuple):
     plan: CumulativePlan
 
 
-def plan_cache_reads(
-    queries: Tensor,
-    keys: Tensor,
-    pages: Tensor,
-    total: int,
-    cache: Tensor,
-    window: int | None = None,
-    token_bytes: int | None = None,
-) -> CacheReads:
+def plan_cache_reads(requests: StepRequests) -> CacheReads:
     """As that of `sdpa`."""
+    queries, keys, pages, total, cache, window, _ = requests
     first, is_decode = queries.cumsum(0) - queries, queries == 1
     decodes, prompts = is_decode.nonzero().flatten(), (~is_decode).nonzero().flatten()
     arrays, build = [first[decodes].numpy(), *_padded(keys[decodes], pages[decodes])], None
@@ -212,7 +177,6 @@ def reads_of_table(blocks: Tensor, lengths: Tensor, window: int | None) -> Cache
 
 
 def _filled(rows: Tensor, count: int) -> Tensor:
-    """[n, …] -> [count, …], with zeros after the n-th."""
     return pad(rows, (0, 0) * (rows.dim() - 1) + (0, count - len(rows))) if count > len(rows) else rows
 
 
@@ -228,7 +192,6 @@ class VarlenPagedAttention(CacheAttention):
             result[places] = out[: len(places)].view(-1, *query.shape[1:])
 
     def _attend(self, query: Tensor, cache: Tensor, plan: CumulativePlan, scale: float) -> Tensor:
-        """query [T, H, D] of prompts -> [T, H, D]."""
         key, value = cache.flatten(0, 1)[plan.rows].unbind(2)
         return flash_kernel()(query, key, value, plan, scale)
 

@@ -5,10 +5,11 @@ Nothing is added by atomics, so that all results have the same bits in each run.
 Shapes: T tokens with k of E experts each, P = T·k pairs, H channels.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megarl.mcore.kernels.cuda import operator
 
 TOKEN_TILE, CHANNEL_TILE = 1024, 1024
 
@@ -52,7 +53,7 @@ def _sum_of_token(values, order, out, each, columns, TILE: tl.constexpr):
     tl.store(out + token * columns + column, total.to(kind), mask=is_column)
 
 
-@torch.library.custom_op("megarl::expert_pairs", mutates_args=())
+@operator("expert_pairs", lambda map_, counts, each: [counts.new_empty(len(map_) * each) for _ in range(3)])
 def expert_pairs(routing_map: Tensor, counts: Tensor, each: int) -> list[Tensor]:
     """(places of the pairs' gates in the flattened [T, E], their tokens, the pairs of each token), all [P] int64.
 
@@ -73,12 +74,7 @@ def expert_pairs(routing_map: Tensor, counts: Tensor, each: int) -> list[Tensor]
     return [gates, tokens, order]
 
 
-@expert_pairs.register_fake
-def _(routing_map, counts, each):
-    return [counts.new_empty(len(routing_map) * each) for _ in range(3)]
-
-
-@torch.library.custom_op("megarl::sum_pairs", mutates_args=())
+@operator("sum_pairs", lambda values, order, tokens: values.new_empty(tokens, values.shape[1]))
 def sum_pairs(values: Tensor, order: Tensor, tokens: int) -> Tensor:
     """Contiguous values [P, H] of pairs, and the pairs of each token [P] -> [T, H]: sums, one value after another."""
     out = values.new_empty(tokens, values.shape[1])
@@ -86,8 +82,3 @@ def sum_pairs(values: Tensor, order: Tensor, tokens: int) -> Tensor:
         grid = tokens, triton.cdiv(out.shape[1], CHANNEL_TILE)
         _sum_of_token[grid](values, order, out, len(order) // tokens, out.shape[1], TILE=CHANNEL_TILE)
     return out
-
-
-@sum_pairs.register_fake
-def _(values, order, tokens):
-    return values.new_empty(tokens, values.shape[1])

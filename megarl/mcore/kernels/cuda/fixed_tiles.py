@@ -11,6 +11,8 @@ import triton.language as tl
 from megatron.core.transformer.custom_layers.batch_invariant_kernels import matmul_persistent
 from torch import Tensor
 
+from megarl.mcore.kernels.cuda import operator
+
 ROWS, COLUMNS, INNER = 32, 64, 32  # of a tile in fp32
 
 
@@ -38,25 +40,20 @@ def _product_tile(
 
 def _fp32_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     x, weight = x.contiguous(), weight.contiguous()
-    out = x.new_empty(len(x), len(weight))
-    _product_tile[triton.cdiv(len(x), ROWS), triton.cdiv(len(weight), COLUMNS)](
-        x, weight, bias, out, len(x), len(weight), x.shape[1], x.stride(0), weight.stride(0),
-        ROWS=ROWS, COLUMNS=COLUMNS, INNER=INNER, HAS_BIAS=bias is not None,
-    )  # fmt: skip
+    (rows, inner), columns = x.shape, len(weight)
+    out = x.new_empty(rows, columns)
+    tile = {"ROWS": ROWS, "COLUMNS": COLUMNS, "INNER": INNER, "HAS_BIAS": bias is not None}
+    grid = triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS)
+    _product_tile[grid](x, weight, bias, out, rows, columns, inner, x.stride(0), weight.stride(0), **tile)
     return out
 
 
-@torch.library.custom_op("megarl::fixed_tile_product", mutates_args=())
+@operator("fixed_tile_product", lambda x, weight, bias=None: x.new_empty(len(x), len(weight)))
 def fixed_tile_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """[T, K] and weight [N, K] -> [T, N] = x · weightᵀ + bias [N], all of one type: fp32, fp16 or bf16."""
     if not len(x):
         return x.new_empty(0, len(weight))
     return _fp32_product(x, weight, bias) if x.dtype is torch.float32 else matmul_persistent(x, weight.t(), bias)
-
-
-@fixed_tile_product.register_fake
-def _(x, weight, bias=None):
-    return x.new_empty(x.shape[0], weight.shape[0])
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megarl.mcore.kernels.cuda import operator
+
 TILE, WARPS = 4096, 8  # columns that a program reads at a time
 SUMS = 5  # of a row: see `head_sums`
 
@@ -80,7 +82,7 @@ def _grad_row(
         tl.store(place + column, grad.to(out.dtype.element_ty), mask=column < columns)
 
 
-@torch.library.custom_op("megarl::head_sums", mutates_args=())
+@operator("head_sums", lambda logits, *_: logits.new_empty(SUMS, len(logits), dtype=torch.float32))
 def head_sums(logits: Tensor, temperatures: Tensor | None, temperature: float, targets: Tensor, count: int) -> Tensor:
     """Returns [5, n] fp32 of each row of logits over its temperature: the largest, m; Σ e^(x − m); Σ e^(x − m) (x − m);
     Σ e^(2 (x − m)); and that of its target, 0 for one that it does not have.
@@ -92,17 +94,10 @@ def head_sums(logits: Tensor, temperatures: Tensor | None, temperature: float, t
         count: c; later columns are padding. With 0 the first sum is −∞.
     """
     sums = torch.empty(SUMS, len(logits), dtype=torch.float32, device=logits.device)
-    if len(logits):
-        _sum_row[len(logits),](
-            logits, temperatures, targets, sums, logits.stride(0), temperature, count, len(logits), TILE=TILE,
-            HAS_TEMPERATURES=temperatures is not None, num_warps=WARPS,
-        )  # fmt: skip
+    if rows := len(logits):
+        options = {"TILE": TILE, "HAS_TEMPERATURES": temperatures is not None, "num_warps": WARPS}
+        _sum_row[rows,](logits, temperatures, targets, sums, logits.stride(0), temperature, count, rows, **options)
     return sums
-
-
-@head_sums.register_fake
-def _(logits, temperatures, temperature, targets, count):
-    return logits.new_empty(SUMS, len(logits), dtype=torch.float32)
 
 
 @torch.library.custom_op("megarl::head_gradient", mutates_args=("out",))
@@ -123,6 +118,3 @@ def head_gradient(
             logits, temperatures, targets, statistics, grads, out, logits.stride(0), out.stride(0), temperature, count,
             columns, rows, TILE=TILE, HAS_TEMPERATURES=temperatures is not None, num_warps=WARPS,
         )  # fmt: skip
-
-
-head_gradient.register_fake(lambda *_: None)

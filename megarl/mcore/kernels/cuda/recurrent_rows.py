@@ -124,10 +124,9 @@ def convolve_rows(x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tenso
         out: [T, C].
     """
     rows, channels = x.shape
-    _convolve_row[rows, triton.cdiv(channels, CHANNEL_TILE)](
-        x, x.stride(0), weight, bias, numbers, inputs, out, channels, TAPS=weight.shape[2], HAS_BIAS=bias is not None,
-        TILE=CHANNEL_TILE,
-    )  # fmt: skip
+    options = {"TAPS": weight.shape[2], "HAS_BIAS": bias is not None, "TILE": CHANNEL_TILE}
+    grid = rows, triton.cdiv(channels, CHANNEL_TILE)
+    _convolve_row[grid](x, x.stride(0), weight, bias, numbers, inputs, out, channels, **options)
 
 
 @torch.library.custom_op("megarl::delta_rows", mutates_args=("memories", "out"))
@@ -177,7 +176,3 @@ def _tiles(keys: int, values: int) -> dict[str, int]:
 def _grid(mixed: Tensor, memories: Tensor) -> tuple[int, int, int]:
     _, heads, keys, values = memories.shape
     return len(mixed), heads, triton.cdiv(values, _tiles(keys, values)["TILE"])
-
-
-for _op in (convolve_rows, delta_rows, space_rows):
-    _op.register_fake(lambda *args: None)

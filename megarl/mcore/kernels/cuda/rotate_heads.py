@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megarl.mcore.kernels.cuda import operator
+
 HEAD_TILE = 8  # heads of a program
 # Otherwise the compiler fuses a product of 16 bits and the sum after it, without the rounding between them that
 # PyTorch's operators do.
@@ -69,7 +71,11 @@ def _rotate_heads(
                      HEAD_TILE, CHANNELS, CHANNEL_TILE, ROTATED, IS_BACKWARD)  # fmt: skip
 
 
-@torch.library.custom_op("megarl::rotate_heads", mutates_args=())
+def _empty_heads(query, key, *_):
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key)]
+
+
+@operator("rotate_heads", _empty_heads)
 def rotate_heads(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, is_backward: bool) -> list[Tensor]:
     """Returns rotated queries and keys in memory of their own; `is_backward`: turned back, as their gradients are.
 
@@ -78,7 +84,7 @@ def rotate_heads(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, is_
         cosines, sines: [T, 1, r] of the tokens, contiguous, as in `Rotation`.
     """
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
-    out = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key)]
+    out = _empty_heads(query, key)
     (tokens, heads, channels), groups = query.shape, key.shape[1]
     if tokens:
         _rotate_heads[tokens, triton.cdiv(heads, HEAD_TILE) + triton.cdiv(groups, HEAD_TILE)](
@@ -87,11 +93,6 @@ def rotate_heads(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, is_
             ROTATED=cosines.shape[-1], IS_BACKWARD=is_backward, **OPTIONS,
         )  # fmt: skip
     return out
-
-
-@rotate_heads.register_fake
-def _(query, key, cosines, sines, is_backward):
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key)]
 
 
 # -- decode steps --------------------------------------------------------------------------------------------------
@@ -135,6 +136,3 @@ def rotate_and_store(heads: Tensor, cosines: Tensor | None, sines: Tensor | None
         HEAD_TILE=triton.next_power_of_2(each), CHANNELS=channels, CHANNEL_TILE=triton.next_power_of_2(channels),
         ROTATED=0 if cosines is None else cosines.shape[-1], **OPTIONS,
     )  # fmt: skip
-
-
-rotate_and_store.register_fake(lambda *_: None)

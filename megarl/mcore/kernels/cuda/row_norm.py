@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megarl.mcore.kernels.cuda import operator
+
 MAX_TILE = 2048  # columns that a program reads at a time
 
 
@@ -50,24 +52,23 @@ def _norm_row(
     tl.store(scales + number, scale)
 
 
-@torch.library.custom_op("megarl::norm_rows", mutates_args=())
+def _empty_norms(x, *_):
+    return [torch.empty_like(x), *(x.new_empty(len(x), 1, dtype=torch.float32) for _ in range(2))]
+
+
+@operator("norm_rows", _empty_norms)
 def norm_rows(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, has_mean: bool) -> list[Tensor]:
     """Contiguous x [n, H], weight [H] and bias [H] in fp32 -> normed [n, H], and means and reciprocal root mean squares
     [n, 1] in fp32; `has_mean`: the mean is subtracted, as LayerNorm does."""
     if x.data_ptr() % 16:  # the order of a row's sum follows from how wide the loads are
         x = x.clone()
-    out, (mean, scale) = torch.empty_like(x), (x.new_empty(len(x), 1, dtype=torch.float32) for _ in range(2))
+    out, mean, scale = _empty_norms(x)
     tile = min(triton.next_power_of_2(x.shape[1]), MAX_TILE)
     if len(x):
         _norm_row[len(x),](
             x, weight, bias, out, mean, scale, x.shape[1], eps, TILE=tile, HAS_MEAN=has_mean, HAS_BIAS=bias is not None
         )
     return [out, mean, scale]
-
-
-@norm_rows.register_fake
-def _(x, weight, bias, eps, has_mean):
-    return [torch.empty_like(x), *(x.new_empty(len(x), 1, dtype=torch.float32) for _ in range(2))]
 
 
 class _RowNorm(torch.autograd.Function):

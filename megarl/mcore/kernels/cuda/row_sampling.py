@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megarl.mcore.kernels.cuda import operator
 from megarl.mcore.kernels.cuda.head_rows import scaled
 
 TILE = 2048  # columns that a program reads at a time
@@ -77,7 +78,11 @@ def _sample_row(logits, numbers, temperatures, greedy, tokens, logprobs, row_str
     tl.store(logprobs + row, _logprob(place, token, top, total, temperature))
 
 
-@torch.library.custom_op("megarl::sample_rows", mutates_args=())
+def _empty_tokens(logits, *_):
+    return logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits), dtype=torch.float32)
+
+
+@operator("sample_rows", _empty_tokens)
 def sample_rows(
     logits: Tensor, numbers: Tensor, temperatures: Tensor, greedy: Tensor, columns: int
 ) -> tuple[Tensor, Tensor]:
@@ -90,20 +95,14 @@ def sample_rows(
         greedy: [n] int32; 1: take the row's largest logit, of equal ones the first, whatever its number.
         columns: V; later columns are padding.
     """
-    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    tokens, logprobs = _empty_tokens(logits)
     _sample_row[len(logits),](
         logits, numbers, temperatures, greedy, tokens, logprobs, logits.stride(0), columns, TILE=TILE
     )
     return tokens, logprobs
 
 
-@sample_rows.register_fake
-def _(logits, numbers, temperatures, greedy, columns):
-    return logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits), dtype=torch.float32)
-
-
-@torch.library.custom_op("megarl::row_logprobs", mutates_args=())
+@operator("row_logprobs", lambda logits, *_: logits.new_empty(len(logits), dtype=torch.float32))
 def row_logprobs(logits: Tensor, tokens: Tensor, temperature: float, columns: int) -> Tensor:
     """Returns [n] fp32 log-probabilities of tokens [n] int64, with the bits that `sample_rows` gives them.
 
@@ -113,8 +112,3 @@ def row_logprobs(logits: Tensor, tokens: Tensor, temperature: float, columns: in
     if len(logits):
         _logprob_row[len(logits),](logits, tokens, logprobs, logits.stride(0), temperature, columns, TILE=TILE)
     return logprobs
-
-
-@row_logprobs.register_fake
-def _(logits, tokens, temperature, columns):
-    return logits.new_empty(len(logits), dtype=torch.float32)

@@ -1,11 +1,10 @@
 """Causal attention of segments in one launch: decoded tokens over the paged KV cache, prompts, and packed sequences.
 
-A segment is q consecutive queries of one sequence and its k keys; the last query sees the last key. Keys and values are
-read where they are, through a table of pages; a page may be one row. A program computes a tile of queries of one group
-of heads, key tile by key tile (FlashAttention, 2205.14135 §3.1). With `splits` a segment's keys are divided into parts
-of `SPLIT_KEYS`, computed by programs of their own and summed in the order of the keys (Flash-Decoding, 2311.01282 §3).
-Tiles and parts follow from a query's own segment alone, so a query has the same bits in every batch. Without splits it
-also has the same bits whether it is decoded or in the middle of a packed sequence.
+A segment is q consecutive queries of one sequence and its k keys, read through a table of pages (a page may be one
+row). A program computes a tile of queries of one group of heads, key tile by key tile (FlashAttention, 2205.14135
+§3.1); with `splits` the keys are divided into parts, summed in their order (Flash-Decoding, 2311.01282 §3). Tiles and
+parts follow from a query's own segment alone, so a query has the same bits in every batch; without splits also whether
+it is decoded or in the middle of a packed sequence.
 Shapes: n segments, T queries, G key/value groups of R query heads each, D channels per head, S parts.
 """
 
@@ -15,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megarl.mcore.kernels.cuda import operator
 
 SPLIT_KEYS = 512  # keys of a part, at least
 MAX_SPLITS = 64  # parts; what they are added up from would take too much memory otherwise
@@ -52,7 +53,6 @@ def _write_part(
     out, log_sums, sums, maxima, parts, sum_, top, weighted, token, head, heads, part, total, is_row, is_channel,
     channel, CHANNELS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Writes what `_attend_part` computed of the rows' queries and heads."""
     is_out = is_row[:, None] & is_channel[None, :]
     index = token * heads + head
     if SPLITS == 1:
@@ -152,16 +152,7 @@ class _Keys(NamedTuple):
     table_row: int = 0  # as of `_attend_part`
 
 
-def _launch(
-    query: Tensor,
-    keys: _Keys,
-    segments: Tensor,
-    scale: float,
-    window: int | None,
-    max_queries: int = 1,
-    split: int = 2**30,
-    splits: int = 1,
-):
+def _launch(query, keys: _Keys, segments, scale: float, window: int | None, max_queries=1, split=2**30, splits=1):
     """Runs `_attend_part`; returns (outputs [T, G·R, D], log-sums [G·R, T], sums, maxima, weighted values of parts).
 
     query [T, G·R, D] with contiguous channels; `max_queries`: of a segment; `split`, `splits`: keys of a part, parts.
@@ -192,7 +183,7 @@ def split_of(max_keys: int) -> int:
     return max(SPLIT_KEYS, triton.cdiv(max_keys, MAX_SPLITS * TILE_KEYS) * TILE_KEYS)
 
 
-@torch.library.custom_op("megarl::paged_decode", mutates_args=())
+@operator("paged_decode", lambda query, *_, **__: query.new_empty(query.shape))
 def paged_decode(
     query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, window: int | None = None,
     in_parts: bool = True,
@@ -223,12 +214,11 @@ def paged_decode(
     return out.view(query.shape)
 
 
-@paged_decode.register_fake
-def _(query, cache, table, lengths, scale, window=None, in_parts=True):
-    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+def _empty_outputs(query, *_, **__):
+    return query.new_empty(query.shape), query.new_empty(query.shape[1], len(query), dtype=torch.float32)
 
 
-@torch.library.custom_op("megarl::packed_attention", mutates_args=())
+@operator("packed_attention", _empty_outputs)
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, rows: Tensor, segments: Tensor, max_queries: int, scale: float,
     window: int | None = None,
@@ -244,9 +234,3 @@ def packed_attention(
     """
     out, log_sums, *_ = _launch(query, _Keys(key, value, rows, page=1), segments, scale, window, max_queries)
     return out, log_sums
-
-
-@packed_attention.register_fake
-def _(query, key, value, rows, segments, max_queries, scale, window=None):
-    log_sums = torch.empty(query.shape[1], query.shape[0], dtype=torch.float32, device=query.device)
-    return torch.empty(query.shape, dtype=query.dtype, device=query.device), log_sums

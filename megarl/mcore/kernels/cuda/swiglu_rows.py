@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megarl.mcore.kernels.cuda import operator
+
 TILE = 1024  # columns of a program
 
 
@@ -44,7 +46,7 @@ def _grid(rows: int, columns: int) -> tuple[int, int]:
     return rows, triton.cdiv(columns, TILE)
 
 
-@torch.library.custom_op("megarl::swiglu_rows", mutates_args=())
+@operator("swiglu_rows", lambda x: x.new_empty(len(x), x.shape[1] // 2))
 def swiglu_rows(x: Tensor) -> Tensor:
     """Contiguous [n, 2F] -> [n, F] = silu(first half) · second half (arXiv 2002.05202 eq. 5)."""
     out = x.new_empty(len(x), x.shape[1] // 2)
@@ -53,20 +55,10 @@ def swiglu_rows(x: Tensor) -> Tensor:
     return out
 
 
-@swiglu_rows.register_fake
-def _(x):
-    return x.new_empty(len(x), x.shape[1] // 2)
-
-
-@torch.library.custom_op("megarl::swiglu_rows_backward", mutates_args=())
+@operator("swiglu_rows_backward", lambda grad, x: torch.empty_like(x))
 def swiglu_rows_backward(grad: Tensor, x: Tensor) -> Tensor:
     """The gradient [n, 2F] of contiguous x, from that of the results [n, F], contiguous, too."""
     grad_x = torch.empty_like(x)
     if grad.numel():
         _swiglu_backward[_grid(*grad.shape)](grad, x, grad_x, grad.shape[1], TILE=TILE)
     return grad_x
-
-
-@swiglu_rows_backward.register_fake
-def _(grad, x):
-    return torch.empty_like(x)

@@ -18,7 +18,6 @@ from torch import Tensor
 from megarl.mcore import device
 
 SOURCES = Path(__file__).with_name("src")
-VECTOR = 16  # head channels must be a multiple of this
 ops = torch.ops.megarl
 
 _is_enabled = True

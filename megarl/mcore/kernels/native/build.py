@@ -23,10 +23,9 @@ def command(compiler: str, sources: Path, library: Path) -> list[str]:
 
     flags = [*FLAGS, f"-march={os.environ.get('MEGARL_KERNELS_MARCH') or 'native'}"]
     includes = [f"-isystem{path}" for path in cpp_extension.include_paths()]
-    libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
     # torch's own OpenMP is loaded first, so that both share one pool of threads.
-    return [compiler, *flags, *includes, str(sources / "operators.cpp"), *libraries, "-ltorch_cpu", "-lc10", "-o",
-            str(library)]  # fmt: skip
+    libraries = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-ltorch_cpu", "-lc10"]
+    return [compiler, *flags, *includes, str(sources / "operators.cpp"), *libraries, "-o", str(library)]
 
 
 def build(sources: Path, library: Path) -> str | None:

@@ -40,14 +40,8 @@ class EngineNorm:
 
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **_):
         kind = {"RMSNorm": _RMSNorm, "LayerNorm": _LayerNorm}[config.normalization]
-        return kind(
-            hidden_size,
-            eps=eps,
-            sequence_parallel=config.sequence_parallel,
-            dtype=config.params_dtype,
-            zero_centered_gamma=config.layernorm_zero_centered_gamma,
-            device=device.device(),
-        )
+        on = {"sequence_parallel": config.sequence_parallel, "dtype": config.params_dtype, "device": device.device()}
+        return kind(hidden_size, eps=eps, zero_centered_gamma=config.layernorm_zero_centered_gamma, **on)
 
 
 final_norm = EngineNorm  # after the last layer
@@ -63,9 +57,7 @@ def layer_spec(args, kind: LayerKind = DENSE) -> ModuleSpec:
     """The spec of one decoder layer, as that of `local`. `args`: the role's Megatron namespace."""
     is_moe = kind.is_moe
     spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=args.num_experts if is_moe else None,
-        moe_grouped_gemm=True,
-        qk_layernorm=args.qk_layernorm,
+        num_experts=args.num_experts if is_moe else None, moe_grouped_gemm=True, qk_layernorm=args.qk_layernorm
     )
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     put_own_parts(spec, args, kind)

@@ -44,23 +44,16 @@ def rotary_flags_by_kind(config: ModelConfig) -> Flags:
 
 
 def _flags(config: ModelConfig, parameters: dict, rotates_part: bool = False) -> Flags:
-    theta = parameters.get("rope_theta")
+    theta, fraction = parameters.get("rope_theta"), parameters.get("partial_rotary_factor", 1)
     if not _is_positive(theta):
         raise config.error("rope_parameters", "a rope_theta above 0")
-    flags = {"position-embedding-type": "rope", "rotary-base": theta}
-    return flags | _fraction(config, parameters, rotates_part) | _scaling(config, parameters)
-
-
-def _fraction(config: ModelConfig, parameters: dict, rotates_part: bool) -> Flags:
-    """Transformers rotates all channels in families whose class has no such entry, whatever config.json says."""
-    fraction = parameters.get("partial_rotary_factor", 1)
     if not _is_positive(fraction) or fraction > 1:
         raise config.error("rope_parameters", "a partial_rotary_factor above 0, at most 1")
-    if fraction == 1:
-        return {}
-    if not rotates_part and not config.rotates_part():
+    # Transformers rotates all channels in families whose class has no such entry, whatever config.json says.
+    if fraction != 1 and not rotates_part and not config.rotates_part():
         raise config.error("rope_parameters", "a partial_rotary_factor of 1 in this family")
-    return {"rotary-percent": fraction}
+    flags = {"position-embedding-type": "rope", "rotary-base": theta}
+    return flags | ({} if fraction == 1 else {"rotary-percent": fraction}) | _scaling(config, parameters)
 
 
 def _is_positive(value: Any) -> bool:
@@ -85,20 +78,15 @@ def _scaling(config: ModelConfig, parameters: dict) -> Flags:
         return {"rotary-seq-len-interpolation-factor": factor}
     if kind == "yarn":
         return _yarn(config, key, parameters)
-    wrong = [name for name in LLAMA3_CONSTANTS if not _is_positive(parameters.get(name))]
-    if wrong:
+    if wrong := [name for name in LLAMA3_CONSTANTS if not _is_positive(parameters.get(name))]:
         raise config.error(key, f"a number above 0 for {', '.join(wrong)}")
-    others = {
-        f"rope-{name.replace('_', '-')}": parameters[name]
-        for name, value in LLAMA3_CONSTANTS.items()
-        if parameters[name] != value
-    }
+    changed = [name for name, value in LLAMA3_CONSTANTS.items() if parameters[name] != value]
+    others = {f"rope-{name.replace('_', '-')}": parameters[name] for name in changed}
     return {"use-rope-scaling": True, "rope-scaling-factor": factor} | others
 
 
 def _longrope(config: ModelConfig, key: str, parameters: dict) -> Flags:
-    """Flags of LongRoPE for sequences up to the original length; longer ones have other divisors, from the first token
-    on."""
+    """For sequences up to the original length; longer ones have other divisors, from the first token on."""
     divisors, original = parameters.get("short_factor"), parameters.get("original_max_position_embeddings")
     if not isinstance(divisors, list) or not all(map(_is_positive, divisors)):
         raise config.error(key, "a list of numbers above 0 in short_factor")
@@ -115,7 +103,7 @@ def _longrope(config: ModelConfig, key: str, parameters: dict) -> Flags:
 
 
 def _yarn(config: ModelConfig, key: str, parameters: dict) -> Flags:
-    """Flags of YaRN with transformers' defaults; null means the default, too."""
+    """With transformers' defaults, which null means, too."""
     given = {name: value for name, value in parameters.items() if value is not None}
     names = "original_max_position_embeddings beta_fast beta_slow attention_factor mscale mscale_all_dim".split()
     wrong = [name for name in names if name in given and not _is_positive(given[name])]
@@ -151,9 +139,9 @@ def flags_of(*parts: Flags | Callable[[ModelConfig], Flags | None]) -> Callable[
     return flags
 
 
-def requires(key: str, *allowed) -> Callable[[ModelConfig], None]:
-    """The check that an entry has one of these values, the only ones that megarl's layers compute."""
-    return lambda config: config.require(key, *allowed)
+def requires(**allowed) -> Callable[[ModelConfig], None]:
+    """The check of `ModelConfig.require` as a part of a family's flags."""
+    return lambda config: config.require(**allowed)
 
 
 def switched(key: str, flags: Flags) -> Callable[[ModelConfig], Flags]:
@@ -162,28 +150,16 @@ def switched(key: str, flags: Flags) -> Callable[[ModelConfig], Flags]:
 
 
 Activation = tuple[str, str, Flags]  # entry of config.json, its value, the flags
-
-
 SWIGLU: Activation = ("hidden_act", "silu", {"swiglu": True})
-
-
 GEGLU: Activation = ("hidden_activation", "gelu_pytorch_tanh", {"geglu": True})
-
-
 QK_NORMS: Flags = {"qk-layernorm": True}  # of each head
-
-
 QKV_BIASES = switched("attention_bias", {"add-qkv-bias": True})  # of queries, keys and values alone
 
 
 def model_flags(config: ModelConfig, activation: Activation = SWIGLU, rotary=rotary_flags) -> Flags:
-    """The flags that all families share: sizes, MLP, RMSNorm, rotary embeddings, no biases.
-
-    Args:
-        activation: of MLPs; its flags may describe one without a gate.
-        rotary: function for the flags of rotary embeddings.
-    """
-    config.require(*activation[:2])
+    """The flags that all families share: sizes, MLP, RMSNorm, rotary embeddings, no biases. The flags of the activation
+    may describe an MLP without a gate; `rotary`: function for the flags of rotary embeddings."""
+    config.require(**{activation[0]: activation[1]})
     hidden, attention_heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     return {
         "num-layers": config.whole("num_hidden_layers"),
@@ -244,8 +220,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def expert_flags(config: ModelConfig, size: str = "moe_intermediate_size") -> Flags:
-    """Number of the experts, and their size, an entry. Routers compute in fp32, and balancing is off unless the user
-    asks for it."""
+    """`size`: entry with the size of an expert. Routers compute in fp32; balancing is off unless the user asks."""
     ffn_hidden_size = config.whole(size)
     return {
         "num-experts": config.whole(*EXPERTS),
@@ -266,7 +241,7 @@ def softmax_gates(config: ModelConfig) -> Flags:
 
 def sigmoid_gates(config: ModelConfig) -> Flags:
     """`SIGMOID_GATES` with a factor and groups of experts."""
-    config.require("norm_topk_prob", True)
+    config.require(norm_topk_prob=True)
     check_several(config)
     groups, group_topk = config.whole("n_group"), config.whole("topk_group")
     if groups > 1 and group_topk <= groups and config.whole("num_experts_per_tok") != 2 * group_topk:
@@ -277,8 +252,7 @@ def sigmoid_gates(config: ModelConfig) -> Flags:
 
 def deepseek_gates(config: ModelConfig) -> Flags:
     """`sigmoid_gates` of a config.json that may name them, as DeepSeek's do."""
-    config.require("scoring_func", "sigmoid", None)
-    config.require("topk_method", "noaux_tc", None)
+    config.require(scoring_func=("sigmoid", None), topk_method=("noaux_tc", None))
     return sigmoid_gates(config)
 
 

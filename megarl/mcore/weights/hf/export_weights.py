@@ -62,7 +62,7 @@ def plan_export(weight_map: WeightMap, copies: Collection[str] = ()) -> ExportPl
         copies: `WeightMap.shared_copies`.
     """
     folder, expected = weight_map.model.folder, weight_map.written(copies).expected()
-    config = _config(weight_map)
+    config, unchanged = _config(weight_map), (folder.path / CONFIG).read_bytes()
     kept: Mapping[str, FolderTensor] = {}
     if folder.has_weights and config is None and expected.keys() <= folder.weights.keys():
         headers = {file: read_header(folder.path / file) for file in folder.files()}
@@ -73,21 +73,15 @@ def plan_export(weight_map: WeightMap, copies: Collection[str] = ()) -> ExportPl
             if name not in expected
         }
         index = folder.path / INDEX
-        return ExportPlan(headers, index.read_bytes() if index.exists() else None, _bytes_of(folder), kept)
+        return ExportPlan(headers, index.read_bytes() if index.exists() else None, unchanged, kept)
     if folder.has_weights:
-        kept = {
-            name: tensor for name, tensor in folder.weights.items() if name not in expected and weight_map.keeps(name)
-        }
+        kept = {x: tensor for x, tensor in folder.weights.items() if x not in expected and weight_map.keeps(x)}
     if folder.has_weights and CONFIG_ENTRY not in folder.config:
         headers = _changed_files(folder, expected, kept.keys())
     else:
         headers = _new_files(_types(folder, expected) | {name: each[1:3] for name, each in kept.items()})
     index = None if list(headers) == [SINGLE] else _index(headers)
-    return ExportPlan(headers, index, _bytes_of(folder) if config is None else _json(config), kept)
-
-
-def _bytes_of(folder: HFFolder) -> bytes:
-    return (folder.path / CONFIG).read_bytes()
+    return ExportPlan(headers, index, unchanged if config is None else _json(config), kept)
 
 
 def _config(weight_map: WeightMap) -> dict | None:
@@ -98,21 +92,16 @@ def _config(weight_map: WeightMap) -> dict | None:
         changed = {name: value for name, value in changed.items() if name != CONFIG_ENTRY}
     if weight_map.value_head != model.has_scalar_head:
         changed = _of_classifier(changed)
-    if folder.has_weights and not all(
-        weight_map.keeps(name) for name in folder.weights if weight_map.is_prediction(name)
-    ):
+    if folder.has_weights and not all(map(weight_map.keeps, filter(weight_map.is_prediction, folder.weights))):
         changed = model.prediction.without(changed)
     return None if changed is folder.config else changed
 
 
 def _types(folder: HFFolder, shapes: dict[str, tuple[int, ...]]) -> Tensors:
     """Type and shape of tensors that are written into new files."""
-    dtype, found = dtype_of(folder.config, folder.error), {}
-    stored = folder.weights if folder.has_weights else {}
-    for name, shape in shapes.items():
-        default = "F32" if name.endswith(FP32_TENSORS) else dtype
-        found[name] = stored[name].dtype if name in stored else default, shape
-    return found
+    dtype, stored = dtype_of(folder.config, folder.error), folder.weights if folder.has_weights else {}
+    defaults = {name: "F32" if name.endswith(FP32_TENSORS) else dtype for name in shapes}
+    return {x: (stored[x].dtype if x in stored else defaults[x], shape) for x, shape in shapes.items()}
 
 
 def _new_files(tensors: Tensors) -> dict[str, Header]:
@@ -149,11 +138,8 @@ def _index(headers: dict[str, Header]) -> bytes:
     entries = {name: (file, entry) for file, header in headers.items() for name, entry in header.tensors.items()}
     count = sum(math.prod(entry["shape"]) for _, entry in entries.values())
     size = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for _, entry in entries.values())
-    index = {
-        "metadata": {"total_parameters": count, "total_size": size},
-        "weight_map": {name: file for name, (file, _) in entries.items()},
-    }
-    return _json(index)
+    totals = {"total_parameters": count, "total_size": size}
+    return _json({"metadata": totals, "weight_map": {name: file for name, (file, _) in entries.items()}})
 
 
 def _of_classifier(config: dict) -> dict:
@@ -188,11 +174,9 @@ class _WrittenFiles:
                         self._shards[WeightShard(key, index, *part.box(rest))] = part, tensors[part.name]
 
     def description(self) -> ShardDescription:
-        """Returns the description that other ranks need for the plan."""
         return ShardDescription(self.wholes, list(self._shards))
 
     def view(self, shard: WeightShard, offset: Coordinates | None = None, shape: Coordinates | None = None) -> Tensor:
-        """Returns a view of a box of a file."""
         part, file = self._shards[shard]
         return part.view_of(file[part.name], offset or shard.offset, shape or shard.shape)
 
@@ -203,12 +187,8 @@ def export_weights(weight_map: WeightMap, stages, pg_collection, folder: Path, f
 
     Args:
         weight_map: of the folder that the model came from, which also gives the files besides the weights.
-        stages: the model's chunks on this rank.
-        folder: to write; created, or overwritten if it exists.
+        folder: to write; created, or overwritten if it exists. ValueError for the one that the model came from.
         files: content by name of files besides the weights that are not those of the model's folder.
-
-    Raises:
-        ValueError: the folder is the one that the model came from.
     """
     group, source = pg_collection.intra_dist_opt, LocalWeights(stages, pg_collection)
     rank, size = dist.get_rank(group), dist.get_world_size(group)

@@ -64,24 +64,17 @@ LM_HEAD, SCALAR_HEAD = rows("lm_head.weight"), rows("score.weight")
 def expert_layers(
     router: str = "mlp.gate",
     experts: str = "mlp.experts",
-    gate: str = "gate_proj",
-    up: str = "up_proj",
-    down: str = "down_proj",
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     shared: str = "mlp.shared_experts",
 ) -> dict[str, Mapping]:
-    """The weights of layers with experts; the defaults are the names of most families.
-
-    Args:
-        router, experts, shared: names of the modules.
-        gate, up, down: projections of an expert.
-    """
+    """The weights of layers with experts, by the names of the modules and of an expert's projections (gate, up, down);
+    the defaults are those of most families."""
+    gate, up, down = (f"{experts}.{{expert}}.{name}.weight" for name in projections)
     return {
         "mlp.router.weight": rows(f"{router}.weight"),
         "mlp.router.expert_bias": rows(f"{router}.e_score_correction_bias"),
-        "mlp.experts.experts.linear_fc1.weight": rows(
-            f"{experts}.{{expert}}.{gate}.weight", f"{experts}.{{expert}}.{up}.weight"
-        ),
-        "mlp.experts.experts.linear_fc2.weight": rows(f"{experts}.{{expert}}.{down}.weight"),
+        "mlp.experts.experts.linear_fc1.weight": rows(gate, up),
+        "mlp.experts.experts.linear_fc2.weight": rows(down),
         "mlp.shared_experts.linear_fc1.weight": rows(f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"),
         "mlp.shared_experts.linear_fc2.weight": rows(f"{shared}.down_proj.weight"),
         "mlp.shared_experts.gate_weight": rows("mlp.shared_expert_gate.weight"),
@@ -89,8 +82,6 @@ def expert_layers(
 
 
 EXPERT_LAYERS = expert_layers()
-
-
 NO_TENSORS: dict[str, str] = {}
 
 

@@ -69,9 +69,8 @@ class HFFolder:
         files = sorted(set(file_of.values()))
         if (self.path / SINGLE).exists() and SINGLE not in files:
             raise self.error(f"holds both {INDEX} and {SINGLE}; remove the one that is not the model's")
-        for file in files:
-            if Path(file).name != file:
-                raise self.error(f"{INDEX} names {file!r}, which is no file of this folder")
+        if outside := [file for file in files if Path(file).name != file]:
+            raise self.error(f"{INDEX} names {outside[0]!r}, which is no file of this folder")
         headers = {file: self._header(file) for file in files}
         for name, file in file_of.items():
             if name not in headers[file]:
@@ -120,9 +119,7 @@ class HFFolder:
                 raise self.error(f"{file} is missing")
             with safe_open(path, framework="pt") as stored:
                 slices = {name: stored.get_slice(name) for name in stored.keys()}
-                return {
-                    name: StoredTensor(file, each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()
-                }
+                return {x: StoredTensor(file, each.get_dtype(), tuple(each.get_shape())) for x, each in slices.items()}
         except (SafetensorError, OSError, ValueError) as error:
             raise self.error(f"{file} is no readable safetensors file ({' '.join(str(error).split())})") from None
 

@@ -64,12 +64,9 @@ class HFModel(NamedTuple):
 
     def is_unused(self, name: str) -> bool:
         """Whether a tensor of the folder is known and has no part in the model: an export keeps it as it is."""
-        if is_kept(self.family, name):
-            return True
         plain = self.naming.plain(name)
-        if plain is None:
-            return False
-        return bool(ROTARY_BUFFER.fullmatch(plain)) or self.prediction.has(plain)
+        is_other = plain is not None and (bool(ROTARY_BUFFER.fullmatch(plain)) or self.prediction.has(plain))
+        return is_other or is_kept(self.family, name)
 
     def tokens(self) -> list[str]:
         pairs = ((f"--{name}", value) for name, value in self.flags.items())
@@ -79,16 +76,14 @@ class HFModel(NamedTuple):
 def read_model(
     path: str, flag: str, longest: int, keeps_prediction: bool = True, trains_prediction: bool = False
 ) -> HFModel:
-    """Reads a folder's config.json and, if it has weights, their headers.
+    """Reads a folder's config.json and, if it has weights, their headers. UsageError for another folder, and for a
+    model that megarl's layers do not compute.
 
     Args:
         flag: that gave the path, for messages.
         longest: maximum length of prompt and response together, in tokens.
         keeps_prediction: whether exports have the folder's tensors of multi-token prediction.
         trains_prediction: whether the policy trains them.
-
-    Raises:
-        UsageError: not such a folder, or a model that megarl's layers do not compute.
     """
     folder = HFFolder(path, flag)
     family = _family(folder)
@@ -189,8 +184,7 @@ def _text_config(folder: HFFolder, family: Family, longest: int) -> ModelConfig:
 
 
 def _ties_head(folder: HFFolder, family: Family, longest: int, naming: Naming) -> bool:
-    """Whether the head is the embedding: if the folder has none, or as transformers reads it from outside the text's
-    part."""
+    """If the folder has no head, or as transformers reads it from outside the text's part."""
     if folder.has_weights and naming.head not in folder.weights:
         return True
     whole = ModelConfig(folder.config, family.model_type, longest, folder.error)

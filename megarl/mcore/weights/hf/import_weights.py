@@ -60,9 +60,8 @@ def import_weights(weight_map: WeightMap, stages, pg_collection):
         view.copy_(stored)
         # The ends show every NaN and infinity, without the memory of `isfinite`.
         if view.numel() and not torch.stack(torch.aminmax(view)).isfinite().all():
-            raise weight_map.model.folder.error(
-                f"{name} has a NaN or an infinity in {str(view.dtype).removeprefix('torch.')}"
-            )
+            dtype = str(view.dtype).removeprefix("torch.")
+            raise weight_map.model.folder.error(f"{name} has a NaN or an infinity in {dtype}")
 
 
 def read_boxes(weights: LocalWeights, weight_map: WeightMap) -> Iterator[tuple[StoredBox, Tensor]]:
@@ -70,8 +69,7 @@ def read_boxes(weights: LocalWeights, weight_map: WeightMap) -> Iterator[tuple[S
 
     A tensor must not be kept: it is a view of the mapped file, or the fp32 numbers of a quantized one.
     """
-    by_file = defaultdict(list)
-    folder = weight_map.model.folder
+    by_file, folder = defaultdict(list), weight_map.model.folder
     for box in stored_boxes(weights, weight_map):
         by_file[folder.weights[box.rows.name].file].append(box)
     reader = folders.FolderReader(folder)

@@ -67,10 +67,12 @@ class ModelConfig:
             raise self.error(key, f"a list of {what}")
         return value or []
 
-    def require(self, key: str, *allowed):
-        """UsageError unless an entry has one of these values, the only ones that megarl's layers compute."""
-        if self.get(key) not in allowed:
-            raise self.error(key, " or ".join("absent" if value is None else repr(value) for value in allowed))
+    def require(self, **allowed):
+        """UsageError unless entries have the only values that megarl's layers compute: one, or one of a tuple."""
+        for key, value in allowed.items():
+            values = value if isinstance(value, tuple) else (value,)
+            if self.get(key) not in values:
+                raise self.error(key, " or ".join("absent" if each is None else repr(each) for each in values))
 
     def check_length(self, key: str, limit: Any, why: str):
         """UsageError for an entry that limits prompt and response together to fewer tokens than the run's."""

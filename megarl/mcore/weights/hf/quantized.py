@@ -47,7 +47,7 @@ class Fp8Format(NamedTuple):
         return self.rows is None and self.columns is None
 
     def block_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Rows and columns that share a scale in a matrix, or in one of each expert, of this shape."""
+        """Rows and columns that share a scale in a matrix of this shape, or in each expert's."""
         return self.rows or shape[-2], self.columns or shape[-1]
 
 
@@ -57,11 +57,8 @@ def as_object(entry: Any) -> dict[str, Any]:
 
 
 def format_of(entry: Any, error: MakeError) -> Fp8Format | None:
-    """The format that `quantization_config` describes; None for a method without fp8.
-
-    Raises:
-        UsageError: a form of one of the methods that is not read.
-    """
+    """The format that `quantization_config` describes; None for a method without fp8. UsageError for a form of one of
+    the methods that is not read."""
     values = as_object(entry)
     method = values["quant_method"]
     if method == FP8:
@@ -138,11 +135,10 @@ class Fp8Tensor(NamedTuple):
         """A slice, in fp32."""
         *expert, rows, columns = index
         numbers, scales = self.stored
-        places = [_blocks(part, size) for part, size in zip((rows, columns), self.block, strict=True)]
-        within = [part for part, _ in places]
-        of_rows, of_columns = (positions for _, positions in places)
-        place = (*expert, *within)
-        of_blocks = read(scales, place[len(place) - self.axes :]).float().reshape([x.stop - x.start for x in within])
+        (first, of_rows), (second, of_columns) = _blocks(rows, self.block[0]), _blocks(columns, self.block[1])
+        place = (*expert, first, second)
+        shape = [each.stop - each.start for each in (first, second)]
+        of_blocks = read(scales, place[len(place) - self.axes :]).float().reshape(shape)
         return read(numbers, index).float().mul_(of_blocks[of_rows][:, of_columns])
 
 
@@ -212,19 +208,15 @@ def dtype_of(config: dict[str, Any], error: MakeError) -> str:
 def dequantized(
     tensors: dict[str, StoredTensor], config: dict[str, Any], error: MakeError
 ) -> Mapping[str, FolderTensor]:
-    """The tensors of a folder as a model without quantization has them, by name.
-
-    Raises:
-        UsageError: tensors that do not belong together, or whose shapes or types do not.
-    """
+    """The tensors of a folder as a model without quantization has them, by name. UsageError for tensors that do not
+    belong together, or whose shapes or types do not."""
     method = method_of(config, error)
     if method is None:
         return tensors
     found: Mapping[str, QuantizedTensor] = (_mxfp4 if method == MXFP4 else _fp8)(tensors, config, error)
     if not found:
-        raise error(
-            f"config.json: {CONFIG_ENTRY}: quant_method {method!r}, but no tensor is quantized; remove the entry"
-        )
+        what = f"quant_method {method!r}, but no tensor is quantized; remove the entry"
+        raise error(f"config.json: {CONFIG_ENTRY}: {what}")
     hidden = {name for tensor in found.values() for name in tensor.stored}
     if method != MXFP4:
         of_activations = (name for name in tensors if name.rpartition(".")[2] in ACTIVATIONS)
@@ -272,20 +264,18 @@ def _mxfp4(tensors: dict[str, StoredTensor], config: dict[str, Any], error: Make
     dtype, found = dtype_of(config, error), {}
     for stored, blocks in tensors.items():
         name = stored.removesuffix(MXFP4_BLOCKS)
-        scales = tensors.get(name + MXFP4_SCALES)
+        base, scales = stored.removesuffix(MXFP4_SCALES), name + MXFP4_SCALES
+        if base != stored and base + MXFP4_BLOCKS not in tensors:
+            raise error(f"{base + MXFP4_BLOCKS} is missing, to which {stored} belongs")
         if name == stored:
-            base = name.removesuffix(MXFP4_SCALES)
-            if base != name and base + MXFP4_BLOCKS not in tensors:
-                raise error(f"{base + MXFP4_BLOCKS} is missing, to which {name} belongs")
             continue
-        if scales is None:
-            raise error(f"{name + MXFP4_SCALES} is missing, without which {stored} cannot be read")
+        if scales not in tensors:
+            raise error(f"{scales} is missing, without which {stored} cannot be read")
         if name in tensors:
             raise error(f"has both {name} and {stored}; remove the one that is not the model's")
-        _check_blocks(stored, blocks, name + MXFP4_SCALES, scales, error)
+        _check_blocks(stored, blocks, scales, tensors[scales], error)
         experts, rows, groups, _ = blocks.shape
-        shape = experts, groups * GROUP, rows
-        found[name] = Mxfp4Tensor(blocks.file, dtype, shape, (stored, name + MXFP4_SCALES))
+        found[name] = Mxfp4Tensor(blocks.file, dtype, (experts, groups * GROUP, rows), (stored, scales))
     return found
 
 

@@ -81,10 +81,9 @@ class PredictionTensors(NamedTuple):
 
     def note(self, names: Iterable[str]) -> str | None:
         """What the user should know about the tensors of a folder; None: nothing."""
-        count = sum(map(self.has, names))
         if self.is_trained and self.is_kept:
             return None
-        if not count:
+        if not (count := sum(map(self.has, names))):
             return None if self.is_kept else "has no tensors of multi-token prediction: --hf-mtp drop changes nothing"
         kept = "exports of a language model have them (--hf-mtp drop: none)" if self.is_kept else "exports drop them"
         return f"{count} MTP tensors are those of the source folder, not trained; {kept}"
@@ -98,6 +97,5 @@ class PredictionTensors(NamedTuple):
 def prediction_tensors(family: Family, config: ModelConfig, is_kept: bool, is_trained: bool) -> PredictionTensors:
     """Those of a folder of this family."""
     layers, described = config.whole("num_hidden_layers"), family.prediction
-    named = map(config.get, described.counts)
-    count = next((value for value in named if value is not None), 0)  # some classes lack the first
+    count = next((value for value in map(config.get, described.counts) if value is not None), 0)  # classes lack some
     return PredictionTensors(described, range(layers, layers + count), is_kept, is_trained)

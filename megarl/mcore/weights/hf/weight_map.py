@@ -30,15 +30,12 @@ class WeightMap:
     """The tensors of a folder that a role's weights consist of, row by row."""
 
     def __init__(self, model: HFModel, args, value_head: bool = False, copies: Collection[str] = ()):
-        """Describes the folder of a role.
+        """Describes the folder of a role; UsageError if it has a scalar head, and the role a vocabulary's.
 
         Args:
             args: the role's Megatron namespace.
             value_head: the role has a scalar head instead of the vocabulary's.
             copies: tensors of multi-token prediction that are written as copies of the model's.
-
-        Raises:
-            UsageError: the folder has a scalar head, the role a vocabulary's.
         """
         if model.has_scalar_head and not value_head:
             raise model.folder.error("a sequence-classification model; a policy needs a language model")
@@ -74,14 +71,12 @@ class WeightMap:
 
     def ranges(self, key: str, index: tuple[int, ...], rows: int) -> list[RowRange]:
         """The rows of the folder's tensors that a weight consists of; none for one that the folder does not have.
+        KeyError if the family has no tensor for such a weight.
 
         Args:
             key: of a checkpoint.
             index: layer, if the key stacks layers, then expert, if it stacks experts.
             rows: of the weight, rows that pad the vocabulary included.
-
-        Raises:
-            KeyError: the family has no tensor for such a weight.
         """
         if key.endswith(NOT_STORED):
             return []
@@ -152,12 +147,11 @@ class WeightMap:
         copies = [set(names) - {None} for names in itertools.zip_longest(*self._copies.values())]
         return [set(self.expected()).difference(*copies), *copies]
 
-    def tied_head_difference(self) -> int | None:
-        """The first row in which a stored head differs from the embedding to which it is tied; None: they are equal.
-
-        Reads both tensors.
-        """
-        return self._first_difference(self.embedding, self.model.naming.head) if self.has_tied_head else None
+    def differing_head_rows(self) -> list[str]:
+        """The first row in which a stored head differs from the embedding to which it is tied, both of which it reads;
+        empty: they are equal."""
+        row = self._first_difference(self.embedding, self.model.naming.head) if self.has_tied_head else None
+        return [] if row is None else [str(row)]
 
     def shared_copies(self) -> list[str]:
         """Tensors of multi-token prediction that equal the embedding or head in the folder, so that an export has them

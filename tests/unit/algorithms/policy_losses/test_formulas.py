@@ -134,9 +134,10 @@ def test_vespo_equals_the_formula():
             log_weight = held(math.fsum(row[0] - row[2] for row in rows))
             for *_, a in rows:
                 k, decay = (
-                    (options.k_positive, options.lambda_positive) if a >= 0
+                    (options.k_positive, options.lambda_positive)
+                    if a >= 0
                     else (options.k_negative, options.lambda_negative)
-                )  # fmt: skip
+                )
                 weights.append((math.exp(k * log_weight + decay * (1 - math.exp(log_weight))), False))
         check_weighted(vespo(tokens, options), tokens, weights)
 

@@ -1,4 +1,4 @@
-"""Policy losses of single tokens: against verl and case-by-case references, gradients, exact zeros, extreme ratios."""
+"""Policy losses of single tokens: against verl, with gradients; known cases."""
 
 import math
 
@@ -15,18 +15,6 @@ def one_response(logprobs, old, advantages):
     """A batch of one response without a prompt."""
     mask = torch.ones(logprobs.shape, dtype=torch.bool)
     return PolicyTokens(logprobs, old, advantages, mask, torch.tensor([0, len(logprobs)]))
-
-
-def loss_by_cases(log_ratio, advantage, clip):
-    """The loss of one token from the case table of PPO, and whether a bound holds it."""
-    ratio = math.exp(min(max(log_ratio, -20.0), 20.0))
-    if advantage > 0 and ratio > 1 + clip.high:
-        return -advantage * (1 + clip.high), True
-    if advantage < 0 and ratio < 1 - clip.low:
-        return -advantage * (1 - clip.low), True
-    if advantage < 0 and clip.dual is not None and ratio > clip.dual:
-        return -advantage * clip.dual, True
-    return -advantage * ratio, False
 
 
 def cases():
@@ -48,17 +36,12 @@ def assert_same(ours, theirs, logprobs):
     return gradients[0]
 
 
-def test_ppo_clip_equals_verl_and_the_case_table():
+def test_ppo_clip_equals_verl():
     for batch, tokens, clip in cases():
         terms = ppo_clip(tokens, clip)
-        rows = zip((tokens.logprobs.detach() - tokens.old_logprobs).tolist(), tokens.advantages.tolist())
-        losses, clipped = zip(*(loss_by_cases(*row, clip) for row in rows))
-        expected = torch.tensor(losses, dtype=torch.float64)
-        torch.testing.assert_close(terms.loss.detach(), expected, rtol=1e-12, atol=1e-12)
-        assert terms.clipped.tolist() == list(clipped)
-
         theirs, metrics = verl_loss("vanilla", batch, tokens, clip)
-        assert_same(terms.loss, theirs, tokens.logprobs)
+        gradient = assert_same(terms.loss, theirs, tokens.logprobs)
+        assert not gradient[terms.clipped].any()
         fraction = float(terms.clipped[batch.mask].double().mean())
         assert fraction == pytest.approx(metrics["actor/pg_clipfrac"] + metrics["actor/pg_clipfrac_lower"], abs=1e-7)
         kl = float(terms.approx_kl[batch.mask].clamp(-20, 20).mean())
@@ -103,24 +86,6 @@ def test_sapo_equals_verl():
         assert not terms.clipped.any()
 
 
-def test_sapo_starts_with_the_gradient_of_the_plain_ratio():
-    logprobs, advantages = (-torch.rand(50)).requires_grad_(), torch.randn(50)
-    terms = sapo(one_response(logprobs, logprobs.detach().clone(), advantages), SapoOptions())
-    terms.loss.sum().backward()
-    torch.testing.assert_close(logprobs.grad, -advantages)
-    torch.testing.assert_close(terms.loss, -advantages * torch.where(advantages > 0, 2.0, 2.0 / 1.05))
-
-
-def test_same_logprobs_give_exact_numbers():
-    logprobs = (-30 * torch.rand(1000)).requires_grad_()
-    advantages = torch.randn(1000)
-    terms = ppo_clip(one_response(logprobs, logprobs.detach().clone(), advantages), ClipOptions(0.2, 0.2, dual=3.0))
-    assert torch.equal(terms.approx_kl, torch.zeros(1000)) and not terms.clipped.any()
-    assert torch.equal(terms.loss.detach(), -advantages)
-    terms.loss.sum().backward()
-    assert torch.equal(logprobs.grad, -advantages)
-
-
 def test_known_losses():
     ratios = torch.tensor([0.5, 0.5, 2.0, 2.0, 5.0, 1.1])
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 1.0])
@@ -128,28 +93,3 @@ def test_known_losses():
     torch.testing.assert_close(terms.loss, torch.tensor([-0.5, 0.8, -1.3, 2.0, 3.0, -1.1]))
     assert terms.clipped.tolist() == [False, True, True, False, True, False]
     torch.testing.assert_close(terms.approx_kl, -ratios.log())
-
-
-def test_gradcheck_and_no_gradient_where_clipped():
-    generator = torch.Generator().manual_seed(1)
-    old = torch.randn(200, generator=generator, dtype=torch.float64)
-    log_ratio = 1.5 * torch.randn(200, generator=generator, dtype=torch.float64)
-    advantages = torch.randn(200, generator=generator, dtype=torch.float64)
-    ratio = log_ratio.exp()
-    smooth = torch.stack([(ratio - kink).abs() for kink in (0.8, 1.3, 2.0)]).amin(0) > 1e-3
-    logprobs = (old + log_ratio)[smooth].requires_grad_()
-    old, advantages, clip = old[smooth], advantages[smooth], ClipOptions(0.2, 0.3, dual=2.0)
-    assert torch.autograd.gradcheck(lambda x: ppo_clip(one_response(x, old, advantages), clip).loss, logprobs)
-    terms = ppo_clip(one_response(logprobs, old, advantages), clip)
-    terms.loss.sum().backward()
-    assert terms.clipped.any() and not logprobs.grad[terms.clipped].any()
-    assert logprobs.grad[~terms.clipped].all()
-
-
-def test_infinite_ratios_give_finite_losses_and_gradients():
-    logprobs = torch.tensor([1000.0, 1000.0, 1000.0, -1000.0, -1000.0], requires_grad=True)
-    advantages = torch.tensor([1.0, -1.0, 0.0, 1.0, -1.0])
-    terms = ppo_clip(one_response(logprobs, torch.zeros(5), advantages), ClipOptions(0.2, 0.2))
-    terms.loss.sum().backward()
-    assert terms.loss.isfinite().all() and torch.equal(logprobs.grad, torch.zeros(5))
-    assert terms.approx_kl.tolist() == [-1000.0, -1000.0, -1000.0, 1000.0, 1000.0]

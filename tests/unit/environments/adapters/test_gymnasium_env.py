@@ -2,14 +2,12 @@
 
 import json
 import re
-import sys
 
 import gymnasium
 import pytest
 
 from megarl.environments.adapters.gymnasium_env import FrozenLake, GymnasiumEnvironment, observation_text
 from megarl.environments.protocol import Task
-from megarl.errors import UsageError
 from tests.helpers.envs.played_environments import check_replay, play, said, written
 from tests.references.value_iteration import optimal_values
 
@@ -140,10 +138,3 @@ def test_observations_as_text():
 def test_restored_at_each_turn():
     check_replay(FrozenLake, Task([], seed=9), written("down", "x", "down", "right", "down", "right", "right"))
     check_replay(lambda: GymnasiumEnvironment(Echo), Task([], seed=9), written("a", "b", "stop"))
-
-
-def test_without_the_package_one_line_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(UsageError, match="needs the package gymnasium>=1.1,<2 .*: pip install") as caught:
-        FrozenLake()
-    assert "\n" not in str(caught.value)

@@ -150,9 +150,3 @@ def test_observations_as_text():
 def test_addresses_that_are_none(url):
     with pytest.raises(UsageError, match="allowed are http, https, ws and wss"):
         OpenEnvEnvironment(url)
-
-
-def test_without_the_package_one_line_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "websockets.asyncio.client", None)
-    with pytest.raises(UsageError, match="needs the package websockets>=15 .*pip install 'websockets>=15'"):
-        OpenEnvEnvironment("http://localhost")

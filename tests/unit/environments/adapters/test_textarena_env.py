@@ -3,7 +3,6 @@
 # ruff: noqa: NPY002  # the games draw from numpy's legacy generator
 
 import random
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy
@@ -11,16 +10,9 @@ import pytest
 
 from megarl.environments.adapters.textarena_env import TextArenaEnvironment
 from megarl.environments.protocol import Task
-from megarl.errors import UsageError
 from tests.helpers.envs.played_environments import check_replay, play, said, written
 
 GUESS, BANDIT, MINES = "GuessTheNumber-v0", "Bandit-v0", "Minesweeper-v0"
-
-
-def test_without_the_package_one_line_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "textarena", None)
-    with pytest.raises(UsageError, match="the game X needs the package textarena>=0.7,<0.8 .*: pip install"):
-        TextArenaEnvironment("X")
 
 
 @pytest.fixture

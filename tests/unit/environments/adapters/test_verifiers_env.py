@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,6 @@ from megarl.errors import UsageError
 from tests.helpers.envs.played_environments import check_replay, play, said, written
 
 REFERENCES = Path(__file__).parents[3] / "references"
-
-
-def test_without_the_package_one_line_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "verifiers.v1.configs.agent", None)
-    monkeypatch.setitem(sys.modules, "verifiers", None)
-    with pytest.raises(UsageError, match="needs the package verifiers>=0.4,<0.5 "):
-        VerifiersEnvironment(None)
 
 
 @pytest.fixture

@@ -2,17 +2,13 @@
 
 import pytest
 
-from tests.helpers.envs.odd_agents import play, pool_of
+from tests.helpers.envs.odd_agents import play, played, pool_of
 from tests.helpers.server.serving import stderr_in
 
 
-@pytest.mark.parametrize(
-    "name, reward, count", [("strange_requests", 1.0, 1), ("many_connections", 1.0, 1), ("is_impatient", 1.0, 1)]
-)
-def test_requests_are_answered(name, reward, count, pool):
-    event, asks = play(pool, name)
-    assert event.failure is None and event.is_agent and event.observation.done, event.failure
-    assert event.observation.reward == 1.0 and len(asks) == 1
+@pytest.mark.parametrize("name", ["strange_requests", "many_connections", "is_impatient"])
+def test_requests_are_answered(name, pool):
+    assert len(played(pool, name)) == 1
 
 
 def test_an_agent_that_breaks_its_requests_off_leaves_no_lines(tmp_path):

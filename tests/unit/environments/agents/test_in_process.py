@@ -2,11 +2,9 @@
 
 import pytest
 
-from tests.helpers.envs.odd_agents import play
+from tests.helpers.envs.odd_agents import played
 
 
 @pytest.mark.parametrize("name, reward, count", [("asks", 42.0, 1), ("asks_both_ways", 1.0, 6), ("times_out", 1.0, 1)])
 def test_requests_are_answered(name, reward, count, pool):
-    event, asks = play(pool, name)
-    assert event.failure is None and event.is_agent and event.observation.done, event.failure
-    assert event.observation.reward == reward and len(asks) == count
+    assert len(played(pool, name, reward=reward)) == count

@@ -1,16 +1,20 @@
 """Sessions in their HTTP process: a driver takes one, asks in it, ends it; nothing that a driver sends goes further."""
 
+import asyncio
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
+from pathlib import Path
 
 import pytest
 
-from megarl.environments.calls import Reply
+from megarl.environments.calls import Answer, Offer, Reply
 from megarl.environments.pool import Event
 from megarl.environments.protocol import Observation, Task
+from megarl.environments.sessions.front import Registry
 from megarl.environments.turn_parsing import parse_turn
+from megarl.serving.errors import RequestError
 from tests.helpers.envs.open_sessions import API_KEY, LOGPROBS, PROMPT, TOKENS, Leader, open_sessions
 from tests.helpers.envs.session_driver import post
 from tests.helpers.server import rude_clients
@@ -34,7 +38,6 @@ def threads():
 
 
 def taken(leader: Leader, number: int) -> dict:
-    """A session that the driver has taken."""
     leader.offer(number)
     return taken_again(leader)
 
@@ -131,27 +134,18 @@ def taken_again(leader: Leader) -> dict:
 
 DEEP = b'{"reward": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 WRONG_ENDS = [
-    ({"reward": 1, "rewards": 2}, 400, "rewards: unknown field"),
-    ({"reward": "1"}, 400, "reward"),
-    ({"reward": True}, 400, "reward"),
-    ({"reward": None}, 400, "either a reward or a failure"),
-    ({"reward": 1, "failure": "x"}, 400, "either a reward or a failure"),
-    ({"reward": 1e10}, 400, "reward"),
-    (b'{"reward": NaN}', 400, "reward"),
-    (b'{"reward": 1e999}', 400, "reward"),
-    ({"reward": 1, "parts": {"a": "b"}}, 400, "parts"),
+    ({"reward": 1, "rewards": 2}, 400, "rewards: unknown field"), ({"reward": "1"}, 400, "reward"),
+    ({"reward": True}, 400, "reward"), ({"reward": None}, 400, "either a reward or a failure"),
+    ({"reward": 1, "failure": "x"}, 400, "either a reward or a failure"), ({"reward": 1e10}, 400, "reward"),
+    (b'{"reward": NaN}', 400, "reward"), (b'{"reward": 1e999}', 400, "reward"), (b"[]", 400, "JSON object"),
+    ({"reward": 1, "parts": {"a": "b"}}, 400, "parts"), (b'{"reward": 1, "parts": {"a": 1e999}}', 400, "parts"),
     ({"reward": 1, "parts": {"a\nb": 1}}, 400, r"parts has the name 'a\nb'; allowed are 1 to 100 printable"),
     ({"reward": 1, "parts": {"../../metrics": 1}}, 400, "parts has the name '../../metrics'"),
     ({"reward": 1, "parts": {"a": -1e300}}, 400, "a is -1e+300; allowed is -1e+09 to 1e+09"),
-    (b'{"reward": 1, "parts": {"a": 1e999}}', 400, "parts"),
     ({"reward": 1, "parts": {f"p{i}": 0.5 for i in range(65)}}, 400, "parts has 65 names; allowed are 64"),
-    (b'{"reward": 1', 400, "no JSON"),
-    (b"[]", 400, "JSON object"),
-    (DEEP, 400, ""),
-    (b"[" * 10_000, 400, ""),
-    ({"failure": ""}, 400, "failure"),
+    (b'{"reward": 1', 400, "no JSON"), (DEEP, 400, ""), (b"[" * 10_000, 400, ""), ({"failure": ""}, 400, "failure"),
     (b'{"failure": "' + b"x" * (2 << 20) + b'"}', 413, "more than 1048576 bytes"),
-]
+]  # fmt: skip
 
 
 def test_wrong_ends_are_refused_and_the_session_goes_on(leader):
@@ -216,10 +210,8 @@ def test_drivers_that_break_off_leave_no_lines(tmp_path, threads):
     with stderr_in(tmp_path / "log"), open_sessions() as leader:
         found, port = taken(leader, 0), int(leader.url.rpartition(":")[2])
         body = {"model": "policy", "messages": HELLO, "stream": True}
-        clients = [
-            threads.submit(rude_clients.visit_all, port, *each)
-            for each in ((found["path"] + "/chat/completions", body, found["key"]), ("/sessions", {}, API_KEY))
-        ]
+        visits = (found["path"] + "/chat/completions", body, found["key"]), ("/sessions", {}, API_KEY)
+        clients = [threads.submit(rude_clients.visit_all, port, *visit) for visit in visits]
         asked = 0
         while not all(client.done() for client in clients):
             for each in leader.pool.poll(0.01):
@@ -255,3 +247,47 @@ def test_without_keys_only_this_machine_may_ask():
         assert wait_until(lambda: status(host) == b"200")
         leader.child.connection.close()  # the run ends
         assert leader.child.status(20.0) == 0
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+class Link:
+    def __init__(self):
+        self.told: list[Answer] = []
+
+    def send(self, message: Answer):
+        self.told.append(message)
+
+
+def offered(number: int) -> Offer:
+    return Offer(number, number, Task([]), f"1/2/{number}")
+
+
+def test_what_no_driver_asks_for_expires(tmp_path: Path):
+    async def lives():
+        now, link = 100.0, Link()
+        loop = asyncio.get_running_loop()
+        registry = Registry(10.0, tmp_path / "record", lambda: now)
+        registry.receive(link, offered(0))
+        registry.receive(link, offered(1))
+        now = 109.0
+        first = registry.claim()
+        first.session._idle_since = loop.time() - 11.0  # it has asked nothing for 11 s
+        registry.expire()
+        (end,) = link.told
+        assert end.failure == "its driver asked nothing for 10 s" and end.replayable and end.number == 0
+        with pytest.raises(RequestError, match="has ended"):
+            registry.get(first.name)
+        now = 118.0
+        registry.expire()
+        assert len(link.told) == 1  # a driver has been here 9 s ago
+        now = 120.0
+        registry.expire()
+        assert not link.told[1].replayable and link.told[1].number == 1
+        with pytest.raises(RequestError, match="no session waits"):
+            registry.claim()
+
+    asyncio.run(lives())
+    events = [json.loads(line)["event"] for line in (tmp_path / "record").read_text().splitlines()]
+    assert events == ["claimed", "failed"]

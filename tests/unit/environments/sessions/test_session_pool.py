@@ -19,7 +19,6 @@ class Process:
         self.says: list = []
 
     def send(self, message):
-        """Remembers it."""
         self.told.append(message)
 
     def receive(self, seconds: float) -> list:

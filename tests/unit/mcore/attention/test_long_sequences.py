@@ -8,6 +8,7 @@ import pytest
 from tests.helpers.exactness import ROUNDING
 from tests.helpers.models.attention_inputs import needs_kernels
 from tests.helpers.rollout import long_prompts
+from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
 # One case of each kind of attention, then further ones of the same kinds.
@@ -31,27 +32,16 @@ def folders_of(cases, folder) -> dict:
     return {case: long_prompts.write_folder(case, folder / case) for case in cases}
 
 
-def check(found: dict):
+@needs_kernels
+@pytest.mark.parametrize(
+    "cases, modes", [(FIRST, ["prefix caching"]), *(long(([x], long_prompts.MODES)) for x in KINDS)]
+)
+def test_rollouts_have_the_bits_of_training_and_both_are_transformers_numbers(cases, modes, tmp_path):
     """The compiled kernels were used, with a gap of 0 in every mode, and the numbers are those of transformers."""
+    (found,) = run_world(long_prompts.run, 1, folders_of(cases, tmp_path), "", "compiled", (*modes,), True)
     for case, each in found.items():
         assert each.backend == "native_attention" and each.gaps and set(each.gaps.values()) == {0.0}, (case, each.gaps)
         assert each.difference <= 1e-5, (case, each.difference)
-
-
-@needs_kernels
-def test_rollouts_have_the_bits_of_training_and_both_are_transformers_numbers(tmp_path):
-    (found,) = run_world(long_prompts.run, 1, folders_of(FIRST, tmp_path), "", "compiled", ("prefix caching",), True)
-    check(found)
-
-
-@needs_kernels
-@pytest.mark.long
-@pytest.mark.parametrize("case", KINDS)
-def test_every_mode_of_the_engine_has_the_bits_of_training(case, tmp_path):
-    (found,) = run_world(
-        long_prompts.run, 1, folders_of([case], tmp_path), "", "compiled", (*long_prompts.MODES,), True
-    )
-    check(found)
 
 
 @needs_kernels

@@ -1,10 +1,13 @@
 """Rules on layouts: each wrong layout is rejected with its flag and value, each rule can be broken, right ones pass."""
 
+import functools
+
 import pytest
 
 from megarl.arguments import parse
 from megarl.errors import UsageError
 from megarl.mcore.config import layout_rules
+from tests.helpers.refused_rules import refused
 
 MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --group-query-attention --num-query-groups 4"
@@ -149,13 +152,10 @@ WRONG = {
 WRONG_ON_GPUS = {
     "expert ffn": (f"{MOE} --expert-tensor-parallel-size 2 --moe-ffn-hidden-size 33", 2, "--moe-ffn-hidden-size 33"),
     "grouped experts": (f"{GROUPED} --moe-ffn-hidden-size 36", 1, "-size 36: allowed is a multiple of 8 with --moe-gr"),
-    "grouped rows": (
-        f"{GROUPED} --hidden-size 60 --num-attention-heads 6 --num-query-groups 2",
-        1,
-        "--hidden-size 60: allowed is",
-    ),
+    "grouped rows": (f"{GROUPED} --hidden-size 60 --num-attention-heads 6 --num-query-groups 2", 1,
+                     "--hidden-size 60: allowed is"),
     "grouped in fp32": (f"{MOE} --moe-grouped-gemm", 1, "--moe-grouped-gemm True: allowed is none without --bf16"),
-}
+}  # fmt: skip
 RIGHT = [
     ("", 3), (TP2, 4), ("--tensor-model-parallel-size 8", 8), (f"{TP2} --num-query-groups 1", 2),
     ("--context-parallel-size 4", 8), (f"{TP2} --sequence-parallel --context-parallel-size 2", 4),
@@ -173,55 +173,24 @@ RIGHT = [
 ]  # fmt: skip
 
 
-def error_of(text: str, ranks: int) -> str:
-    with pytest.raises(UsageError) as caught:
-        parse(f"{MODEL} {text}".split(), ranks, "sft")
-    return str(caught.value)
+found = functools.cache(lambda: refused(layout_rules, MODEL, WRONG | WRONG_ON_GPUS, WRONG_ON_GPUS))
 
 
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", [*WRONG, *WRONG_ON_GPUS])
 def test_wrong_layouts(case):
-    text, ranks, needle = WRONG[case]
-    line = error_of(text, ranks)
+    line, needle = found().lines[case], (WRONG | WRONG_ON_GPUS)[case][2]
     assert line.startswith("actor: ") and "\n" not in line and "Megatron refuses" not in line
     assert needle in line
 
 
-@pytest.mark.parametrize("case", WRONG_ON_GPUS)
-def test_wrong_layouts_of_gpus(case):
-    from megarl.mcore.parallel.process_groups import fake_world
-
-    text, ranks, needle = WRONG_ON_GPUS[case]
-    with fake_world(ranks):
-        assert needle in error_of(text, ranks)
+def test_each_rule_can_be_broken():
+    """Every rule is the one that stops some case of the tables: none is covered by those before it."""
+    assert found().unbroken == []
 
 
 @pytest.mark.parametrize("text, ranks", RIGHT)
 def test_right_layouts(text, ranks):
     assert parse(f"{MODEL} {text}".split(), ranks, "sft").roles["actor"].megatron.world_size == ranks
-
-
-def test_each_rule_can_be_broken(monkeypatch):
-    """Every rule is the one that stops some case of the tables: none is covered by those before it."""
-    stopped, total, rules = set(), set(), layout_rules.rules
-
-    def recorded(role, args):
-        found = rules(role, args)
-        total.add(len(found))
-        stopped.update(next(([i] for i, rule in enumerate(found) if rule.is_broken), []))
-        return found
-
-    monkeypatch.setattr(layout_rules, "rules", recorded)
-    from megarl.mcore.parallel.process_groups import fake_world
-
-    for text, ranks, _ in WRONG.values():
-        error_of(text, ranks)
-    for text, ranks, _ in WRONG_ON_GPUS.values():
-        with fake_world(ranks):
-            error_of(text, ranks)
-    (count,) = total  # always as many, in the same order
-    names = [rule.flag for rule in rules("actor", parse(MODEL.split(), 1, "sft").roles["actor"].megatron)]
-    assert [f"{i}: {names[i]}" for i in range(count) if i not in stopped] == []
 
 
 def test_only_trained_moe_roles_need_sequence_parallelism():

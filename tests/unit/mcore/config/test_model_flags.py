@@ -2,6 +2,8 @@
 
 Those on multi-token prediction are at the end."""
 
+import functools
+
 import pytest
 
 from megarl.arguments import parse
@@ -11,6 +13,7 @@ from tests.helpers.folders import hf_folders
 from tests.helpers.folders.hf_damage import config, in_order, tensors
 from tests.helpers.folders.hf_prediction import add_layer, with_prediction
 from tests.helpers.models.tiny_models import LENGTHS, SHAPES
+from tests.helpers.refused_rules import refused
 
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128"
@@ -60,7 +63,7 @@ WRONG = {
                          "--rope-high-freq-factor 4.0: allowed is above --rope-low-freq-factor 5.0"),
     "Llama 3 length": ("--use-rope-scaling --rope-original-max-position-embeddings 0", "embeddings 0: allowed is 1 or"),
     "YaRN factor": (f"{YARN} --rotary-scaling-factor 0.5", "--rotary-scaling-factor 0.5: allowed is 1 or more"),
-    "order of betas": (f"{YARN} --yarn-beta-fast 0.5", "--yarn-beta-fast 0.5: allowed is above --yarn-beta-slow 1.0"),
+    "order of betas": (f"{YARN} --yarn-beta-fast 0.5", "--yarn-beta-fast 0.5: allowed is --yarn-beta-slow 1.0, which"),
     "YaRN length": (f"{YARN} --yarn-original-max-position-embeddings 0", "embeddings 0: allowed is 1 or more"),
     "two scalings": (f"{YARN} --use-rope-scaling", "--use-rope-scaling True: allowed is none with --position-emb"),
     "two kinds of scaling": ("--use-rope-scaling --rotary-seq-len-interpolation-factor 2",
@@ -134,49 +137,26 @@ RIGHT = [
 ]
 
 
-def error_of(text: str) -> str:
-    """The line that refuses the flags."""
-    with pytest.raises(UsageError) as error:
-        parse(f"{MODEL} {text}".split(), 1, "sft")
-    return str(error.value)
+# On a CPU a rule on layouts stops expert tensor parallelism before.
+ON_GPUS = {"split experts": (f"{MOE} --expert-tensor-parallel-size 2", 2, "-parallel-size 2: allowed is 1 with")}
+ROWS = {name: (text, 1, needle) for name, (text, needle) in WRONG.items()} | ON_GPUS
+found = functools.cache(lambda: refused(model_flags, MODEL, ROWS, ON_GPUS))
 
 
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", ROWS)
 def test_wrong_models(case):
-    text, needle = WRONG[case]
-    line = error_of(text)
-    assert line.startswith("actor: ") and "\n" not in line and needle in line
+    line = found().lines[case]
+    assert line.startswith("actor: ") and "\n" not in line and ROWS[case][2] in line
+
+
+def test_each_rule_can_be_broken():
+    """Every rule is the one that stops some case of the table: none is covered by those before it."""
+    assert found().unbroken == []
 
 
 @pytest.mark.parametrize("text", RIGHT)
 def test_right_models(text):
     assert parse(f"{MODEL} {text}".split(), 1, "sft").roles["actor"].megatron.num_layers == 4
-
-
-def test_each_rule_can_be_broken(monkeypatch):
-    """Every rule is the one that stops some case of the table: none is covered by those before it."""
-    stopped, total, rules = set(), set(), model_flags.rules
-
-    def recorded(args):
-        found = rules(args)
-        total.add(len(found))
-        stopped.update(next(([i] for i, rule in enumerate(found) if rule.is_broken), []))
-        return found
-
-    monkeypatch.setattr(model_flags, "rules", recorded)
-    from megarl.mcore.parallel.process_groups import fake_world
-
-    for text, _ in WRONG.values():
-        error_of(text)
-    # On a CPU a rule on layouts stops expert tensor parallelism before.
-    with (
-        fake_world(2),
-        pytest.raises(UsageError, match="--expert-tensor-parallel-size 2: allowed is 1 with"),
-    ):
-        parse(f"{MODEL} {MOE} --expert-tensor-parallel-size 2".split(), 2, "sft")
-    names = [rule.flag for rule in rules(parse(MODEL.split(), 1, "sft").roles["actor"].megatron)]
-    assert total == {len(names)}  # always as many, in the same order
-    assert [f"{i}: {name}" for i, name in enumerate(names) if i not in stopped] == []
 
 
 # -- multi-token prediction ----------------------------------------------------------------------------------------
@@ -208,7 +188,7 @@ def test_experts_may_be_on_several_ranks():
     assert parse(f"{SHAPE} --mtp-train --mtp-drafts {EP2}".split(), 2, "rl").roles["actor"].megatron.predicts
 
 
-def test_folders_need_just_one_layer(tmp_path):
+def test_folders_need_just_one_layer_that_is_computed(tmp_path):
     folder = hf_folders.write_folder("glm4_moe", tmp_path / "hf")
     flags = f"{LENGTHS} --lr 1e-3 --advantage grpo --kl-coefficient 0 --reward length --mtp-drafts --hf-model {folder}"
     with pytest.raises(UsageError, match="has no tensors of multi-token prediction, which --mtp-drafts needs"):
@@ -219,10 +199,7 @@ def test_folders_need_just_one_layer(tmp_path):
     with pytest.raises(UsageError, match="has 2 layers of multi-token prediction; --mtp-drafts allows 1"):
         parse(flags.split(), 1, "rl")
 
-
-def test_a_layer_that_is_only_carried_is_not_computed(tmp_path):
-    folder = hf_folders.write_folder("hy_v3", tmp_path / "hf")
-    with_prediction(folder)
-    flags = f"{LENGTHS} --lr 1e-3 --advantage grpo --kl-coefficient 0 --reward length --mtp-train --hf-model {folder}"
-    with pytest.raises(UsageError, match="has a layer of multi-token prediction that exports keep and --mtp-train"):
-        parse(flags.split(), 1, "rl")
+    carried = hf_folders.write_folder("hy_v3", tmp_path / "carried")
+    with_prediction(carried)
+    with pytest.raises(UsageError, match="has a layer of multi-token prediction that exports keep and --mtp-drafts"):
+        parse(flags.replace(str(folder), str(carried)).split(), 1, "rl")

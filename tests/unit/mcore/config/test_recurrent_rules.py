@@ -48,8 +48,11 @@ WRONG = {
     "deterministic kernels": ("--delta-rule-backend fla --bf16 --deterministic",
                               "actor: --delta-rule-backend fla: allowed is torch with --deterministic: which of its"),
 }  # fmt: skip
-ALONE = [("linear-num-key-heads", 4), ("linear-num-value-heads", 4), ("linear-key-head-dim", 8),
-         ("linear-value-head-dim", 16), ("linear-conv-kernel-dim", 3), ("linear-attention-freq", 2)]  # fmt: skip
+ALONE = {  # flag that sizes need
+    FLAG: [("linear-num-key-heads", 4), ("linear-num-value-heads", 4), ("linear-key-head-dim", 8),
+           ("linear-value-head-dim", 16), ("linear-conv-kernel-dim", 3), ("linear-attention-freq", 2)],
+    "--hybrid-layer-pattern": [("mamba-num-heads", 4), ("mamba-state-dim", 8), ("mamba-dt-min", 0.5)],
+}  # fmt: skip
 # The same with layers of Mamba-2.
 WRONG_MAMBA = {
     "short": ("--num-layers 5", "--hybrid-layer-pattern M-*M: allowed is for each of --num-layers 5 M (Mamba-2)"),
@@ -77,32 +80,19 @@ WRONG_MAMBA = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG_MAMBA)
-def test_wrong_models_of_mamba(case):
-    flags, needle = WRONG_MAMBA[case]
+ROWS = [
+    *(("recurrent", *row) for row in WRONG.values()), *(("mamba", *row) for row in WRONG_MAMBA.values()),
+    *(("llama", f"--{name} {value}", f"--{name} {value}: allowed is none without {flag}")
+      for flag, sizes in ALONE.items() for name, value in sizes),
+    ("latent", "--attention-output-gate", "--attention-output-gate True: allowed is none with --multi-latent"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape, flags, needle", ROWS)
+def test_wrong_models(shape, flags, needle):
     with pytest.raises(UsageError) as error:
-        parse(f"{SHAPES['mamba']} {LENGTHS} --lr 1e-3 {flags}".split(), 2, "sft")
+        parse(f"{SHAPES[shape]} {LENGTHS} --lr 1e-3 {flags}".split(), 2, "sft")
     assert needle in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_models(case):
-    flags, needle = WRONG[case]
-    with pytest.raises(UsageError) as error:
-        parse(f"{SHAPE} {flags}".split(), 2, "sft")
-    assert needle in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("name, value", ALONE)
-def test_sizes_need_recurrent_states(name, value):
-    with pytest.raises(UsageError, match=f"--{name} {value}: allowed is none without {FLAG}"):
-        parse(f"{SHAPES['llama']} {LENGTHS} --lr 1e-3 --{name} {value}".split(), 1, "sft")
-
-
-@pytest.mark.parametrize("name, value", [("mamba-num-heads", 4), ("mamba-state-dim", 8), ("mamba-dt-min", 0.5)])
-def test_sizes_of_mamba_need_its_layers(name, value):
-    with pytest.raises(UsageError, match=f"--{name} {value}: allowed is none without --hybrid-layer-pattern"):
-        parse(f"{SHAPES['llama']} {LENGTHS} --lr 1e-3 --{name} {value}".split(), 1, "sft")
 
 
 def test_kernels_need_a_device_and_their_package(monkeypatch, capsys):
@@ -124,11 +114,6 @@ def test_kernels_need_a_device_and_their_package(monkeypatch, capsys):
         setup.choose_kernels(parse(line.split(), 1, "sft"), 0)
     of_nets = "megarl: kernels of gated delta nets: "
     assert capsys.readouterr().out == f"{of_nets}fla-core 0.6.1\n{of_nets}PyTorch's operators\n"
-
-
-def test_gates_of_latents_are_refused():
-    with pytest.raises(UsageError, match="--attention-output-gate True: allowed is none with --multi-latent-attention"):
-        parse(f"{SHAPES['latent']} {LENGTHS} --lr 1e-3 --attention-output-gate".split(), 1, "sft")
 
 
 def test_states_of_prompts_need_a_model_with_states():

@@ -6,11 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 
+from megarl.algorithms.token_sampling import SamplingSettings
+from megarl.mcore.inference import admission
+from megarl.mcore.inference import engine as engine_module
+from megarl.mcore.inference.engine import RequestList
+from megarl.mcore.inference.generation_session import GenerationSession
 from tests.helpers.models import reference_kernels
-from tests.helpers.models.tiny_models import VOCAB, build
-from tests.helpers.rollout.engines import make_engine, make_requests
-from tests.helpers.worlds import run_world
+from tests.helpers.rollout.engines import make_engine, make_requests, take_long_steps
+from tests.helpers.worlds import on_each_rank, run_world
 
 COUNT = 20
 
@@ -24,18 +29,16 @@ def requests_that(share):
     return [replace(one, prompt=[*begins[i // 2 % 3], *one.prompt][: 38 + i]) for i, one in enumerate(requests)]
 
 
-def states(rank, max_requests, buffer_gb, step_tokens, share):
-    """States of two engines after they scheduled requests in two parts: with megarl's method, with Megatron's."""
-    from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
-
-    from megarl.algorithms.token_sampling import SamplingSettings
-    from megarl.mcore.inference import admission
-    from megarl.mcore.inference.engine import RequestList, RolloutEngine
-    from megarl.mcore.inference.generation_session import GenerationSession
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize(("max_requests", "buffer_gb", "step_tokens", "waiting"), [
+    (32, 0.005, 4096, 0), (8, 0.005, 4096, 1), (32, 0.005, 100, 1), (32, 0.0001, 4096, 1),
+])  # fmt: skip
+@on_each_rank()
+def test_the_context_is_that_of_megatrons_scheduling(rank, max_requests, buffer_gb, step_tokens, waiting, share):
+    """After prompts were scheduled in two parts."""
 
     def state(schedule):
-        model, _, place = build()
-        engine = RolloutEngine(model, place.pg_collection, VOCAB, 80, buffer_gb, max_requests, prefix_caching=share)
+        engine, *_ = make_engine(max_length=80, buffer_gb=buffer_gb, max_requests=max_requests, prefix_caching=share)
         inner, context, source = engine.engine, engine.context, RequestList(enumerate(requests_that(share)))
         context.max_tokens = step_tokens
         inner.resume()
@@ -60,16 +63,7 @@ def states(rank, max_requests, buffer_gb, step_tokens, share):
             found.append(sorted(blocks.kv_hash_to_block_id))
         return tensors, numbers, waiting, blocks.total_avail, found
 
-    return state(admission.add_waiting), state(DynamicInferenceEngine.schedule_non_chunked_prefill)
-
-
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize(("max_requests", "buffer_gb", "step_tokens", "waiting"), [
-    (32, 0.005, 4096, 0), (8, 0.005, 4096, 1), (32, 0.005, 100, 1), (32, 0.0001, 4096, 1),
-])  # fmt: skip
-def test_the_context_is_that_of_megatrons_scheduling(max_requests, buffer_gb, step_tokens, waiting, share):
-    ((ours, theirs),) = run_world(functools.partial(
-        states, max_requests=max_requests, buffer_gb=buffer_gb, step_tokens=step_tokens, share=share), 1)  # fmt: skip
+    ours, theirs = state(admission.add_waiting), state(DynamicInferenceEngine.schedule_non_chunked_prefill)
     assert ours[1:] == theirs[1:] and bool(ours[2]) == bool(waiting)
     assert ours[0].keys() == theirs[0].keys() and len(ours[0]) > 15
     assert (ours[1]["prefix_cache_hits"] > 0) == share
@@ -82,16 +76,9 @@ def test_the_context_is_that_of_megatrons_scheduling(max_requests, buffer_gb, st
 
 def steps(rank, only_long: bool, join_together: bool = False, requests: list | None = None, **sizes):
     """(completions, [(waiting, prefilling, decoding, whether it was a short one) of each step])."""
-    from megarl.algorithms.token_sampling import SamplingSettings
-    from megarl.mcore.inference import engine as engine_module
-    from megarl.mcore.inference.decode_loop import DecodeLoopEngine
-
     if join_together:  # as on CUDA
         engine_module.device = types.SimpleNamespace(has_cuda=lambda: True)  # type: ignore[assignment]
         engine_module.JOIN_SHARE = 4
-
-    class LongSteps(DecodeLoopEngine):
-        _only_decodes = False
 
     engine, _, _ = make_engine(**sizes)
     found, inner, context = [], engine.engine, engine.context
@@ -108,7 +95,8 @@ def steps(rank, only_long: bool, join_together: bool = False, requests: list | N
         return advance(tokens)
 
     wrapper.forward_pass_without_pipeline_parallel, context.advance_decode = counted, short
-    inner.__class__ = LongSteps if only_long else DecodeLoopEngine
+    if only_long:
+        take_long_steps(engine)
     return engine.generate(requests or make_requests(9, COUNT), (3,), SamplingSettings()), found
 
 

@@ -4,10 +4,7 @@ import pytest
 
 from tests.helpers.pages.combinations import RECURRENT
 from tests.helpers.rollout.engine_layouts import generate_in_layout
-from tests.helpers.rollout.engines import (
-    LIMIT,
-    on_device,
-)
+from tests.helpers.rollout.engines import LIMIT, on_device
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 

@@ -3,7 +3,15 @@
 import pytest
 
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.rollout.engines import NEVER, largest_gap, make_engine, make_requests, settings_of, texts
+from tests.helpers.rollout.engines import (
+    NEVER,
+    largest_gap,
+    make_engine,
+    make_requests,
+    settings_of,
+    take_long_steps,
+    texts,
+)
 from tests.helpers.worlds import run_world
 
 
@@ -24,9 +32,7 @@ def with_megatrons_bookkeeping(rank, is_own, limits):
 
     context._advance, engine.engine.async_step = watched, counted
     if not is_own:
-        from megarl.mcore.inference.decode_loop import DecodeLoopEngine
-
-        engine.engine.__class__ = type("LongSteps", (DecodeLoopEngine,), {"_only_decodes": False})
+        take_long_steps(engine)
     done = engine.generate(make_requests(), NEVER, settings_of())
     free, gap = context.kv_block_allocator.total_avail, largest_gap(model, make_requests(), done, 1.0)
     return texts(done), [c.logprobs for c in done], sum(moved), free, gap, len(theirs)

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megarl.mcore.inference.device_decode import DeviceDecode
+from megarl.mcore.moe import equal_rows
 from tests.helpers.models import reference_kernels
 from tests.helpers.pages.combinations import MAMBA, RECURRENT
 from tests.helpers.rollout.engines import (
@@ -50,8 +52,6 @@ def test_the_device_plans_what_the_host_plans(ranks, flags):
 
 
 def above_the_bound(rank):
-    from megarl.mcore.moe import equal_rows
-
     equal_rows.MAX_BYTES = 16 * 2 * 2 * 64 * 4  # 16 rows of two ranks, two experts a row
     return on_device(rank, generated, f"{EXPERTS} --expert-model-parallel-size 2")
 
@@ -65,8 +65,6 @@ def test_steps_of_more_rows_than_messages_hold_are_planned_by_the_host():
 
 def unequal_replicas(rank):
     """(this replica's completions, rows of each step that the device planned, how many requests it had in each)."""
-    from megarl.mcore.inference.device_decode import DeviceDecode
-
     reference_kernels.use_them()
     engine, _, _ = make_engine(f"--attention-backend varlen {EXPERTS} --expert-model-parallel-size 2")
     steps, real = [], DeviceDecode.run

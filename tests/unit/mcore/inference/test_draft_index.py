@@ -6,14 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.mcore.inference.draft_index import (
-    EVIDENCES,
-    KINDS,
-    MAX_CONTEXT,
-    NO_TOKEN,
-    DraftIndex,
-    DraftSequences,
-)
+from megarl.mcore.inference.draft_index import EVIDENCES, KINDS, MAX_CONTEXT, NO_TOKEN, DraftIndex, DraftSequences
 
 TEXTS = st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 3), min_size=1, max_size=40)), max_size=8)
 

@@ -7,10 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.mcore.inference.draft_index import (
-    MAX_DEPTH,
-    DraftIndex,
-)
+from megarl.mcore.inference.draft_index import MAX_DEPTH, DraftIndex
 from megarl.mcore.inference.drafter import PROBING, Drafter, StepCosts, worthwhile
 
 COSTS = StepCosts(step=1000, row=30, looking=60, looking_row=1, drafting=100, drafted_row=32)

@@ -6,8 +6,16 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from megarl.mcore.model.forward_pass import inference_mode, token_scores
 from tests.helpers.models.tiny_models import VOCAB, build
-from tests.helpers.rollout.engines import NEVER, make_requests, on_device, settings_of
+from tests.helpers.rollout.engines import (
+    NEVER,
+    assert_all_blocks_are_free,
+    engine_on,
+    make_requests,
+    on_device,
+    settings_of,
+)
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
@@ -37,32 +45,24 @@ def cut(text: str, stops) -> str:
     return text[: ends[0]] if ends else text
 
 
-def with_stops(rank, flags="", shape="llama", sampling=None, siblings=1, written=0, **settings):
+def with_stops(rank, flags="", shape="llama", sampling=None, siblings=1, written=0, speculative=False,
+               **settings):  # fmt: skip
     """(responses without stop strings, those with them, whether each has ended, stop strings)."""
-    from megarl.mcore.inference.engine import RolloutEngine
-
     model, _, place = build(flags, shape)
-    sampling, requests = settings_of(**(sampling or {})), make_requests(LIMIT)
-    requests = [replace(request, prompt=requests[i // siblings].prompt) for i, request in enumerate(requests)]
-    settings = {"buffer_gb": 0.005, "max_requests": 32, **settings}
-    speculative = settings.pop("speculative", False)
-    common = model, place.pg_collection, VOCAB, 48
-    plain = RolloutEngine(*common, **settings).generate(requests, NEVER, sampling)
+    sampling, requests = settings_of(**(sampling or {})), make_requests(LIMIT, siblings=siblings)
+    plain = engine_on(model, place, **settings).generate(requests, NEVER, sampling)
     # Strings of one to three tokens that some responses have.
     texts = [spelled(completion.tokens) for completion in plain]
     stops = tuple({texts[0][4:6], texts[1][9:12], texts[2][1:3], texts[3][-2:]})
-    engine = RolloutEngine(*common, **settings, speculative=speculative, stops=Letters(stops))
-    if speculative:
-        engine.drafter.costs = engine.drafter.costs._replace(looking=0.0, looking_row=0.0, drafting=0.0)
+    engine = engine_on(model, place, **settings, always_drafts=speculative, stops=Letters(stops))
     asked = [
         replace(r, prompt=r.prompt + c.tokens[:written], max_new_tokens=LIMIT - written, written=written)
         for r, c in zip(requests, plain, strict=True)
-    ]  # fmt: skip
+    ]
     is_open = [not any(stop in text[:written] for stop in stops) for text in texts]
     asked = [request for request, goes_on in zip(asked, is_open, strict=True) if goes_on]
     done = [engine.generate(asked, NEVER, sampling) for _ in range(1 + speculative)][-1]
-    blocks = engine.context.kv_block_allocator
-    assert blocks.total_avail == blocks.total_count - 1 or settings.get("prefix_caching")
+    assert_all_blocks_are_free(engine)
     found = [request.prompt[request.start :] + c.tokens for request, c in zip(asked, done, strict=True)]
     by_prompt = {(tuple(r.prompt), r.key): text for r, text in zip(requests, texts, strict=True)}
     expected = [by_prompt[tuple(r.prompt[: r.start]), r.key] for r in asked]
@@ -72,15 +72,8 @@ def with_stops(rank, flags="", shape="llama", sampling=None, siblings=1, written
             session.add(number, request)
         while len(session):
             others |= dict(session.step())
-    drafted = engine.take_decode_counts().accepted
-    return (
-        expected,
-        [spelled(x) for x in found],
-        [c.finished for c in done],
-        stops,
-        others == dict(enumerate(plain[:4])),
-        drafted,
-    )
+    is_same, drafted = others == dict(enumerate(plain[:4])), engine.take_decode_counts().accepted
+    return expected, [spelled(x) for x in found], [c.finished for c in done], stops, is_same, drafted
 
 
 @pytest.mark.parametrize(("ranks", "case"), [
@@ -133,50 +126,42 @@ class EndsWith:
         return (token,), (*place, token) == self.pair
 
 
-def walked(engine, request, end, sampling):
-    """The response by requests of one token each: (tokens, log-probs, whether it has ended)."""
-    rule, tokens, logprobs = Rule(), [], []
-    while len(tokens) < request.max_new_tokens:
-        forced = rule.forced(request.prompt, tokens)
-        if len(tokens) in forced:
-            tokens.append(FORCED[len(tokens) - BUDGET])
-            logprobs.append(0.0)
-            continue
-        one = replace(request, prompt=request.prompt + tokens, max_new_tokens=1)
-        (done,) = engine.generate([one], end, sampling)
-        tokens, logprobs = tokens + done.tokens, logprobs + done.logprobs
-        if done.finished:
-            return tokens, logprobs, True
-    return tokens, logprobs, False
+def walked(engine, requests, end, sampling):
+    """The responses by requests of one token each: [(tokens, log-probs, whether it has ended)]."""
+    found = [([], [], False) for _ in requests]
+    for _ in range(requests[0].max_new_tokens):
+        asked = []
+        for i, (tokens, logprobs, has_ended) in enumerate(found):
+            if not has_ended and len(tokens) in Rule().forced(requests[i].prompt, tokens):
+                found[i] = [*tokens, FORCED[len(tokens) - BUDGET]], [*logprobs, 0.0], False
+            elif not has_ended:
+                asked.append(i)
+        ones = [replace(requests[i], prompt=requests[i].prompt + found[i][0], max_new_tokens=1) for i in asked]
+        for i, one in zip(asked, engine.generate(ones, end, sampling), strict=True):
+            found[i] = found[i][0] + one.tokens, found[i][1] + one.logprobs, one.finished
+    return found
 
 
 def with_budget(rank, flags="", shape="llama", sampling=None, siblings=1, written=0, limit=LIMIT, end=NEVER, pair=None,
-                **settings):  # fmt: skip
+                speculative=False, **settings):  # fmt: skip
     """([(tokens, log-probs, whether it has ended)] of responses with the rule; the same token by token; of those that
     the rule does not reach, whether they are as without it; gap to training; accepted drafts)."""
-    from megarl.mcore.inference.engine import RolloutEngine
-
     model, _, place = build(flags, shape)
-    sampling, requests = settings_of(**(sampling or {})), make_requests(limit)
-    requests = [replace(request, prompt=requests[i // siblings].prompt) for i, request in enumerate(requests)]
-    settings, common = {"buffer_gb": 0.005, "max_requests": 32, **settings}, (model, place.pg_collection, VOCAB, 48)
-    stops = EndsWith(pair) if pair else None
-    plain = RolloutEngine(*common, buffer_gb=0.005, max_requests=32)
-    expected = [walked(plain, request, end, sampling) for request in requests]
+    sampling, requests = settings_of(**(sampling or {})), make_requests(limit, siblings=siblings)
+    plain = engine_on(model, place)
+    expected = walked(plain, requests, end, sampling)
     free = plain.generate(requests, end, sampling)
     pairs = zip(((c.tokens, c.logprobs, c.finished) for c in free), expected, strict=True)
     is_same = [one == other for one, other in pairs if not Rule().forced([], other[0])]
-    engine = RolloutEngine(*common, **settings, stops=stops)
-    if is_speculative := settings.get("speculative", False):
-        engine.drafter.costs = engine.drafter.costs._replace(looking=0.0, looking_row=0.0, drafting=0.0)
+    stops = EndsWith(pair) if pair else None
+    engine = engine_on(model, place, **settings, always_drafts=speculative, stops=stops)
     asked = [
-        replace(r, prompt=r.prompt + tokens[:written], max_new_tokens=limit - written, written=written,
-                thinking=Rule())
-        for r, (tokens, _, _) in zip(requests, expected, strict=True) if len(tokens) > written
-    ]  # fmt: skip
-    done = [engine.generate(asked, end, sampling) for _ in range(1 + is_speculative)][-1]
-    blocks = engine.context.kv_block_allocator
-    assert blocks.total_avail == blocks.total_count - 1 or settings.get("prefix_caching")
+        replace(r, prompt=r.prompt + tokens[:written], max_new_tokens=limit - written, written=written, thinking=Rule())
+        for r, (tokens, _, _) in zip(requests, expected, strict=True)
+        if len(tokens) > written
+    ]
+    done = [engine.generate(asked, end, sampling) for _ in range(1 + speculative)][-1]
+    assert_all_blocks_are_free(engine)
     found = [(c.tokens, c.logprobs, c.finished) for c in done]
     rest = [(tokens[written:], logprobs[written:], ended) for tokens, logprobs, ended in expected]
     gap = 0.0 if "pipeline" in flags else gap_of_chosen(model, asked, done, sampling.temperature)
@@ -185,8 +170,6 @@ def with_budget(rank, flags="", shape="llama", sampling=None, siblings=1, writte
 
 def gap_of_chosen(model, asked, done, temperature):
     """As `largest_gap`, of the tokens that the policy has chosen."""
-    from megarl.mcore.model.forward_pass import inference_mode, token_scores
-
     rows = [r.prompt + c.tokens for r, c in zip(asked, done, strict=True)]
     lengths = torch.tensor([len(row) for row in rows])
     with inference_mode(model):

@@ -11,9 +11,10 @@ from tests.helpers.worlds import run_world
 
 LIMIT = 3  # tokens of a response
 ONE_LAYER = "--num-layers 1"
+SMALL = f"{ONE_LAYER} --hidden-size 32 --num-attention-heads 2 --num-query-groups 1 --ffn-hidden-size 48"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32"
 CASES = {  # flags, shape of the model, sampling
-    "16 bits": (f"--fp16 --qk-layernorm {ONE_LAYER}", "llama", {"temperature": 0.7}),
+    "16 bits": (f"--fp16 --qk-layernorm {SMALL}", "llama", {"temperature": 0.7}),
     "experts": (f"{EXPERTS} --moe-router-dtype fp32 {ONE_LAYER}", "llama", {"top_k": 5}),
     "experts of two ranks": (
         f"{EXPERTS} --moe-router-dtype fp32 {ONE_LAYER} --expert-model-parallel-size 2", "llama", {}

@@ -4,12 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.algorithms.token_sampling import SamplingSettings
-from tests.helpers.worlds import run_world
+from megarl.mcore.inference.keyed_sampling import KeyedSampling
+from megarl.mcore.inference.reusable_blocks import ReusableBlocks
+from tests.helpers.worlds import on_each_rank
 
 BLOCKS, BLOCK, VOCAB, REQUESTS = 12, 16, 512, 4
 
@@ -42,24 +45,22 @@ def on_device(*shape: int) -> torch.Tensor:
 
 
 # Both run in a fork: autograd fails in processes forked after fake tensors were used.
-def cleared_blocks(rank) -> list[int]:
+@on_each_rank()
+def test_blocks_of_a_cache_on_the_device_are_cleared(rank):
     """Blocks of the host's allocator, cleared in a cache on the device."""
-    from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
-
-    from megarl.mcore.inference.recorded_routes import RoutedBlocks
-
     with FakeTensorMode(allow_non_fake_inputs=True), Host():
         memory = on_device(2, BLOCKS, BLOCK, 2, 8)
         context = SimpleNamespace(memory_buffer=memory, block_size_tokens=BLOCK)
-        blocks = RoutedBlocks(KVBlockAllocator(context, BLOCKS, 0), layers=(0, 1), topk=2)
+        blocks = ReusableBlocks(KVBlockAllocator(context, BLOCKS, 0), layers=(0, 1), topk=2)
         blocks.record(True)
-        return blocks.allocate_memory_blocks(3).tolist()
+        assert blocks.allocate_memory_blocks(3).tolist() == [8, 9, 10]
 
 
-def sampled(rank, settings: SamplingSettings, deterministic: bool):
-    """(device of the tokens, of their log-probs, devices of floating-point cumulative sums) of one decode step."""
-    from megarl.mcore.inference.keyed_sampling import KeyedSampling
-
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("settings", [SamplingSettings(1.1), SamplingSettings(top_k=5, top_p=0.9),
+                                      SamplingSettings(top_p=0.9), SamplingSettings(greedy=True)], ids=str)  # fmt: skip
+@on_each_rank()
+def test_a_step_samples_on_the_device_without_floating_point_cumulative_sums(rank, settings, deterministic):
     torch.use_deterministic_algorithms(deterministic)
     row = torch.arange(REQUESTS, dtype=torch.int32)
     context = SimpleNamespace(sampled_rows=lambda: (row, 2 * row))
@@ -67,15 +68,4 @@ def sampled(rank, settings: SamplingSettings, deterministic: bool):
     sampling.settings, sampling.keys = settings, torch.arange(REQUESTS)
     with FakeTensorMode(allow_non_fake_inputs=True), Host() as host:
         tokens = sampling.sample_kernel(on_device(REQUESTS, VOCAB), REQUESTS, context)
-        return tokens.device.type, sampling.log_probs(tokens).device.type, sorted(host.sums)
-
-
-def test_blocks_of_a_cache_on_the_device_are_cleared():
-    assert run_world(cleared_blocks, 1) == [[8, 9, 10]]
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("settings", [SamplingSettings(1.1), SamplingSettings(top_k=5, top_p=0.9),
-                                      SamplingSettings(top_p=0.9), SamplingSettings(greedy=True)], ids=str)  # fmt: skip
-def test_a_step_samples_on_the_device_without_floating_point_cumulative_sums(settings, deterministic):
-    assert run_world(sampled, 1, settings, deterministic) == [("cuda", "cuda", [])]
+        assert tokens.device.type == sampling.log_probs(tokens).device.type == "cuda" and not host.sums

@@ -5,26 +5,25 @@ import functools
 import pytest
 import torch
 
+from megarl.mcore.attention.backends import sdpa
+from megarl.mcore.inference.generation import GenerationRequest
 from megarl.mcore.kernels import native
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.models.tiny_models import VOCAB, build
 from tests.helpers.rollout.engines import (
     NEVER,
+    engine_on,
     generate_standard,
     largest_gap,
     make_engine,
     make_requests,
     settings_of,
+    standard,
     texts,
 )
 from tests.helpers.worlds import run_world
 
 LATENT, KEY = 16, 8  # channels of the tiny model
-
-
-@functools.cache
-def standard():
-    return run_world(generate_standard, 1, "", "latent")[0]
 
 
 def sizes(rank, flags: str):
@@ -43,18 +42,13 @@ def test_a_token_has_a_latent_and_a_key_in_each_layer_on_every_rank(ranks, flags
 
 def shared_prefixes(rank, **engine_settings):
     """(texts with these settings, gap, texts of an engine without), for prompts that begin alike."""
-    from megarl.mcore.inference.engine import RolloutEngine
-    from megarl.mcore.inference.generation import GenerationRequest
-
     model, _, place = build("", "latent")
     prompt = torch.randint(0, VOCAB, (36,), generator=torch.Generator().manual_seed(3)).tolist()
     prompts = [prompt[:n] + [n % VOCAB] for n in (35, 20, 35, 33, 17, 3, 34, 33, 16)]
     requests = [GenerationRequest(tokens, 100 + i, 12) for i, tokens in enumerate(prompts)]
     found = []
     for settings in ({}, engine_settings):
-        arguments = {"buffer_gb": 0.005, "max_requests": 32} | settings
-        engine = RolloutEngine(model, place.pg_collection, VOCAB, 48, **arguments)
-        found.append(engine.generate(requests, NEVER, settings_of()))
+        found.append(engine_on(model, place, **settings).generate(requests, NEVER, settings_of()))
     return texts(found[1]), largest_gap(model, requests, found[1], 1.0), texts(found[0])
 
 
@@ -70,8 +64,6 @@ def test_sharing_splitting_and_evicting_change_no_bit(engine_settings):
 
 def in_small_reads(rank, scratch, kernels):
     """Completions when each kernel call expands few latents, and rows of each call."""
-    from megarl.mcore.attention.backends import sdpa
-
     native.enable(kernels == "compiled")
     sdpa.SCRATCH_BYTES = scratch
     engine, model, _ = make_engine("", "latent")
@@ -85,27 +77,13 @@ def in_small_reads(rank, scratch, kernels):
 def test_expanded_latents_stay_within_the_scratch_memory(kernels):
     wide = 2 * 4 * 20 * 4  # bytes of a token's keys and values
     (small,), (large,) = (run_world(in_small_reads, 1, scratch, kernels) for scratch in (50 * wide, 2**23))
-    assert small[0] == large[0] == texts(standard()[0]) and max(small[1], large[1]) <= largest_gap_allowed()
+    assert small[0] == large[0] == texts(standard("latent")[0]) and max(small[1], large[1]) <= largest_gap_allowed()
     assert max(small[2]) <= 100 < max(large[2])  # PyTorch's operators pad keys to whole vectors
 
 
-def with_garbage(rank):
-    engine, _, _ = make_engine("", "latent")
-    engine.context.memory_buffer.fill_(float("nan"))
-    return texts(engine.generate(make_requests(), NEVER, settings_of()))
-
-
-def test_old_contents_do_not_matter():
-    assert run_world(with_garbage, 1)[0] == texts(standard()[0])
-
-
-def on_backend(rank, flags: str):
-    return generate_standard(rank, flags, "latent")
-
-
 def test_the_written_out_backend_agrees_with_itself():
-    ((completions, gap),) = run_world(on_backend, 1, "--attention-backend eager")
+    ((completions, gap),) = run_world(generate_standard, 1, "--attention-backend eager", "latent")
     assert gap <= largest_gap_allowed()
-    for found, expected in zip(completions, standard()[0], strict=True):
+    for found, expected in zip(completions, standard("latent")[0], strict=True):
         assert found.tokens == expected.tokens
         assert found.logprobs == pytest.approx(expected.logprobs, abs=5e-5)

@@ -7,8 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.helpers.models.tiny_models import VOCAB, build
-from tests.helpers.rollout.engines import NEVER, make_requests, settings_of
+from megarl.algorithms.token_sampling import uniforms
+from megarl.mcore.inference.drafter import FIRST_RATE, PREDICTED
+from megarl.mcore.model.forward_pass import inference_mode, run_chunk
+from megarl.mcore.model.prediction_layer import PredictionLayer
+from tests.helpers.models.tiny_models import build
+from tests.helpers.rollout.engines import (
+    NEVER,
+    are_same,
+    assert_all_blocks_are_free,
+    engine_on,
+    make_requests,
+    settings_of,
+)
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
@@ -18,12 +29,8 @@ TP2, EP2 = "--tensor-model-parallel-size 2", "--expert-model-parallel-size 2"
 
 
 def expected_guesses(model, layer, rows, draw) -> list[list[int]]:
-    """For each sequence and token, what the layer draws as the token after the next one, by one packed forward.
-
-    `draw`: (logits [T, V] of a sequence, its number) -> tokens [T].
-    """
-    from megarl.mcore.model.forward_pass import inference_mode, run_chunk
-
+    """For each sequence and token, what the layer draws as the token after the next one, by one packed forward. `draw`:
+    (logits [T, V] of a sequence, its number) -> tokens [T]."""
     tokens, lengths = torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows])
 
     def predict(hidden, output_layer, weight, targets, packing, of):
@@ -43,20 +50,13 @@ def expected_guesses(model, layer, rows, draw) -> list[list[int]]:
 def with_predictions(rank, flags="", shape="llama", end=NEVER, sampling=None, count=20, siblings=1, routes=False,
                      **settings):  # fmt: skip
     """(completions without drafts, with them, decode counts, compared guesses, those that differ)."""
-    from megarl.algorithms.token_sampling import uniforms
-    from megarl.mcore.inference.drafter import FIRST_RATE, PREDICTED
-    from megarl.mcore.inference.engine import RolloutEngine
-    from megarl.mcore.model.prediction_layer import PredictionLayer
-
     model, args, place = build(flags, shape)
     layer = PredictionLayer(args, place.pg_collection).requires_grad_(False)
-    sampling, requests = settings_of(**(sampling or {})), make_requests(LIMIT, count)
+    sampling, requests = settings_of(**(sampling or {})), make_requests(LIMIT, count, siblings)
     if args.expert_model_parallel_size > 1:  # the other replica ends first, and then computes for this one alone
         requests = [replace(request, max_new_tokens=LIMIT >> place.dp_rank) for request in requests]
-    requests = [replace(request, prompt=requests[i // siblings].prompt) for i, request in enumerate(requests)]
-    settings = {"buffer_gb": 0.005, "max_requests": 32, **settings}
-    plain = RolloutEngine(model, place.pg_collection, VOCAB, 48, **settings).generate(requests, end, sampling, routes)
-    engine = RolloutEngine(model, place.pg_collection, VOCAB, 48, **settings, speculative=True, prediction=layer)
+    plain = engine_on(model, place, **settings).generate(requests, end, sampling, routes)
+    engine = engine_on(model, place, **settings, speculative=True, prediction=layer)
     engine.drafter.costs = engine.drafter.costs._replace(drafting=0.0)  # drafts always pay
     drafts, guessed = engine.engine.prediction, []
     guess = drafts._guess
@@ -68,9 +68,7 @@ def with_predictions(rank, flags="", shape="llama", end=NEVER, sampling=None, co
 
     drafts._guess = spy
     done = engine.generate(requests, end, sampling, routes)
-    blocks = engine.context.kv_block_allocator
-    is_freed = blocks.total_avail == blocks.total_count - 1 or settings.get("prefix_caching")
-    assert is_freed, "blocks of rejected drafts were not freed"
+    assert_all_blocks_are_free(engine)  # also those of rejected drafts
     sequences = [request.prompt + found.tokens for request, found in zip(requests, plain, strict=True)]
 
     def draw(logits, number):
@@ -112,9 +110,6 @@ def with_predictions(rank, flags="", shape="llama", end=NEVER, sampling=None, co
 def test_predictions_change_no_bit_and_are_those_of_a_forward_over_the_text(ranks, case, is_exact):
     """Not `is_exact`: requests share rows, whose keys are those of the one that was read."""
     for plain, done, counts, guessed, wrong in run_world(functools.partial(with_predictions, **case), ranks):
-        assert done == plain
-        pairs = zip(done, plain, strict=True)  # routes are not compared by ==
-        assert all(ours.routes is theirs.routes is None or torch.equal(ours.routes, theirs.routes)
-                   for ours, theirs in pairs)  # fmt: skip
+        assert are_same(done, plain)
         assert 0 < counts.accepted < counts.drafted and guessed > 50
         assert wrong == [] or not is_exact

@@ -4,11 +4,19 @@ import functools
 
 import pytest
 import torch
+from megatron.core.transformer.moe.router_replay import RouterReplay
 
+from megarl.mcore.attention.packing import routed_tokens
+from megarl.mcore.inference.generation import GenerationRequest
+from megarl.mcore.model import forward_pass
+from megarl.mcore.model.gpt import build_frozen_model
+from megarl.mcore.moe.router import moe_layers_of, routers_of
+from megarl.mcore.moe.routes import Routing
+from megarl.roles.passes import forward_only
 from tests.helpers.models.tiny_models import VOCAB, build_stages, one_microbatch
-from tests.helpers.rollout.engines import NEVER, make_requests, settings_of
-from tests.helpers.tiers import by_default
-from tests.helpers.worlds import run_world
+from tests.helpers.rollout.engines import NEVER, are_same, engine_on, make_requests, settings_of, take_long_steps
+from tests.helpers.tiers import by_default, long
+from tests.helpers.worlds import on_each_rank, run_world
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 EP2, SP = "--expert-model-parallel-size 2", "--sequence-parallel"
@@ -22,34 +30,22 @@ LAYOUTS = {
     "ep2": (2, f"{MOE} {EP2}"),
     "tp2-ep2-sp": (4, f"{MOE} {TP2} {EP2} {SP}"),
 }
-MAX_LENGTH = 64
 CHUNKS = {"chunked_prefill": True, "step_tokens": 24, "max_requests": 8}
 SMALL = {"buffer_gb": 0.0004}  # 26 blocks of 16 tokens, for 12 requests of three and, later, four
 
 
 def requests_of(prompts: int, samples: int, limit: int = 12):
     """Requests for `samples` responses to each of some prompts of 40 and 32 tokens; a block of the cache has 16."""
-    from megarl.mcore.inference.generation import GenerationRequest
-
     ones = make_requests(limit, prompts * samples)
     begin = [(ones[i].prompt * 40)[: 40 - i % 2 * 8] for i in range(prompts)]
     return [GenerationRequest(begin[i // samples], one.key, limit) for i, one in enumerate(ones)]
 
 
-def engine_of(model, role_groups, buffer_gb=0.01, max_requests=32, **options):
-    from megarl.mcore.inference.engine import RolloutEngine
-
-    return RolloutEngine(model, role_groups.pg_collection, VOCAB, MAX_LENGTH, buffer_gb, max_requests, **options)
+engine_of = functools.partial(engine_on, max_length=64, buffer_gb=0.01)
 
 
 def trained_routes(stages, args, role_groups, requests, completions):
     """([R] positions, [R, L, k] routes) of the training forward over the responses, at this rank's tokens."""
-    from megarl.mcore.attention.packing import routed_tokens
-    from megarl.mcore.model import forward_pass
-    from megarl.mcore.moe.router import moe_layers_of
-    from megarl.mcore.moe.routes import Routing
-    from megarl.roles.passes import forward_only
-
     rows = [request.prompt + completion.tokens for request, completion in zip(requests, completions, strict=True)]
     ((part, places),) = one_microbatch(rows)
     seen = routed_tokens(part.lengths, role_groups.pg_collection, args.sequence_parallel)
@@ -70,13 +66,6 @@ def check_routes(stages, args, place, requests, completions):
         assert len(completion.routes) == len(request.prompt) + len(completion.tokens)
         assert (completion.routes[-1] == -1).all() and (completion.routes[:-1] >= 0).all()
         assert (completion.routes[:-1].diff(dim=-1) > 0).all(), "k experts, ascending"
-
-
-def same(one, other) -> bool:
-    return one == other and all(torch.equal(a.routes, b.routes) for a, b in zip(one, other, strict=True))
-
-
-# -- the engine's routes are the training forward's ----------------------------------------------------------------
 
 
 def generated(rank, flags: str):
@@ -100,21 +89,15 @@ def test_routes_are_those_of_the_training_forward(layout):
         assert layers == [(2, 3, 4)] * size
 
 
-def many_experts(rank):
+@on_each_rank()
+def test_more_than_256_experts_keep_their_ids(rank):
     stages, args, place = build_stages("--num-experts 300 --moe-router-topk 4 --num-layers 1 --hidden-size 16"
                                        " --ffn-hidden-size 16 --moe-ffn-hidden-size 16")  # fmt: skip
     requests = make_requests(limit=2, count=10)
     completions = engine_of(stages[0], place).generate(requests, NEVER, settings_of(temperature=1.2), True)
     check_routes(stages, args, place, requests, completions)
-    return torch.cat([completion.routes for completion in completions])
-
-
-def test_more_than_256_experts_keep_their_ids():
-    routes = run_world(many_experts, 1)[0]
+    routes = torch.cat([completion.routes for completion in completions])
     assert routes.dtype == torch.int16 and 256 <= routes.max() < 300 and len(routes.unique()) > 100
-
-
-# -- whatever the cache goes through -------------------------------------------------------------------------------
 
 
 def written_with(rank, options: dict):
@@ -135,22 +118,22 @@ def plainly_written():
 
 
 @pytest.mark.parametrize("options, went_through", [
-    ({"prefix_caching": True}, {"shared": 3 * (32 + 16 + 32)}),
-    (CHUNKS, {"step": 24}),
+    long(({"prefix_caching": True}, {"shared": 3 * (32 + 16 + 32)})),
+    long((CHUNKS, {"step": 24})),
     ({"prefix_caching": True, **CHUNKS}, {"shared": None, "step": 24}),
-    (SMALL, {"evicted": None}),
+    long((SMALL, {"evicted": None})),
     ({"prefix_caching": True, **SMALL}, {"shared": None, "evicted": None}),
     ({"chunked_prefill": True, "step_tokens": 64, **SMALL}, {"evicted": None, "step": 64}),
 ], ids=str)  # fmt: skip
 def test_responses_logprobs_and_routes_do_not_depend_on_the_cache(options, went_through):
     completions, record = run_world(written_with, 1, options)[0]
-    assert same(completions, plainly_written())
+    assert are_same(completions, plainly_written())
     for name, value in went_through.items():
         assert record[name] == value if value is not None else record[name] > 0, (name, record)
 
 
-def after_an_interruption(rank):
-    """Completions with changed weights, in an engine whose cache holds prefixes of the old ones, and in a fresh one."""
+@on_each_rank()
+def test_a_weight_sync_invalidates_cached_prefixes(rank):
     stages, args, place = build_stages(MOE)
     engine, requests = engine_of(stages[0], place, prefix_caching=True, **CHUNKS), requests_of(3, 4)
     sample, steps = engine.sampling.sample_kernel, []
@@ -172,12 +155,7 @@ def after_an_interruption(rank):
             parameter.mul_(1.1)
     after = engine.generate(requests, NEVER, settings_of(), True)
     check_routes(stages, args, place, requests, after)
-    return after, engine_of(stages[0], place).generate(requests, NEVER, settings_of(), True)
-
-
-def test_a_weight_sync_invalidates_cached_prefixes():
-    after, fresh = run_world(after_an_interruption, 1)[0]
-    assert same(after, fresh)
+    assert are_same(after, engine_of(stages[0], place).generate(requests, NEVER, settings_of(), True))
 
 
 def with_and_without_duplicates(rank, flags: str):
@@ -200,52 +178,35 @@ def with_and_without_duplicates(rank, flags: str):
 @pytest.mark.parametrize("size, flags", [(1, ""), (2, EP2)])
 def test_equal_prompts_of_a_step_are_computed_once_with_the_same_routes(size, flags):
     for (once, few), (each, all_rows) in run_world(with_and_without_duplicates, size, flags):
-        assert same(once, each) and few[1:] == all_rows[1:]
+        assert are_same(once, each) and few[1:] == all_rows[1:]
         assert (few[0], all_rows[0]) == ((112, 448) if size == 1 else (112, 224))
 
 
-def with_and_without_the_short_step(rank):
-    """[(completions, short steps)] of the same requests, with the engine's short decode step and without it."""
-    from megarl.mcore.inference.decode_loop import DecodeLoopEngine
-
-    class LongSteps(DecodeLoopEngine):
-        _only_decodes = False
-
+@on_each_rank()
+def test_short_decode_steps_record_the_same_routes(rank):
     stages, args, place = build_stages(MOE)
     engine, requests, found = engine_of(stages[0], place), requests_of(3, 4, limit=20), []
     advance = engine.context.advance_decode
-    for kind in (DecodeLoopEngine, LongSteps):
+    for takes_long in (False, True):
         short = []
+        if takes_long:
+            take_long_steps(engine)
         engine.context.advance_decode = lambda tokens, short=short: short.append(len(tokens)) or advance(tokens)
-        engine.engine.__class__ = kind
         completions = engine.generate(requests, (3,), settings_of(temperature=1.2), True)
         check_routes(stages, args, place, requests, completions)
         found.append((completions, len(short)))
-    return found
-
-
-def test_short_decode_steps_record_the_same_routes():
-    ((short, steps), (long, none)) = run_world(with_and_without_the_short_step, 1)[0]
-    assert same(short, long) and steps > 5 and none == 0
-
-
-# -- or loud -------------------------------------------------------------------------------------------------------
+    (short, steps), (every, none) = found
+    assert are_same(short, every) and steps > 5 and none == 0
 
 
 def assert_nothing_records(stages, engine):
-    from megatron.core.transformer.moe.router_replay import RouterReplay
-
-    from megarl.mcore.moe.router import routers_of
-
     assert RouterReplay.global_router_replay_instances == [] and not stages[0].config.moe_enable_routing_replay
     for router in routers_of(stages):
         assert router.router_replay.router_replay_action is None and router.router_replay.recorded_topk_idx is None
 
 
-def faults(rank):
-    """Messages of a generation whose routes are incomplete in one way after another; then one without a fault."""
-    from megarl.mcore.moe.router import routers_of
-
+@on_each_rank()
+def test_incomplete_routes_are_an_error(rank):
     stages, args, place = build_stages(MOE)
     engine, requests = engine_of(stages[0], place), make_requests(limit=3)
     recorder, blocks = routers_of(stages)[1].router_replay, engine.context.kv_block_allocator
@@ -265,11 +226,7 @@ def faults(rank):
         messages.append(str(raised.value))
         assert_nothing_records(stages, engine)
     check_routes(stages, args, place, requests, engine.generate(requests, NEVER, settings_of(temperature=1.2), True))
-    return messages
-
-
-def test_incomplete_routes_are_an_error():
-    off, short, *lost = run_world(faults, 1)[0]
+    off, short, *lost = messages
     for message in (off, short, *lost):
         assert message.startswith("rollout: ") and "MoE layers [2, 3, 4]" in message
     tokens = int(off.rsplit(" ", 1)[1])
@@ -281,10 +238,8 @@ def test_incomplete_routes_are_an_error():
         assert "has routes of" in message and 0 <= found < wanted and known in (None, found)
 
 
-def two_models(rank):
-    """Two models of one process generate alternately; neither records unless asked to."""
-    from megarl.mcore.model.gpt import build_frozen_model
-
+@on_each_rank()
+def test_two_models_of_a_process_record_separately(rank):
     stages, args, place = build_stages(MOE)
     args.seed += 1
     reference = build_frozen_model(args, VOCAB, place.pg_collection)
@@ -297,15 +252,12 @@ def two_models(rank):
             assert_nothing_records(other, its_engine)
         check_routes(model, args, place, requests, completions)
         routes.append(torch.cat([completion.routes for completion in completions]))
-    return routes
-
-
-def test_two_models_of_a_process_record_separately():
-    actor, reference, again, twice = run_world(two_models, 1)[0]
+    actor, reference, again, twice = routes
     assert torch.equal(actor, again) and torch.equal(reference, twice) and not torch.equal(actor, reference)
 
 
-def without_routes(rank):
+@on_each_rank()
+def test_nothing_is_recorded_unless_asked_for(rank):
     stages, _, place = build_stages(MOE)
     engine, requests = engine_of(stages[0], place), make_requests(limit=2)
     recorded = engine.generate(requests, NEVER, settings_of(), True)
@@ -319,8 +271,4 @@ def without_routes(rank):
     engine.sampling.sample_kernel = look
     plain = engine.generate(requests, NEVER, settings_of())
     assert seen and all(completion.routes is None for completion in plain)
-    return plain == recorded
-
-
-def test_nothing_is_recorded_unless_asked_for():
-    assert run_world(without_routes, 1) == [True]
+    assert plain == recorded

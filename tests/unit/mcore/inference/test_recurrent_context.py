@@ -3,21 +3,20 @@
 import functools
 
 import pytest
-import torch
 
+from megarl.mcore.inference.generation import GenerationRequest
+from megarl.mcore.inference.recurrent_context import StateSnapshots
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.models.tiny_models import VOCAB, build
-from tests.helpers.rollout.engines import NEVER, largest_gap, make_engine, make_requests, settings_of, texts
+from tests.helpers.models.tiny_models import build
+from tests.helpers.rollout.engines import NEVER, engine_on, largest_gap, make_engine, make_requests, settings_of, texts
 from tests.helpers.tiers import by_default
-from tests.helpers.worlds import run_world
+from tests.helpers.worlds import on_each_rank, run_world
 
 BLOCK = 16 * 2 * 2 * 16 * 4  # bytes of 16 tokens in one layer with keys and values
 
 
 def requests():
     """Ragged prompts, some of them equal, with random streams of their own."""
-    from megarl.mcore.inference.generation import GenerationRequest
-
     found = make_requests()
     return [*found, *(GenerationRequest(each.prompt, 100 + i, 12) for i, each in enumerate(found[:6]))]
 
@@ -29,14 +28,11 @@ def state_bytes(engine) -> int:
 
 def generated(rank, blocks: int | None = None, shape: str = "recurrent", **settings):
     """(texts, gap, what happened, texts of an engine with much memory); `blocks`: of the cache, beside the states."""
-    from megarl.mcore.inference.engine import RolloutEngine
-
     model, _, place = build("", shape)
-    arguments = {"max_requests": 32} | settings
-    probe = RolloutEngine(model, place.pg_collection, VOCAB, 48, 0.01, arguments["max_requests"])
+    probe = engine_on(model, place, buffer_gb=0.01, max_requests=settings.get("max_requests", 32))
     layers = sum(each is not None for each in probe.context._states)
     size = 0.01 if blocks is None else (layers * state_bytes(probe) + blocks * BLOCK) / 2**30
-    engine = RolloutEngine(model, place.pg_collection, VOCAB, 48, size, **arguments)
+    engine = engine_on(model, place, buffer_gb=size, **settings)
     for states in (each for each in engine.context._states if each is not None):
         for part in states:
             part.fill_(float("nan"))
@@ -78,27 +74,7 @@ def test_no_way_through_the_engine_changes_a_bit(case):
         assert seen["read"] > prompts  # some were evicted, and read again
 
 
-def after_an_update(rank):
-    """(gap before, gap after, whether texts differ): the weights change between two rollouts."""
-    engine, model, _ = make_engine("", "recurrent")
-    found = []
-    for _ in range(2):
-        completions = engine.generate(requests(), NEVER, settings_of())
-        found.append((largest_gap(model, requests(), completions, 1.0), texts(completions)))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.1)
-    return found[0][0], found[1][0], found[0][1] != found[1][1]
-
-
-def test_states_of_old_weights_are_not_read():
-    ((before, after, differ),) = run_world(after_an_update, 1)
-    assert max(before, after) <= largest_gap_allowed() and differ
-
-
 def test_the_snapshot_that_was_not_used_for_the_longest_time_goes_first():
-    from megarl.mcore.inference.recurrent_context import StateSnapshots
-
     kept = StateSnapshots(range(8, 11))
     assert [kept.take(block, ()) for block in (1, 2, 3)] == [8, 9, 10]
     assert kept.use(1) == 8 and kept.take(4, {9}) == 10  # the slot of 2 is pinned
@@ -110,16 +86,12 @@ def test_the_snapshot_that_was_not_used_for_the_longest_time_goes_first():
     assert len(kept) == 0 and kept.take(7, ()) == 8
 
 
-def sizes(rank):
-    """(shapes of the states of each layer, blocks, bytes of a block, bytes of the memory)."""
+@on_each_rank()
+def test_states_and_cache_share_the_buffer(rank):
     engine, _, _ = make_engine("--num-layers 4", "recurrent", buffer_gb=0.01, max_requests=8)
     context = engine.context
     shapes = [None if each is None else tuple(tuple(part.shape) for part in each) for each in context._states]
-    return shapes, context.kv_block_allocator.total_count, context.block_size_bytes, state_bytes(engine)
-
-
-def test_states_and_cache_share_the_buffer():
-    ((shapes, blocks, block_bytes, of_layer),) = run_world(sizes, 1)
+    blocks, block_bytes = context.kv_block_allocator.total_count, context.block_size_bytes
     assert shapes == [((8, 3, 160), (8, 4, 24, 16)), None, ((8, 3, 160), (8, 4, 24, 16)), None]
     assert block_bytes == 2 * BLOCK  # two of four layers have keys and values
-    assert blocks == (int(0.01 * 2**30) - 2 * of_layer) // block_bytes
+    assert blocks == (int(0.01 * 2**30) - 2 * state_bytes(engine)) // block_bytes

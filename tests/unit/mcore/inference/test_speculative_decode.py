@@ -4,14 +4,26 @@ import functools
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from megarl.mcore.inference.device_decode import DeviceDecode
+from megarl.mcore.inference.draft_index import MAX_CONTEXT
+from megarl.mcore.inference.drafter import Drafter, Drafts, StepCosts
+from megarl.mcore.inference.speculative_decode import SpeculativeEngine, costs_of, parameters_of_a_token
 from tests.helpers.models import reference_kernels
 from tests.helpers.models.tiny_models import VOCAB, build
-from tests.helpers.rollout.engines import NEVER, make_requests, settings_of
+from tests.helpers.rollout.engines import (
+    NEVER,
+    are_same,
+    assert_all_blocks_are_free,
+    engine_on,
+    make_requests,
+    settings_of,
+)
 from tests.helpers.tiers import long
-from tests.helpers.worlds import run_world
+from tests.helpers.worlds import on_each_rank, run_world
 
 LONG = 23  # new tokens: two to four blocks of 16 with the prompt
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"
@@ -21,10 +33,6 @@ WINDOW = "--window-size 20,0 --window-attn-skip-freq 2"
 
 def scripted_drafter(answers, kind: str):
     """A drafter that knows the answers, token lists by request: its drafts are right, wrong, random or mixed."""
-    import numpy as np
-
-    from megarl.mcore.inference.draft_index import MAX_CONTEXT
-    from megarl.mcore.inference.drafter import Drafter, Drafts, StepCosts
 
     class Scripted(Drafter):
         def __init__(self):
@@ -66,24 +74,18 @@ def scripted_drafter(answers, kind: str):
 def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, count=20, limit=LONG, routes=False,
                      siblings=1, **settings):  # fmt: skip
     """(completions without drafts, {kind of drafts: (completions, decode counts)})."""
-    from megarl.mcore.inference.engine import RolloutEngine
-
     model, _, place = build(flags, shape)
-    requests, sampling = make_requests(limit, count), settings_of(**(sampling or {}))
+    requests, sampling = make_requests(limit, count, siblings), settings_of(**(sampling or {}))
     if "--expert-model" in flags:  # the other replica ends first, and then computes for this one alone
         requests = [replace(request, max_new_tokens=limit >> place.dp_rank) for request in requests]
-    requests = [replace(request, prompt=requests[i // siblings].prompt) for i, request in enumerate(requests)]
-    settings = {"buffer_gb": 0.005, "max_requests": 32, **settings}
-    plain = RolloutEngine(model, place.pg_collection, VOCAB, 48, **settings).generate(requests, end, sampling, routes)
-    engine = RolloutEngine(model, place.pg_collection, VOCAB, 48, **settings, speculative=True)
-    found, own = {}, engine.drafter
-    own.costs = own.costs._replace(looking=0.0, looking_row=0.0, drafting=0.0)  # drafts always pay
+    plain = engine_on(model, place, **settings).generate(requests, end, sampling, routes)
+    engine, found = engine_on(model, place, **settings, always_drafts=True), {}
+    own = engine.drafter
     answers = [request.prompt + completion.tokens for request, completion in zip(requests, plain, strict=True)]
     for kind in ("right", "wrong", "random", "mixed", "first", "again"):
         engine.drafter = engine.engine.drafter = own if kind in ("first", "again") else scripted_drafter(answers, kind)
         done = engine.generate(requests, end, sampling, routes)
-        blocks = engine.context.kv_block_allocator
-        assert blocks.total_avail == blocks.total_count - 1, "blocks of rejected drafts were not freed"
+        assert_all_blocks_are_free(engine)  # also those of rejected drafts
         found[kind] = done, engine.take_decode_counts()
     return plain, found
 
@@ -91,7 +93,7 @@ def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, co
 @pytest.mark.parametrize(("ranks", "case"), [
     long((1, {})),
     long((1, {"end": (3, 5, 11)})),
-    (1, {"end": (3,), "max_requests": 4, "sampling": {"temperature": 0.7, "top_k": 5}}),
+    (1, {"end": (3,), "max_requests": 4, "count": 10, "sampling": {"temperature": 0.7, "top_k": 5}}),
     long((1, {"end": (3,), "buffer_gb": 0.0001, "max_requests": 6})),
     long((1, {"shape": "gpt2", "sampling": {"greedy": True}})),
     long((1, {"siblings": 5, "sampling": {"greedy": True}, "end": (3,)})),
@@ -116,17 +118,14 @@ def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, co
     long((1, {"flags": EXPERTS, "end": (3,), "routes": True})),
     long((2, {"flags": "--tensor-model-parallel-size 2", "end": (3,)})),
     long((2, {"flags": "--tensor-model-parallel-size 2 --sequence-parallel", "end": (3,), "count": 5})),
-    (2, {"flags": f"{EXPERTS} --expert-model-parallel-size 2", "end": (3,), "routes": True}),
+    (2, {"flags": f"{EXPERTS} --expert-model-parallel-size 2", "end": (3,), "routes": True, "count": 10}),
     long((2, {"flags": f"{EXPERTS} --expert-model-parallel-size 2", "shape": "recurrent", "buffer_gb": 0.004,
               "end": (3,)})),
 ], ids=str)  # fmt: skip
 def test_drafts_change_no_bit(ranks, case):
     for plain, found in run_world(functools.partial(with_and_without, **case), ranks):
         for kind, (done, counts) in found.items():
-            assert done == plain, kind
-            pairs = zip(done, plain, strict=True)  # routes are not compared by ==
-            assert all(ours.routes is theirs.routes is None or torch.equal(ours.routes, theirs.routes)
-                       for ours, theirs in pairs)  # fmt: skip
+            assert are_same(done, plain), kind
             assert counts.drafted > 0 or kind == "first"
         assert found["wrong"][1].accepted == 0 < found["mixed"][1].accepted
         assert found["again"][1].steps <= found["wrong"][1].steps
@@ -134,8 +133,6 @@ def test_drafts_change_no_bit(ranks, case):
 
 def planned_on_the_device(rank, flags="", **case):
     """As `with_and_without`; rows of the steps with drafts that the device planned, those of drafts among them."""
-    from megarl.mcore.inference.device_decode import DeviceDecode
-
     reference_kernels.use_them()
     drafted, run = [], DeviceDecode.run
 
@@ -165,10 +162,9 @@ def test_the_device_plans_steps_with_drafts(ranks, case):
         assert found["wrong"][1].accepted == 0 < found["mixed"][1].accepted
 
 
-def on_devices_that_share_experts(rank):
-    """Counts of decode steps that the device plans for replicas with the same experts, whose drafts would be right."""
-    from megarl.mcore.inference.engine import RolloutEngine
-    from megarl.mcore.inference.speculative_decode import SpeculativeEngine
+@on_each_rank(2)
+def test_replicas_that_share_experts_draft_nothing_in_steps_that_the_device_plans(rank):
+    """They have agreed on a number of rows. All drafts would be right."""
 
     def failed(*_):
         raise AssertionError("drafts in a step of agreed rows")  # for which the other replica would wait
@@ -176,20 +172,14 @@ def on_devices_that_share_experts(rank):
     reference_kernels.use_them()
     SpeculativeEngine._step_with_drafts = failed  # type: ignore[method-assign]
     model, _, place = build(f"{EXPERTS} --expert-model-parallel-size 2 --attention-backend varlen", "llama")
-    requests, how = make_requests(8)[:3], (model, place.pg_collection, VOCAB, 48)
-    settings = {"buffer_gb": 0.005, "max_requests": 32}
-    plain = RolloutEngine(*how, **settings).generate(requests, NEVER, settings_of())
-    engine = RolloutEngine(*how, **settings, speculative=True)
+    requests = make_requests(8)[:3]
+    plain = engine_on(model, place).generate(requests, NEVER, settings_of())
+    engine = engine_on(model, place, speculative=True)
     answers = [request.prompt + completion.tokens for request, completion in zip(requests, plain, strict=True)]
     engine.drafter = engine.engine.drafter = scripted_drafter(answers, "right")
     assert [c.tokens for c in engine.generate(requests, NEVER, settings_of())] == [c.tokens for c in plain]
-    return engine.take_decode_counts()
-
-
-def test_replicas_that_share_experts_draft_nothing_in_steps_that_the_device_plans():
-    """They have agreed on a number of rows."""
-    for counts in run_world(on_devices_that_share_experts, 2):
-        assert counts.steps == 7 and counts.drafted == 0
+    counts = engine.take_decode_counts()
+    assert counts.steps == 7 and counts.drafted == 0
 
 
 def test_right_drafts_need_one_step():
@@ -202,8 +192,6 @@ def test_right_drafts_need_one_step():
 
 
 def costs(rank, flags):
-    from megarl.mcore.inference.speculative_decode import costs_of, parameters_of_a_token
-
     model, _, place = build(flags, "llama")
     torch.set_num_threads(1 + rank)
     whole = sum(parameter.numel() for parameter in model.parameters())

@@ -18,12 +18,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton's assemb
 
 
 def printed(what: str, tmp_path, module: str = "compiled_kernels"):
-    """What a module of `tests.helpers` prints."""
+    """What a module of `tests.helpers.models` prints."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-W", "ignore", "-m", f"tests.helpers.{module}", what]
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.helpers.models.{module}", what]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

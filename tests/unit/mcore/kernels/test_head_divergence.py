@@ -10,13 +10,7 @@ from torch.nn.functional import kl_div
 from megarl.algorithms.divergence import DIVERGENCES, JSD, Divergence
 from megarl.mcore.kernels import head_divergence as kernel
 from megarl.mcore.kernels.head import HeadOptions
-from megarl.mcore.kernels.head_divergence import (
-    DistillScores,
-    TaughtRows,
-    TeacherHead,
-    head_divergence,
-    heads_divergence,
-)
+from megarl.mcore.kernels.head_divergence import DistillScores, TaughtRows, TeacherHead, head_divergence
 from tests.helpers.models.output_heads import cut_chunks
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
@@ -88,7 +82,8 @@ def of_kernel(case, rank, size, sequence_parallel=False, indices=None):
         case["teacher"].chunk(size)[rank], case["temperatures"][1], case["softcaps"][1], case["divergence"]
     )
     options = options_of(case, sequence_parallel)
-    scores = head_divergence(hidden, share, case["states"], teacher, case["targets"], options, indices)
+    taught = [TaughtRows(None, case["states"], teacher)]
+    scores = head_divergence(hidden, share, taught, case["targets"], options, indices)
     return scores, torch.autograd.grad((scores.divergence * case["upstream"]).sum(), (hidden, share))
 
 
@@ -142,16 +137,9 @@ def extremes(rank):
     """Whether everything stays finite where one distribution has no mass for what the other is certain of."""
     size, found = dist.get_world_size(), []
     for divergence in DIVERGENCES:
-        case = draw(0) | {
-            "hidden": torch.eye(4) * 1e4,
-            "states": -torch.eye(4) * 1e4,
-            "vocab": 5,
-            "softcaps": (None, None),
-        }
-        case |= {
-            "weight": torch.randn(8, 4, generator=torch.Generator().manual_seed(1)),
-            "divergence": Divergence(divergence),
-        }
+        case = draw(0) | {"hidden": torch.eye(4) * 1e4, "states": -torch.eye(4) * 1e4, "vocab": 5}
+        weight = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+        case |= {"weight": weight, "divergence": Divergence(divergence), "softcaps": (None, None)}
         case |= {"teacher": case["weight"], "targets": torch.arange(4), "upstream": torch.full((4,), 2.0**20)}
         scores, gradients = of_kernel(case, rank, size)
         found += [bool(x.isfinite().all()) for x in (*scores, *gradients)]
@@ -188,17 +176,6 @@ def test_some_tokens_and_split_tokens():
     assert run_world(parts, 2) == [True, True]
 
 
-def wrong_sizes(rank):
-    with pytest.raises(ValueError, match="of the teacher's states"):
-        case = draw(6)
-        of_kernel(case | {"states": case["states"][1:]}, rank, 1)
-    return True
-
-
-def test_wrong_sizes_are_rejected():
-    assert run_world(wrong_sizes, 1) == [True]
-
-
 def several(rank, dtype):
     """(whether the scores are those of each teacher alone, the largest relative difference of a gradient)."""
     size, same, worst = dist.get_world_size(), True, 0.0
@@ -213,11 +190,7 @@ def several(rank, dtype):
         names = ("hidden", "weight", "states", "teacher", "upstream")
         cases = [each | {name: each[name].to(dtype) for name in names} for each in (case, case | other, case)]
         is_first = torch.rand(tokens, generator=generator) < (number + 1) / 40
-        rows = [
-            is_first.nonzero().flatten(),
-            (~is_first).nonzero().flatten().flip(0),
-            torch.arange(0),
-        ]  # the last: none
+        rows = [is_first.nonzero().flatten(), (~is_first).nonzero().flatten().flip(0), torch.arange(0)]
         found, gradients = of_several(cases, rows, rank, size, is_split)
         sums = [torch.zeros_like(gradient) for gradient in gradients]
         for each, own in zip(cases[:2], rows, strict=False):
@@ -242,7 +215,7 @@ def of_several(cases, rows, rank, size, sequence_parallel):
         ))
         for each, at in zip(cases, rows, strict=True)
     ]  # fmt: skip
-    scores = heads_divergence(hidden, share, taught, case["targets"], options_of(case, sequence_parallel))
+    scores = head_divergence(hidden, share, taught, case["targets"], options_of(case, sequence_parallel))
     return scores, torch.autograd.grad((scores.divergence * case["upstream"]).sum(), (hidden, share))
 
 
@@ -252,12 +225,14 @@ def test_each_of_several_teachers_gives_its_tokens_what_it_gives_alone(size, dty
         assert same and worst <= tolerance
 
 
-def missing_rows(rank):
+def wrong_sizes(rank):
     case = draw(6)
+    with pytest.raises(ValueError, match="of the teacher's states"):
+        of_kernel(case | {"states": case["states"][1:]}, rank, 1)
     with pytest.raises(ValueError, match="but teachers for"):
         of_several([case], [torch.arange(2)], rank, 1, False)
     return True
 
 
-def test_every_token_needs_a_teacher():
-    assert run_world(missing_rows, 1) == [True]
+def test_wrong_sizes_and_tokens_without_a_teacher_are_rejected():
+    assert run_world(wrong_sizes, 1) == [True]

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from megarl.mcore.kernels import native
+from megarl.mcore.kernels.linear import weight_gradient
 from megarl.mcore.kernels.native import build
 from tests.helpers.worlds import run_world
 
@@ -37,21 +38,21 @@ def assert_fits(found: torch.Tensor, wanted: torch.Tensor, terms: int = 1):
 def test_products_equal_exact_ones_and_each_row_has_its_own_bits(inner, columns):
     x, weight, bias = torch.randn(193, inner), torch.randn(columns, inner), torch.randn(columns)
     packed = native.ops.pack_weight(weight)
-    found = native.ops.packed_linear(x, packed, columns, bias)
+    found = native.ops.linear(x, weight, packed, bias)
     assert_fits(found, functional.linear(x.double(), weight.double(), bias.double()), inner)
-    assert torch.equal(native.ops.linear(x, weight, bias), found)  # without a packed copy
-    assert torch.equal(native.ops.linear(x, weight.t().contiguous().t(), bias), found)  # in other strides
+    assert torch.equal(native.ops.linear(x, weight, None, bias), found)
+    assert torch.equal(native.ops.linear(x, weight.t().contiguous().t(), None, bias), found)  # in other strides
     for rows in ROWS:
-        assert torch.equal(native.ops.packed_linear(x[:rows], packed, columns, bias), found[:rows])
-        assert torch.equal(native.ops.linear(x[-rows:].clone(), weight, bias), found[-rows:])
+        assert torch.equal(native.ops.linear(x[:rows], weight, packed, bias), found[:rows])
+        assert torch.equal(native.ops.linear(x[-rows:].clone(), weight, None, bias), found[-rows:])
 
 
 def test_a_long_inner_size_is_summed_in_one_order():
     x, weight, bias = torch.randn(9, 3000), torch.randn(70, 3000), torch.randn(70)  # several blocks
     packed = native.ops.pack_weight(weight)
-    found = native.ops.packed_linear(x, packed, 70, bias)
-    assert torch.equal(native.ops.linear(x, weight, bias), found)
-    assert torch.equal(native.ops.packed_linear(x[4:5].clone(), packed, 70, bias), found[4:5])
+    found = native.ops.linear(x, weight, packed, bias)
+    assert torch.equal(native.ops.linear(x, weight, None, bias), found)
+    assert torch.equal(native.ops.linear(x[4:5].clone(), weight, packed, bias), found[4:5])
     assert_fits(found, functional.linear(x.double(), weight.double(), bias.double()), 3000)
 
 
@@ -59,14 +60,14 @@ def test_a_long_inner_size_is_summed_in_one_order():
 def test_weight_gradients_equal_exact_ones_and_add_up(tokens):
     grad, x = torch.randn(tokens, 2 * 37)[:, ::2], torch.randn(tokens, 70)
     wanted = grad.double().t() @ x.double()
-    found = native.ops.weight_gradient(grad, x)
+    found = weight_gradient(grad, x)
     assert_fits(found, wanted, tokens)
     native.ops.add_weight_gradient(found, grad, x)
     assert_fits(found, 2 * wanted, tokens)
 
 
 def test_a_weight_gradient_of_no_tokens_is_zero():
-    assert native.ops.weight_gradient(torch.randn(0, 3), torch.randn(0, 5)).tolist() == [[0.0] * 5] * 3
+    assert weight_gradient(torch.randn(0, 3), torch.randn(0, 5)).tolist() == [[0.0] * 5] * 3
 
 
 # -- rows --------------------------------------------------------------------------------------------------------
@@ -170,9 +171,9 @@ def results(threads):
         heads[2], *heads, indices, indices, None, real, attended, sums, *scores, *grads
     )
     return [
-        *(native.ops.linear(x, w, None) for w in (weight, weight[:40])),
-        native.ops.weight_gradient(native.ops.linear(x, weight, None), x),
-        native.ops.linear(few[:4], weight, None),
+        *(native.ops.linear(x, w, None, None) for w in (weight, weight[:40])),
+        weight_gradient(native.ops.linear(x, weight, None, None), x),
+        native.ops.linear(few[:4], weight, None, None),
         *native.ops.rms_norm(x.repeat(9, 1), few[0], 1e-5),
         native.ops.swiglu(x.repeat(9, 1)),
         *native.ops.sample(logits, 1.0, 3000, 1, numbers),

@@ -158,17 +158,3 @@ def apart(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_separate_factors_equal_merged_ones():
     ((found, expected),) = run_world(apart, 1)
     assert_close(found, expected, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("rank", [1, 2, 3, 8, 16, 64])
-@pytest.mark.parametrize("shape", [(64, 48), (96, 576), (1536, 64)])
-def test_the_merged_weight_does_not_depend_on_the_split(rank, shape):
-    """`AdaptedLinear.change` splits the rows of a product: each part must have the bits of the whole."""
-    from megarl.mcore.kernels.linear import matmul
-
-    rows, columns = shape
-    b, a = draw("b", rows, rank), draw("a", rank, columns)
-    whole = matmul(b, a.t().contiguous())
-    for parts in (2, 4, 8):
-        split = torch.cat([matmul(part.contiguous(), a.t().contiguous()) for part in b.chunk(parts)])
-        assert torch.equal(split, whole), parts

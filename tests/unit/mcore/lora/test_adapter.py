@@ -66,16 +66,12 @@ RECURRENT_LAYOUTS = {
     "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
 }
 MAMBA_MOE = f"{MOE} --moe-layer-freq 1 --hybrid-layer-pattern ME*M --moe-latent-size 40"
-MAMBA_LAYOUTS = {
-    "tp2-sp": (2, DENSE, f"{TP2} {SP}"),
-    "tp2-one-group": (2, ONE_GROUP, TP2),
-    "pp2-vp2": (2, DENSE, f"{PP2} {VP2}"),
-    "dp2": (2, DENSE, ""),
-    "cp2-recompute": (2, DENSE, f"{CP2} {RECOMPUTE}"),
-    "fsdp2": (2, DENSE, FSDP),
-    "tp2-sp-fsdp2": (4, DENSE, f"{TP2} {SP} {FSDP}"),
-    "tp2-ep2-sp": (4, MAMBA_MOE, f"{TP2} {SP} {EP2}"),
-}
+MAMBA_LAYOUTS = RECURRENT_LAYOUTS | {"dp2": (2, DENSE, ""), "tp2-ep2-sp": (4, MAMBA_MOE, f"{TP2} {SP} {EP2}")}
+MODELS = {  # its layouts, and projections of all its layers
+    "llama": (LAYOUTS, 4 * 7), "latent": (LATENT_LAYOUTS, 4 * 8), "mamba": (MAMBA_LAYOUTS, 2 * 2 + 4 + 2),
+    "recurrent": (RECURRENT_LAYOUTS, 2 * (7 + 3) + 2 * (4 + 3)),
+}  # fmt: skip
+ROWS = [(model, layout) for model, (layouts, _) in MODELS.items() for layout in layouts]
 SPACE_PARTS = ("z", "x", "B", "C", "dt")  # of the gradient of Mamba-2's first projection
 PARTS = {"in_proj_q": "query", "in_proj_k": "key", "in_proj_v": "value", "in_proj_z": "z", "in_proj_b": "beta",
          "in_proj_a": "alpha"}  # fmt: skip  # of the gradient of a gated delta net's first projection
@@ -145,28 +141,13 @@ def expected_gradients(factors: dict, gradients: dict, shape: str) -> dict:
     return found
 
 
-@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("tp2-sp", "pp2-vp2", "ep2")))
-def test_gradients_equal_those_of_the_dense_computation(layout):
-    check_gradients(*LAYOUTS[layout], "llama", 4 * 7)
+FIRST = [*((model, "tp2-sp") for model in MODELS), ("llama", "pp2-vp2"), ("llama", "ep2")]
 
 
-@pytest.mark.parametrize("layout", by_default(LATENT_LAYOUTS, ("tp2-sp",)))
-def test_gradients_of_latent_attention_equal_those_of_the_dense_computation(layout):
-    check_gradients(*LATENT_LAYOUTS[layout], "latent", 4 * 8)
-
-
-@pytest.mark.parametrize("layout", by_default(RECURRENT_LAYOUTS, ("tp2-sp",)))
-def test_gradients_of_gated_delta_nets_equal_those_of_the_dense_computation(layout):
-    check_gradients(*RECURRENT_LAYOUTS[layout], "recurrent", 2 * (7 + 3) + 2 * (4 + 3))
-
-
-@pytest.mark.parametrize("layout", by_default(MAMBA_LAYOUTS, ("tp2-sp",)))
-def test_gradients_of_mamba_equal_those_of_the_dense_computation(layout):
-    check_gradients(*MAMBA_LAYOUTS[layout], "mamba", 2 * 2 + 4 + 2)
-
-
-def check_gradients(size: int, shape: str, flags: str, model_shape: str, projections: int):
-    """`projections`: of all layers."""
+@pytest.mark.parametrize("model_shape, layout", by_default(ROWS, FIRST))
+def test_gradients_equal_those_of_the_dense_computation(model_shape, layout):
+    layouts, projections = MODELS[model_shape]
+    size, shape, flags = layouts[layout]
     (one_weights, one_factors, _, _, one_norm), (dense_loss, gradients) = of_one_rank(shape, model_shape)
     expected = expected_gradients(one_factors, gradients, model_shape)
     for weights, factors, found, loss, norm in run_world(low_rank, size, f"{shape} {flags}", model_shape):
@@ -217,30 +198,13 @@ def test_only_the_factors_and_a_scalar_head_change(flags, value_head):
     assert all(trained[key].any() for key in trained if value_head is False)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    by_default(
-        ["tp2-sp", "pp2-vp2", "dp2", "tp2-ep2-sp", "fsdp3", "fsdp2-moe", "tp4-sp-one-group", "tp2-sp-fsdp2-one-group"],
-        ["fsdp2-moe"],
-    ),
-)
-def test_updates_do_not_depend_on_the_layout(layout):
-    check_updates(*LAYOUTS[layout], "llama")
+UPDATED = "tp2-sp pp2-vp2 dp2 tp2-ep2-sp fsdp3 fsdp2-moe tp4-sp-one-group tp2-sp-fsdp2-one-group".split()
+UPDATES = [row for row in ROWS if row[0] in ("recurrent", "mamba") or row[0] == "llama" and row[1] in UPDATED]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("layout", RECURRENT_LAYOUTS)
-def test_updates_of_gated_delta_nets_do_not_depend_on_the_layout(layout):
-    check_updates(*RECURRENT_LAYOUTS[layout], "recurrent")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("layout", MAMBA_LAYOUTS)
-def test_updates_of_mamba_do_not_depend_on_the_layout(layout):
-    check_updates(*MAMBA_LAYOUTS[layout], "mamba")
-
-
-def check_updates(size: int, shape: str, flags: str, model_shape: str):
+@pytest.mark.parametrize("model_shape, layout", by_default(UPDATES, [("llama", "fsdp2-moe")]))
+def test_updates_do_not_depend_on_the_layout(model_shape, layout):
+    size, shape, flags = MODELS[model_shape][0][layout]
     options = "" if FSDP in flags else "--use-distributed-optimizer"
     ((_, _, one_merged, one_trained),) = run_world(several_updates, 1, f"{shape} {options}", False, model_shape)
     found = run_world(several_updates, size, f"{shape} {flags} {options}", False, model_shape)

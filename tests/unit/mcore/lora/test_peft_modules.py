@@ -1,9 +1,15 @@
 """Factors of separate projections in a module that fuses them, and back."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from megarl.mcore.lora.peft_files import read_adapter
 from megarl.mcore.lora.peft_modules import Member, PeftModule, fuse, unfuse
+from tests.helpers.folders import hf_folders
+from tests.helpers.folders.hf_layouts import role_of
 
 EXPERTS = 3
 OUTPUTS = {  # rows of the module's output that are those of its two projections
@@ -57,3 +63,26 @@ def test_projections_without_factors_get_none():
     assert fuse(module, {}, 2) is None
     a, b = fuse(module, {"b.lora_A": drawn(2, 5), "b.lora_B": drawn(2, 2)}, 2)
     assert not b[:4].any() and unfuse(module, a, b).keys() == {"b.lora_A", "b.lora_B"}
+
+
+def test_names_of_a_folder_with_fused_projections_are_read(tmp_path):
+    """The own code of Sarvam 30B has one module for queries, keys and values; transformers has three."""
+    generator = torch.Generator().manual_seed(5)
+    role = role_of(hf_folders.write_folder("sarvam_moe", tmp_path / "model"), "", 1, False)
+    shapes = hf_folders.reference("sarvam_moe").tensors
+    rows, columns = next(each.shape for each in shapes if each.name.endswith("0.attention.query_key_value.weight"))
+    config = hf_folders.reference("sarvam_moe").config
+    sizes = [config[f"num_{heads}_heads"] * config["head_dim"] for heads in ("attention", *["key_value"] * 2)]
+    assert sum(sizes) == rows
+    a, b = torch.randn(4, columns, generator=generator), torch.randn(rows, 4, generator=generator)
+    plain = {f"self_attn.{x}_proj": part for x, part in zip("qkv", b.split(sizes), strict=True)}
+    found, layer = [], "base_model.model.model.layers.0."
+    for modules in (plain, {"attention.query_key_value": b}):
+        tensors = {f"{layer}{name}.lora_A.weight": a.clone() for name in modules}
+        tensors |= {f"{layer}{name}.lora_B.weight": part.clone() for name, part in modules.items()}
+        save_file(tensors, tmp_path / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        found.append(read_adapter(str(tmp_path), role.megatron, role.hf_model.family).factors)
+    assert len(found[0]) == 6 and found[0].keys() == found[1].keys()
+    assert all(torch.equal(factor, found[1][key]) for key, factor in found[0].items())

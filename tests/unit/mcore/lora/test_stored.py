@@ -5,13 +5,7 @@ import torch
 
 from tests.helpers.checkpoints import save_state
 from tests.helpers.models.layouts import CP2, DENSE, EP2, MOE, ONE_GROUP, PP2, SP, TP2, TP4, VP2
-from tests.helpers.models.lora_models import (
-    LORA,
-    stored_tensors,
-    trainable,
-    trained_state,
-    update_once,
-)
+from tests.helpers.models.lora_models import LORA, stored_tensors, trainable, trained_state, update_once
 from tests.helpers.models.updates import whole_weights
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world

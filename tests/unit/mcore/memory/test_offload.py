@@ -7,12 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.mcore.inference.engine import RolloutEngine
+from megarl.mcore.memory.offload import KVCacheInGradBuffer
+from megarl.mcore.weights import dist_checkpoint
 from tests.helpers.checkpoints import save_state
 from tests.helpers.models.trainable_models import DISTRIBUTED, MOE, TP2, critic_model
 from tests.helpers.models.updates import batch_of, forward_of, split_microbatches
 from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
 from tests.helpers.tiers import long
-from tests.helpers.worlds import run_world
+from tests.helpers.worlds import on_each_rank, run_world
 from tools.bench.offload import run_rounds
 
 SMALL_MOMENTS = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95"
@@ -64,8 +67,6 @@ def assert_away(trainable_model):
 
 def steps_with_offload(rank: int, flags: str, folder: Path):
     """Steps of a model with offload and one without; then saves, loads into a third, and continues."""
-    from megarl.mcore.weights import dist_checkpoint
-
     kept, moved = critic_model(flags, False), critic_model(flags, True)
     copies = [block.host_copy.data_ptr() for kind in ("weights", "optimizer") for block in moved.offload.blocks[kind]]
     assert_away(moved)
@@ -105,7 +106,8 @@ def test_moves_to_host_and_back_are_exact_and_free_device_memory(size, flags, tm
         assert held <= copies <= 1.1 * held
 
 
-def nested(rank: int):
+@on_each_rank()
+def test_nested_moves_and_failures_inside_one(rank: int):
     """Nested moves, failures, and a forward while the weights are on the host."""
     trainable_model = critic_model("", True)
     weight, offload = next(trainable_model.model.parameters()), trainable_model.offload
@@ -126,17 +128,10 @@ def nested(rank: int):
         raise ValueError("the first")
 
 
-def test_nested_moves_and_failures_inside_one():
-    run_world(nested, 1)
-
-
-def rounds(rank: int) -> dict:
-    """Moves of four matrices, each large enough that the system gets its memory back once it is freed."""
-    return run_rounds(208 * 2**20)
-
-
-def test_the_host_holds_the_payload_once():
-    (found,) = run_world(rounds, 1)
+@on_each_rank()
+def test_the_host_holds_the_payload_once(rank):
+    """Each of the four matrices is large enough that the system gets its memory back once it is freed."""
+    found = run_rounds(208 * 2**20)
     payload = found["payload_bytes"]
     assert 0.9 * payload < found["host_peak_bytes"] < 1.1 * payload
     assert 0.9 * payload < found["host_away_bytes"] < 1.1 * payload  # no device memory is left
@@ -166,7 +161,9 @@ def test_a_run_is_the_same_with_offload_of_every_role(size, flags, resumes, tmp_
 NAN = 255  # of every byte: NaN in all types of floating point
 
 
-def check_memory(rank: int, flags: str):
+@pytest.mark.parametrize("flags", ["", f"--bf16 {MOE} {DISTRIBUTED}"])
+@on_each_rank()
+def test_the_kv_cache_is_in_the_largest_gradient_buffer_and_grows_it(rank, flags):
     """Caches below and above the size of the largest buffer, with offload and without."""
     for offload in (False, True):
         trainable_model = critic_model(flags, offload)
@@ -188,15 +185,8 @@ def check_memory(rank: int, flags: str):
             assert storage.nbytes() == 2 * size and big.data_ptr() == largest.grad_data.data_ptr()
 
 
-@pytest.mark.parametrize("flags", ["", f"--bf16 {MOE} {DISTRIBUTED}"])
-def test_the_kv_cache_is_in_the_largest_gradient_buffer_and_grows_it(flags):
-    run_world(check_memory, 1, flags)
-
-
 def spoil(monkeypatch):
     """Fills the shared bytes with NaN whenever they change hands."""
-    from megarl.mcore.memory.offload import KVCacheInGradBuffer
-
     present = KVCacheInGradBuffer.present
 
     @contextlib.contextmanager
@@ -215,8 +205,6 @@ def spoil(monkeypatch):
 
 def watch(monkeypatch, folder: Path):
     """Records for each rank whether its cache is in the gradient buffer."""
-    from megarl.mcore.inference.engine import RolloutEngine
-
     build = RolloutEngine._build
 
     def noted(engine, config, vocab_size, options):

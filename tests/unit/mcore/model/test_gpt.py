@@ -65,18 +65,6 @@ def naive_scores(rank, shape):
     assert farthest(scores.logprobs[1:], chosen) <= ROUNDING
     assert farthest(scores.entropy[1:], entropy) <= ROUNDING
     assert head.shape[0] == 32 and VOCAB == 20
-    return True
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_scores_are_of_the_token_at_their_position(shape):
-    assert run_world(naive_scores, 1, shape) == [True]
-
-
-def causality(rank, shape):
-    from megarl.mcore.model.forward_pass import inference_mode, token_scores
-
-    model, _, _ = build("", shape)
     tokens, lengths = ragged_tokens([6, 7])
     with inference_mode(model):
         before = token_scores(model, tokens, lengths, 1.0, VOCAB).logprobs
@@ -89,8 +77,8 @@ def causality(rank, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_token_changes_only_later_positions(shape):
-    assert run_world(causality, 1, shape) == [True]
+def test_scores_are_of_the_token_at_their_position_and_a_token_changes_only_later_ones(shape):
+    assert run_world(naive_scores, 1, shape) == [True]
 
 
 def values_of(rank, flags):

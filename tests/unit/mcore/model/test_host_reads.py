@@ -64,10 +64,7 @@ def on_device(mode: FakeTensorMode):
     batch = Batch(sequence_ids=torch.arange(len(LENGTHS)), lengths=torch.tensor(LENGTHS), response_mask=mask,
                   tokens=torch.randint(0, VOCAB, (total,)), **{n: torch.randn(total) for n in FIELDS})  # fmt: skip
     batch.tokens[25:27] = batch.tokens[21:23]
-    prompts, found = (
-        mb.PromptPrefixes(torch.tensor([0, 1, 2, 3, 4, 4]), torch.full((6,), 2)),
-        [],
-    )  # the last two begin alike
+    prompts, found = mb.PromptPrefixes(torch.tensor([0, 1, 2, 3, 4, 4]), torch.full((6,), 2)), []  # two begin alike
     for part, places in mb.build_microbatches(batch, [torch.tensor([0, 2, 3]), torch.tensor([1, 4, 5])], prompts):
         there = Batch(**{name: mode.from_tensor(getattr(part, name)) for name in part.present()})
         there.host_metadata = part.host_metadata
@@ -109,8 +106,8 @@ def run(rank: int, flags: str, most: int, spoils: dict) -> tuple[int, list[str]]
 
     `most`: losses of the actor that are looked at.
     """
+    from megarl.algorithms.advantages import clipped_value_loss
     from megarl.algorithms.aggregation import token_mean
-    from megarl.algorithms.value_function import clipped_value_loss
     from megarl.mcore.model import forward_pass
     from megarl.mcore.parallel import pipeline
     from megarl.roles.passes import forward_only

@@ -19,9 +19,9 @@ def test_each_rank_gets_its_queries_the_key_and_the_value(heads):
         for receiver in range(ranks):
             got = torch.full((own + 2 * heads.channels,), -1)
             for sender in range(ranks):
-                for columns in columns_between(heads, ranks, sender, receiver):
-                    got[columns.received] = whole[sender * rows : (sender + 1) * rows][columns.sent]
-                    sent += columns.count if sender != receiver else 0
+                for given, received in columns_between(heads, ranks, sender, receiver):
+                    got[received] = whole[sender * rows : (sender + 1) * rows][given]
+                    sent += given.stop - given.start if sender != receiver else 0
             kv = whole[heads.queries * heads.channels :]
             assert torch.equal(got, torch.cat([whole[receiver * own : (receiver + 1) * own], kv]))
         assert columns_sent(heads, ranks) == sent / ranks

@@ -2,9 +2,17 @@
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_utils import (
+    compute_routing_scores_for_aux_loss,
+    get_updated_expert_bias,
+    switch_load_balancing_loss_func,
+    z_loss_func,
+)
 
+from megarl.mcore.moe.balancing import finish_update
+from megarl.mcore.moe.routes import MinibatchCounts, Occurrences, RoutedTokens, Routing
 from tests.helpers.models.tiny_models import build
-from tests.helpers.worlds import run_world
+from tests.helpers.worlds import on_each_rank
 
 EXPERTS, TOPK = 8, 3
 MOE = f"--num-experts {EXPERTS} --moe-router-topk {TOPK} --moe-ffn-hidden-size 32"
@@ -17,8 +25,6 @@ LENGTHS, PADDING = [5, 1, 7, 2], 3
 
 def rows_of(lengths: list[int], padding: int):
     """Rows of a rank that sees all tokens of a micro-batch."""
-    from megarl.mcore.moe.routes import Occurrences, RoutedTokens
-
     sequence = torch.repeat_interleave(torch.arange(len(lengths) + 1), torch.tensor([*lengths, padding]))
     is_last = torch.cat([sequence[1:] != sequence[:-1], torch.ones(1, dtype=torch.bool)])
     counted, rows = (sequence < len(lengths)) & ~is_last, torch.arange(len(sequence))
@@ -30,8 +36,6 @@ class Case:
 
     def __init__(self, flags: str, lengths=LENGTHS, padding: int = PADDING, more: int = 1, replays: bool = False):
         """`more`: how often the mini-batch has the tokens and sequences of this micro-batch."""
-        from megarl.mcore.moe.routes import MinibatchCounts, Routing
-
         model, args, _ = build(f"{MOE} {flags}")
         self.router, draw = model.decoder.layers[1].mlp.router, torch.Generator().manual_seed(1)
         self.rows = rows_of(lengths, padding)
@@ -107,7 +111,8 @@ FORMULAS = {
 }  # fmt: skip
 
 
-def against_the_papers(rank):
+@on_each_rank()
+def test_losses_and_their_gradients_are_the_papers(rank):
     for name in FORMULAS:
         check_formula(name)
     check_formula("sequence-sigmoid", replays=True)  # losses teach the router's own choice, whatever is replayed
@@ -127,11 +132,8 @@ def check_formula(name: str, replays: bool = False):
     assert not found[0][~case.rows.counted].any()
 
 
-def test_losses_and_their_gradients_are_the_papers():
-    run_world(against_the_papers, 1)
-
-
-def several(rank):
+@on_each_rank()
+def test_several_losses_add_up_with_their_own_coefficients(rank):
     case = Case(f"{Z} --moe-router-load-balancing-type global_aux_loss seq_aux_loss --moe-aux-loss-coeff 0.25 0.125")
     found = case.gradients()
     hidden, weight = (x.detach().double().requires_grad_() for x in (case.hidden, case.router.weight))
@@ -142,18 +144,9 @@ def several(rank):
         torch.testing.assert_close(gradient.double(), exact, rtol=1e-4, atol=1e-5)
 
 
-def test_several_losses_add_up_with_their_own_coefficients():
-    run_world(several, 1)
-
-
-def against_megatron(rank):
+@on_each_rank()
+def test_losses_equal_megatrons_if_they_mean_the_same(rank):
     """One sequence, where a mean over the micro-batch is the mean over the sequence and over the mini-batch."""
-    from megatron.core.transformer.moe.moe_utils import (
-        compute_routing_scores_for_aux_loss,
-        switch_load_balancing_loss_func,
-        z_loss_func,
-    )
-
     for flags in (f"{SEQ} {Z}", f"{GLOBAL} {Z}"):
         case = Case(flags, lengths=[30], padding=0)
         logits = (case.hidden @ case.router.weight.T)[case.rows.counted].detach()
@@ -166,24 +159,15 @@ def against_megatron(rank):
         assert float(case.routing.losses["z_loss"]) == pytest.approx(float(z_loss_func(logits, 1.0)), rel=1e-5)
 
 
-def test_losses_equal_megatrons_if_they_mean_the_same():
-    run_world(against_megatron, 1)
-
-
-# -- what moves with an update -----------------------------------------------------------------------------------
-
-
-def counting(rank):
+@on_each_rank()
+def test_biases_and_loads_follow_the_chosen_experts(rank):
+    """Replayed ones, too."""
     for replays in (False, True):
         check_counts(replays)
 
 
 def check_counts(replays: bool):
     """Two micro-batches, then an update that is skipped, then one that is applied."""
-    from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
-
-    from megarl.mcore.moe.balancing import finish_update
-
     case = Case(f"{GLOBAL} {BIAS}", replays=replays)
     router, bias, share = case.router, case.router.expert_bias.clone(), case.router.expert_share.clone()
     _, chosen = case.run()
@@ -204,14 +188,8 @@ def check_counts(replays: bool):
     assert not router.expert_counts.any()
 
 
-def test_biases_and_loads_follow_the_chosen_experts():
-    """Replayed ones, too."""
-    run_world(counting, 1)
-
-
-def nothing_counted(rank):
-    from megarl.mcore.moe.balancing import finish_update
-
+@on_each_rank()
+def test_a_minibatch_without_counted_tokens_changes_nothing(rank):
     case = Case(GLOBAL, lengths=[1, 1, 1], padding=1)
     share = case.router.expert_share.clone()
     hidden, weight = case.gradients()
@@ -220,21 +198,13 @@ def nothing_counted(rank):
     assert torch.equal(case.router.expert_share, share)
 
 
-def test_a_minibatch_without_counted_tokens_changes_nothing():
-    run_world(nothing_counted, 1)
-
-
-# -- passes without an update, and errors ------------------------------------------------------------------------
-
-
-def passes(rank):
+@on_each_rank()
+def test_an_update_without_minibatch_counts_is_an_error(rank):
     for flags in (Z, SEQ, GLOBAL, BIAS):
         check_passes(flags)
 
 
 def check_passes(flags: str):
-    from megarl.mcore.moe.routes import Routing
-
     case = Case(flags)
     uncounted = Routing("critic", (1, 2), EXPERTS, case.rows)
     with torch.no_grad():  # scoring in training mode, and the first forward of a layer that backward recomputes
@@ -251,17 +221,10 @@ def check_passes(flags: str):
         case.run(None)
 
 
-def test_an_update_without_minibatch_counts_is_an_error():
-    run_world(passes, 1)
-
-
-def plain(rank):
+@on_each_rank()
+def test_a_router_without_balancing_needs_no_counts_and_keeps_none(rank):
     case = Case("--moe-router-load-balancing-type none")
     case.run(None)
     case.gradients()
     assert not case.routing.losses and not case.hidden.grad.any()
     assert {"expert_counts", "expert_share"}.isdisjoint(dict(case.router.named_buffers()))
-
-
-def test_a_router_without_balancing_needs_no_counts_and_keeps_none():
-    run_world(plain, 1)

@@ -64,9 +64,7 @@ def test_the_messages_bound_the_rows():
     assert run_world(limits, 2, EP2, 1) == [equal_rows.MAX_BYTES_BETWEEN_NODES // (2 * 2 * 64 * 4)] * 2
 
 
-@pytest.mark.parametrize("flags", [
-    "--glu-linear-offset 1", f"{CP2} --moe-token-dispatcher-type allgather",
-])  # fmt: skip
+@pytest.mark.parametrize("flags", ["--glu-linear-offset 1", f"{CP2} --moe-token-dispatcher-type allgather"])
 def test_layers_on_megatrons_path_have_no_such_step(flags):
     assert run_world(limits, 2, f"{EP2} {flags}") == [0, 0]
 

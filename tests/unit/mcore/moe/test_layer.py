@@ -10,12 +10,15 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.mcore.kernels import native
+from megarl.mcore.kernels import native, swiglu
+from megarl.mcore.kernels.linear import HAS_INNER_PRODUCT
+from megarl.mcore.kernels.swiglu import stack_of
+from megarl.mcore.memory import offload
 from tests.helpers.models.gradient_accumulation import accumulate
 from tests.helpers.models.lora_models import trainable
 from tests.helpers.models.tiny_models import build, build_stages
 from tests.helpers.tiers import long
-from tests.helpers.worlds import run_world
+from tests.helpers.worlds import on_each_rank, run_world
 
 MOE = "--num-experts 8 --moe-ffn-hidden-size 32"
 SHARED = "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate"
@@ -44,9 +47,7 @@ def hidden_states(rows: int, seed: int = 0) -> torch.Tensor:
 
 def both_paths(rank, flags: str, is_compiled: bool):
     """For several numbers of tokens: (output, that without gradients, gradients) of the direct and Megatron's path.
-
-    `is_compiled`: with megarl's kernels, whose SwiGLU has another exp than Megatron's path.
-    """
+    `is_compiled`: with megarl's kernels, whose SwiGLU has another exp than Megatron's path."""
     native.enable(is_compiled)
     layer, found = layer_of(flags), []
     layer.eval()  # without the losses of a mini-batch; recomputation needs training mode
@@ -91,26 +92,20 @@ def test_the_direct_path_has_the_results_of_megatrons(size, flags, is_compiled):
                 torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def rows_alone(rank, flags: str):
-    """Whether a token's output has the same bits with all others and in a batch with any number of them."""
-    layer, hidden = layer_of(flags).eval(), hidden_states(60)
-    with torch.no_grad():
-        whole, _ = layer(hidden)
-        return [torch.equal(layer(hidden[start : start + 4])[0], whole[start : start + 4]) for start in range(57)] + [
-            torch.equal(layer(hidden[:rows])[0], whole[:rows]) for rows in range(4, 60)
-        ]
-
-
 @pytest.mark.parametrize("topk", [1, 2, 5])
-def test_a_token_does_not_depend_on_the_others(topk):
-    assert all(run_world(rows_alone, 1, f"--moe-router-topk {topk} --moe-router-pre-softmax {SHARED}")[0])
+@on_each_rank()
+def test_a_token_does_not_depend_on_the_others(rank, topk):
+    """Its output has the same bits with all others and in a batch with any number of them."""
+    layer = layer_of(f"--moe-router-topk {topk} --moe-router-pre-softmax {SHARED}").eval()
+    with torch.no_grad():
+        whole, _ = layer(hidden := hidden_states(60))
+        for rows in [*(slice(i, i + 4) for i in range(57)), *(slice(i) for i in range(4, 60))]:
+            assert torch.equal(layer(hidden[rows])[0], whole[rows])
 
 
 @pytest.mark.long
 def test_nor_where_blas_sums_by_the_number_of_rows():
     """MKL's kernels for any processor do, and so do those for some: rollout and training then had other gates."""
-    from megarl.mcore.kernels.linear import HAS_INNER_PRODUCT
-
     if not HAS_INNER_PRODUCT:
         pytest.skip("this torch multiplies with BLAS alone")
     test = f"{__file__}::{test_a_token_does_not_depend_on_the_others.__name__}[2]"
@@ -120,31 +115,24 @@ def test_nor_where_blas_sums_by_the_number_of_rows():
     assert done.returncode == 0, done.stdout
 
 
-def operators_of_a_step(rank):
-    """Operators of the layer on the tokens of a decode step, by path."""
+@on_each_rank()
+def test_the_direct_path_has_half_the_operators(rank):
     layer, hidden, found = layer_of("--moe-router-topk 2").eval(), hidden_states(16), []
     for layer._is_direct in (True, False):
         with torch.inference_mode(), Operators() as operators:
             layer(hidden)
         found.append(operators.count)
-    return found
-
-
-def test_the_direct_path_has_half_the_operators():
-    direct, dispatched = run_world(operators_of_a_step, 1)[0]
+    direct, dispatched = found
     assert 2 * direct <= dispatched, (direct, dispatched)
-
-
-def which_path(rank, flags: str):
-    return layer_of(flags)._is_direct
 
 
 @pytest.mark.parametrize("flags, is_direct", [
     ("", True), ("--glu-linear-offset 1", False), (EP2, True),
     (f"{EP2} --context-parallel-size 2 --moe-token-dispatcher-type allgather", False),
 ])  # fmt: skip
-def test_experts_that_are_no_plain_swiglu_take_megatrons_path(flags, is_direct):
-    assert run_world(which_path, 2, f"--moe-router-topk 2 {flags}") == [is_direct] * 2
+@on_each_rank(2)
+def test_experts_that_are_no_plain_swiglu_take_megatrons_path(rank, flags, is_direct):
+    assert layer_of(f"--moe-router-topk 2 {flags}")._is_direct == is_direct
 
 
 # 32 · 64 · 3 weights an expert: with three replicas no multiple of the 384 that ends of buckets are padded to.
@@ -162,8 +150,6 @@ def weights_of(stages) -> list[list[torch.nn.Parameter]]:
 
 
 def are_views(stages, attribute: str = "data") -> bool:
-    from megarl.mcore.kernels.swiglu import stack_of
-
     found = []
     for weights in weights_of(stages):
         tensors = [getattr(weight, attribute) for weight in weights]
@@ -176,7 +162,6 @@ def are_views(stages, attribute: str = "data") -> bool:
 def layout(rank: int, flags: str):
     """Whether weights, gradients and weights that came back from the host are views of their buffers; names, buckets
     that end within a layer's experts, and gradients."""
-    from megarl.mcore.memory import offload
     from megarl.mcore.moe import layer
 
     layer.device = SimpleNamespace(has_cuda=lambda: True)
@@ -215,8 +200,6 @@ def test_stacks_are_views_of_the_buffers(size, flags):
 
 def without_views(rank: int, flags: str):
     """As `layout`, but weights are copied and gradients added one after another."""
-    from megarl.mcore.kernels import swiglu
-
     swiglu.view_of = lambda weights: None
     return layout(rank, flags)
 
@@ -229,17 +212,13 @@ def test_the_layout_changes_no_gradient():
     assert all(torch.equal(plain[name], copied[name]) for name in plain)
 
 
-def frozen(rank: int) -> list[bool]:
-    """Whether the weights of a model that only scores are views, at first and when they came back from the host."""
-    from megarl.mcore.memory import offload
+@on_each_rank()
+def test_stacks_of_a_frozen_model_are_views(rank: int):
+    """At first, and when they came back from the host."""
     from megarl.mcore.moe import layer
 
     layer.device = SimpleNamespace(has_cuda=lambda: True)
     stages, _, _ = build_stages(EXPERTS)
-    found = [are_views(stages)]
+    assert are_views(stages)
     with offload.offload_frozen(stages).present("weights"):
-        return [*found, are_views(stages)]
-
-
-def test_stacks_of_a_frozen_model_are_views():
-    assert run_world(frozen, 1) == [[True, True]]
+        assert are_views(stages)

@@ -3,35 +3,20 @@
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-from megarl.mcore.attention.packing import routed_tokens
+from megarl.mcore.model.forward_pass import token_scores
+from megarl.mcore.model.gpt import build_frozen_model
+from megarl.mcore.moe.router import moe_layers_of, recording_routes, routers_of
 from megarl.mcore.moe.routes import NO_ROUTE, Routing
+from tests.helpers.models.routings import LENGTHS, MOE, random_routes, routing_of
 from tests.helpers.models.tiny_models import build, build_stages, ragged_tokens
-from tests.helpers.worlds import run_world
-
-MOE = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+from tests.helpers.worlds import on_each_rank
 
 
-LENGTHS = [5, 1, 7, 2, 9]
-
-
-def random_routes(rows: int, layers: int, experts: int = 8, topk: int = 2, seed: int = 0) -> torch.Tensor:
-    """[rows, layers, topk] int16, distinct and ascending."""
-    noise = torch.rand(rows, layers, experts, generator=torch.Generator().manual_seed(seed))
-    return noise.topk(topk, dim=-1).indices.sort(dim=-1).values.to(torch.int16)
-
-
-def routing_of(model, role_groups, lengths, replayed=None, **changed) -> Routing:
-    """Routing of a micro-batch of these sequences on a rank without sequence parallelism."""
-    from megarl.mcore.moe.router import moe_layers_of
-
-    rows = routed_tokens(torch.tensor(lengths), role_groups.pg_collection, False)
-    given = {"role": "actor", "layers": moe_layers_of(model), "experts": 8, "rows": rows, "replayed": replayed}
-    return Routing(**given | changed)
-
-
-def layer_against_formula(rank, scoring: str):
-    """Largest errors of output, gradient of the hidden states, and gradient of the router's weights."""
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@on_each_rank()
+def test_gates_of_replayed_experts_are_live_and_trained(rank, scoring):
     model, _, place = build(f"{MOE} --moe-router-score-function {scoring}")
     layer, (_, lengths) = model.decoder.layers[1].mlp, ragged_tokens(LENGTHS)
     tokens = int(lengths.sum())
@@ -51,7 +36,8 @@ def layer_against_formula(rank, scoring: str):
                 output = layer(x)[0].squeeze(1)
         (output * upward).sum().backward()
         found.append((output.detach(), x.grad.squeeze(1), weight.grad.clone()))
-    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(*found, strict=True)]
+    errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(*found, strict=True)]
+    assert max(errors) < 1e-5
 
 
 def formula(layer, x, routing: Routing, scoring: str):
@@ -67,38 +53,22 @@ def formula(layer, x, routing: Routing, scoring: str):
     return sum(gates[:, i : i + 1] * output for i, output in enumerate(outputs))
 
 
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-def test_gates_of_replayed_experts_are_live_and_trained(scoring):
-    (errors,) = run_world(layer_against_formula, 1, scoring)
-    assert max(errors) < 1e-5
-
-
-def routed_twice(rank) -> list[torch.Tensor]:
-    """Loads and differences of a routing after one pass and after a second, as when backward recomputes it."""
-    from megarl.mcore.model.forward_pass import token_scores
-
+@on_each_rank()
+def test_a_recomputation_counts_no_token_again(rank):
     model, _, place = build(MOE)
     tokens, lengths = ragged_tokens(LENGTHS)
     routing, found = routing_of(model, place, LENGTHS, random_routes(len(tokens), 2)), []
     for _ in range(2):
         token_scores(model, tokens, lengths, 1.0, 20, routing)
         found += [routing.load.clone(), routing.differs.clone()]
-    return found
-
-
-def test_a_recomputation_counts_no_token_again():
-    (load, differs, load_again, differs_again) = run_world(routed_twice, 1)[0]
+    load, differs, load_again, differs_again = found
     assert load.sum() > 0 and torch.equal(load, load_again)
     assert differs.sum() > 0 and torch.equal(differs, differs_again)
 
 
-def registries(rank):
+@on_each_rank()
+def test_models_of_a_process_do_not_share_routers(rank):
     """Sizes of Megarl's and Megatron's list of routers while models are built, and while one of them records."""
-    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
-
-    from megarl.mcore.model.gpt import build_frozen_model
-    from megarl.mcore.moe.router import recording_routes, routers_of
-
     sizes = lambda: len(RouterReplay.global_router_replay_instances)  # noqa: E731
     model, args, place = build(MOE)
     found = [sizes()]
@@ -113,24 +83,15 @@ def registries(rank):
     assert not model.config.moe_enable_routing_replay
     assert all(r.router_replay.router_replay_action is None for r in routers_of(model))
     assert all(r.router_replay.replay_backward_list == [] for r in routers_of(model))
-    return [*found, sizes()]
-
-
-def test_models_of_a_process_do_not_share_routers():
-    assert run_world(registries, 1) == [[0, 0, 2, 0]]
-
-
-def numbered(rank, flags: str):
-    from megarl.mcore.moe.router import moe_layers_of
-
-    stages, _, place = build_stages(f"{MOE} --num-layers 8 {flags}")
-    return dist.get_rank(place.pg_collection.pp), moe_layers_of(stages)
+    assert [*found, sizes()] == [0, 0, 2, 0]
 
 
 @pytest.mark.parametrize("flags, expected", [
-    ("--moe-layer-freq [0,0,1,1,1,1,1,1]", [(0, (3, 4)), (1, (5, 6, 7, 8))]),
-    ("--moe-layer-freq [0,0,1,1,1,1,1,1] --num-layers-per-virtual-pipeline-stage 2", [(0, (5, 6)), (1, (3, 4, 7, 8))]),
-    ("--moe-layer-freq 2", [(0, (1, 3)), (1, (5, 7))]),
+    ("--moe-layer-freq [0,0,1,1,1,1,1,1]", [(3, 4), (5, 6, 7, 8)]),
+    ("--moe-layer-freq [0,0,1,1,1,1,1,1] --num-layers-per-virtual-pipeline-stage 2", [(5, 6), (3, 4, 7, 8)]),
+    ("--moe-layer-freq 2", [(1, 3), (5, 7)]),
 ])  # fmt: skip
-def test_layers_are_numbered_over_the_whole_model(flags, expected):
-    assert run_world(numbered, 2, f"--pipeline-model-parallel-size 2 {flags}") == expected
+@on_each_rank(2)
+def test_layers_are_numbered_over_the_whole_model(rank, flags, expected):
+    stages, _, place = build_stages(f"{MOE} --num-layers 8 --pipeline-model-parallel-size 2 {flags}")
+    assert dist.get_rank(place.pg_collection.pp) == rank and moe_layers_of(stages) == expected[rank]

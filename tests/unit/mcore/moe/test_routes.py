@@ -5,33 +5,16 @@ import torch
 
 from megarl.batch import SharedPrefix
 from megarl.mcore.attention.packing import routed_tokens
-from megarl.mcore.moe.routes import NO_ROUTE, Routing
+from megarl.mcore.model.forward_pass import inference_mode, token_scores
+from megarl.mcore.moe.router import check_recomputed, routers_of
+from megarl.mcore.moe.routes import NO_ROUTE
+from tests.helpers.models.routings import LENGTHS, MOE, random_routes, routing_of
 from tests.helpers.models.tiny_models import build, join_actor, ragged_tokens
-from tests.helpers.worlds import run_world
-
-MOE = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"
-LENGTHS = [5, 1, 7, 2, 9]
+from tests.helpers.worlds import on_each_rank, run_world
 
 
-def random_routes(rows: int, layers: int, experts: int = 8, topk: int = 2, seed: int = 0) -> torch.Tensor:
-    """[rows, layers, topk] int16, distinct and ascending."""
-    noise = torch.rand(rows, layers, experts, generator=torch.Generator().manual_seed(seed))
-    return noise.topk(topk, dim=-1).indices.sort(dim=-1).values.to(torch.int16)
-
-
-def routing_of(model, role_groups, lengths, replayed=None, **changed) -> Routing:
-    """Routing of a micro-batch of these sequences on a rank without sequence parallelism."""
-    from megarl.mcore.moe.router import moe_layers_of
-
-    rows = routed_tokens(torch.tensor(lengths), role_groups.pg_collection, False)
-    given = {"role": "actor", "layers": moe_layers_of(model), "experts": 8, "rows": rows, "replayed": replayed}
-    return Routing(**given | changed)
-
-
-def tokens_without_routes(rank):
-    """Per layer: whether routes were replayed, experts per token, tokens routed live, and the load of the experts."""
-    from megarl.mcore.model.forward_pass import inference_mode, token_scores
-
+@on_each_rank()
+def test_last_tokens_are_routed_live_and_all_others_as_recorded(rank):
     model, _, place = build(MOE)
     tokens, lengths = ragged_tokens(LENGTHS)
     live = routing_of(model, place, LENGTHS)
@@ -57,24 +40,17 @@ def tokens_without_routes(rank):
     first_layer = replay.layers[0]  # what comes in is the same with and without replay
     assert torch.equal(replay.used[first_layer][~counted], live.used[first_layer][~counted])
     assert set(live.used[first_layer][~counted].flatten().tolist()) != {0}
-    return int(again.differs.sum()), [int(x) for x in live.differs]
+    assert not again.differs.any() and not live.differs.any()
 
 
-def test_last_tokens_are_routed_live_and_all_others_as_recorded():
-    assert run_world(tokens_without_routes, 1) == [(0, [0, 0])]
-
-
-def rows_of_a_shared_prefix(rank):
+@on_each_rank()
+def test_a_shared_token_is_routed_once_and_counts_in_each_sequence(rank):
+    """The example in the docstring of `routed_tokens`."""
     _, place = join_actor(MOE)
     shared = SharedPrefix(torch.tensor([0, 0]), torch.tensor([0, 2]))
     rows = routed_tokens(torch.tensor([3, 4]), place.pg_collection, False, shared)
     fields = rows.token_indices, rows.uses, rows.occurrences.rows, rows.occurrences.sequence, rows.occurrences.counted
-    return [field.int().tolist() for field in fields]
-
-
-def test_a_shared_token_is_routed_once_and_counts_in_each_sequence():
-    """The example in the docstring of `routed_tokens`."""
-    (found,) = run_world(rows_of_a_shared_prefix, 1)
+    found = [field.int().tolist() for field in fields]
     token_indices, uses, rows, sequence, counted = found
     assert token_indices == [0, 1, 2, 5, 6] and uses == [2, 2, 0, 1, 0]
     assert rows == [0, 1, 2, 0, 1, 3, 4] and sequence == [0, 0, 0, 1, 1, 1, 1] and counted == [1, 1, 0, 1, 1, 1, 0]
@@ -102,11 +78,8 @@ def test_every_token_is_routed_on_one_rank(flags, size, lengths):
     assert all(not counted and of == len(lengths) for place, counted, of in rows if place >= sum(lengths))
 
 
-def out_of_step(rank):
-    """Error messages for routes of other tokens, layers or passes."""
-    from megarl.mcore.model.forward_pass import token_scores
-    from megarl.mcore.moe.router import check_recomputed, routers_of
-
+@on_each_rank()
+def test_mismatched_routes_are_reported(rank):
     model, _, place = build(MOE)
     tokens, lengths = ragged_tokens(LENGTHS)
     size, messages = len(tokens), []
@@ -124,11 +97,6 @@ def out_of_step(rank):
     note(unused.check)
     routers_of(model)[1].to_recompute.extend([unused, unused])
     note(check_recomputed, model, "actor")
-    return messages
-
-
-def test_mismatched_routes_are_reported():
-    (messages,) = run_world(out_of_step, 1)
     assert messages == [
         "actor: routes of 23 tokens in 2 layers for 24 tokens in MoE layers [1, 2]",
         "actor: routes of 24 tokens in 1 layers for 24 tokens in MoE layers [1, 2]",

@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.mcore.attention.packing import pack_sequences
+from megarl.mcore.parallel.context_parallel import chunks_of, gather_result, stream_order
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.models.attention_inputs import packed_attention, random_heads
 from tests.helpers.tiers import long
@@ -14,8 +16,6 @@ RAGGED = [[1], [2], [1, 1, 1], [3, 5], [7, 1, 33, 2, 5, 4], [64], [1] * 40 + [90
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_ranks_hold_the_stream_in_equal_shares(ranks):
-    from megarl.mcore.parallel.context_parallel import chunks_of, stream_order
-
     tokens = 2 * ranks * 5
     held = [[t for a, b in chunks_of(r, ranks, tokens) for t in range(a, b)] for r in range(ranks)]
     assert {len(share) for share in held} == {tokens // ranks}
@@ -27,9 +27,6 @@ def test_the_ranks_hold_the_stream_in_equal_shares(ranks):
 
 def over_context_ranks(rank, lengths, dtype):
     """Attention's result and the gradients of query, key and value, gathered from all ranks; and those of one rank."""
-    from megarl.mcore.attention.packing import pack_sequences
-    from megarl.mcore.parallel.context_parallel import gather_result
-
     lengths, group = torch.tensor(lengths), dist.group.WORLD
     alone, cut = pack_sequences(lengths), pack_sequences(lengths, group)
     total = int(lengths.sum())
@@ -69,8 +66,6 @@ def test_keys_on_other_ranks_get_gradients():
     """The gradient of an early key comes from queries that other ranks hold."""
 
     def gradient(rank):
-        from megarl.mcore.attention.packing import pack_sequences
-
         packing = pack_sequences(torch.tensor([8]), dist.group.WORLD)
         query, key, value = (random_heads(4, h, torch.float64, 7 + h) for h in (4, 2, 2))
         value.requires_grad_()

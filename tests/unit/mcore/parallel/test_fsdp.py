@@ -8,10 +8,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from megarl.batch import Batch
+from megarl.comm import microbatches as mb
+from megarl.mcore.model import forward_pass, gpt
+from megarl.mcore.model.forward_pass import token_scores
+from megarl.mcore.model.gpt import build_model
+from megarl.mcore.parallel import fsdp, pipeline
+from megarl.mcore.training import optimizer
+from megarl.mcore.weights import dist_checkpoint
+from megarl.mcore.weights.reshard import WeightTransfer
+from megarl.mcore.weights.reshard_plan import LocalWeights
+from megarl.roles.trainable_model import TrainableModel
 from tests.helpers.checkpoints import save_state
 from tests.helpers.models.tiny_models import VOCAB, farthest, join_actor, parse_roles, ragged_tokens, whole_tensor
 from tests.helpers.tiers import by_default, long
-from tests.helpers.worlds import run_world
+from tests.helpers.worlds import on_each_rank, run_world
 
 LENGTHS = [7, 2, 11, 1, 4, 9, 3]
 COUNT = sum(LENGTHS)
@@ -22,8 +33,6 @@ BAD = float("nan")
 
 def trainable_model(flags: str, value_head: bool = False):
     """A role's trainable model on this rank; a value head gets random weights, since 0 would stop gradients."""
-    from megarl.roles.trainable_model import TrainableModel
-
     _, place = join_actor(flags)
     found = TrainableModel(parse_roles(flags, dist.get_world_size())["actor"], place, VOCAB, 1, value_head)
     if value_head:
@@ -49,9 +58,6 @@ def microbatches(role_groups, count: int) -> list:
 
 def step(found, count: int = 2, value_head: bool = False, spoil: float = 0.0):
     """(loss over all replicas, whether applied, gradient norm) of an update; `spoil` is added to this rank's loss."""
-    from megarl.mcore.model import forward_pass
-    from megarl.mcore.parallel import pipeline
-    from megarl.mcore.training import optimizer
 
     def forward(chunk, part):
         if value_head:
@@ -96,8 +102,6 @@ def contents(found) -> dict:
     return {**weights(found), **whole(found, moments), "steps": steps}
 
 
-# -- one update --------------------------------------------------------------------------------------------------
-
 LAYOUTS = {
     "2": (2, ""),
     "4": (4, ""),
@@ -127,12 +131,8 @@ def reference(flags: str, value_head: bool):
     return run_world(one_update, 1, flags, 1, value_head)[0]
 
 
-CHOSEN = [
-    ("2", 5, False),
-    ("2", 2, True),
-    ("tp2 with sequence parallelism and sharded 2", 2, True),
-    ("clipped", 2, False),
-]
+CHOSEN = [("2", 5, False), ("2", 2, True), ("clipped", 2, False)]
+CHOSEN += [("tp2 with sequence parallelism and sharded 2", 2, True)]
 
 
 @pytest.mark.parametrize("layout, parts, value_head", by_default(CASES, CHOSEN))
@@ -159,19 +159,12 @@ def test_bf16_gradients_are_accumulated_in_fp32():
     assert found == pytest.approx(norm, rel=1e-5)
 
 
-def skipping(rank):
+@on_each_rank(2)
+def test_all_ranks_skip_a_loss_that_is_not_finite_on_one(rank):
     found = trainable_model(f"{SGD_LIKE} {SHARDED}")
     before = weights(found)
-    skipped = step(found, spoil=BAD if rank == 1 else 0.0)[1]
-    same = all(torch.equal(weight, before[name]) for name, weight in weights(found).items())
-    return skipped, same, step(found)[1]
-
-
-def test_all_ranks_skip_a_loss_that_is_not_finite_on_one():
-    assert run_world(skipping, 2) == [(False, True, True)] * 2
-
-
-# -- memory and scoring ------------------------------------------------------------------------------------------
+    assert not step(found, spoil=BAD if rank == 1 else 0.0)[1]
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(found).items()) and step(found)[1]
 
 
 def alive() -> int:
@@ -209,17 +202,12 @@ def shares(rank):
 
 
 def parts_of_batch():
-    from megarl.batch import Batch
-    from megarl.comm import microbatches as mb
-
     (tokens, lengths), everything = ragged_tokens(LENGTHS), torch.arange(len(LENGTHS))
     batch = Batch(sequence_ids=everything, tokens=tokens, lengths=lengths)
     return [part for part, _ in mb.build_microbatches(batch, [everything])]
 
 
 def scores(chunk, part):
-    from megarl.mcore.model.forward_pass import token_scores
-
     return token_scores(chunk, part.tokens, part.lengths, 0.9, VOCAB)
 
 
@@ -231,31 +219,20 @@ def test_a_rank_holds_its_share_and_a_gathered_layer_is_freed_again(size):
         assert left < model_bytes // 50
 
 
-def scoring(rank):
-    """(whether a frozen model gives the same scores when sharded, the fraction of its bytes on a rank)."""
-    from megarl.mcore.model import forward_pass, gpt
-    from megarl.mcore.parallel import fsdp
-
+@on_each_rank(2)
+def test_a_frozen_model_is_sharded_for_scoring(rank):
     args, place = join_actor()
     stages = gpt.build_model(args, VOCAB, place.pg_collection).requires_grad_(False)
     (batch,) = parts_of_batch()
     with forward_pass.inference_mode(stages):
         plain = scores(stages[0], batch)
         fsdp.shard(stages[0], place.pg_collection)
-        same = all(map(torch.equal, plain, scores(stages[0], batch)))
-        return same, held(stages.parameters()) / sum(p.numel() * 4 for p in stages.parameters())
+        assert all(map(torch.equal, plain, scores(stages[0], batch)))
+        assert 2 * held(stages.parameters()) == sum(p.numel() * 4 for p in stages.parameters())
 
 
-def test_a_frozen_model_is_sharded_for_scoring():
-    assert run_world(scoring, 2) == [(True, 0.5)] * 2
-
-
-def transferred(rank):
-    """Whether an unsharded model has the actor's updated weights after a transfer."""
-    from megarl.mcore.model.gpt import build_model
-    from megarl.mcore.weights.reshard import WeightTransfer
-    from megarl.mcore.weights.reshard_plan import LocalWeights
-
+@on_each_rank(2)
+def test_a_rollout_model_gets_its_weights_from_the_shards(rank):
     found = trainable_model(f"{SGD_LIKE} {SHARDED}")
     groups = found.role_groups.pg_collection
     other = build_model(found.role.megatron, VOCAB, groups)
@@ -263,20 +240,11 @@ def transferred(rank):
     step(found)
     transfer.run()
     transfer.verify()
-    return all(torch.equal(p, weights(found)[name]) for name, p in other[0].named_parameters())
-
-
-def test_a_rollout_model_gets_its_weights_from_the_shards():
-    assert run_world(transferred, 2) == [True] * 2
-
-
-# -- checkpoints -------------------------------------------------------------------------------------------------
+    assert all(torch.equal(p, weights(found)[name]) for name, p in other[0].named_parameters())
 
 
 def relay(rank, flags: str, value_head: bool, source, target, updates: int):
     """Loads (or not), updates, saves (or not): contents before and after the updates."""
-    from megarl.mcore.weights import dist_checkpoint
-
     found = trainable_model(f"--lr 1e-2 {flags}", value_head)
     if source:
         found.restore(dist_checkpoint.load({"r": found.state({}, loading=True)}, source)["r"])
@@ -311,7 +279,7 @@ def test_a_checkpoint_of_any_layout_loads_in_any_other(value_head, layouts, tmp_
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
-    straight = run_world(relay, 2, SHARDED, False, None, None, 4)
-    run_world(relay, 2, SHARDED, False, None, tmp_path, 2)
-    for (_, found), (_, expected) in zip(run_world(relay, 2, SHARDED, False, tmp_path, None, 2), straight, strict=True):
+    straight = run_world(relay, 2, SHARDED, False, None, None, 2)
+    run_world(relay, 2, SHARDED, False, None, tmp_path, 1)
+    for (_, found), (_, expected) in zip(run_world(relay, 2, SHARDED, False, tmp_path, None, 1), straight, strict=True):
         assert_same(found, expected)

@@ -5,14 +5,7 @@ import itertools
 import pytest
 import torch.distributed as dist
 
-from megarl.mcore.parallel.process_groups import (
-    DENSE,
-    EXPERT,
-    GroupCache,
-    ParallelSizes,
-    create_groups,
-    replica_ranks,
-)
+from megarl.mcore.parallel.process_groups import DENSE, EXPERT, GroupCache, ParallelSizes, create_groups, replica_ranks
 from tests.helpers.worlds import SAFETY, run_world
 
 NAMES = [*DENSE, *EXPERT, "embd", "pos_embd"]
@@ -52,7 +45,6 @@ def test_sizes_of_expert_data_parallelism():
 
 
 def pipeline_groups(rank):
-
     pg_collection = create_groups(range(4), ParallelSizes(pipeline=4), GroupCache(SAFETY))
     return {g: getattr(pg_collection, g) and dist.get_process_group_ranks(getattr(pg_collection, g)) for g in NAMES}
 

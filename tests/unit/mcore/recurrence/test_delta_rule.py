@@ -8,16 +8,7 @@ from torch.nn import functional
 from megarl.mcore.kernels import native
 from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs
 from megarl.mcore.recurrence.rule import apply_rule
-from tests.helpers.models.recurrent_inputs import (
-    DELTA,
-    STREAMS,
-    drawn,
-    leaves,
-    relative,
-    rows_of_sequences,
-    runs_of,
-    stream,
-)
+from tests.helpers.models.recurrent_inputs import DELTA, STREAMS, drawn, expected_of, leaves, relative, runs_of
 
 pytestmark = pytest.mark.skipif(not native.is_built(), reason=native.absence())
 
@@ -45,19 +36,11 @@ def by_transformers(inputs: Inputs, sizes: HeadSizes) -> Tensor:
 def test_results_and_gradients_are_those_of_transformers(holders, prefixes):
     runs = runs_of(holders=holders, prefixes=prefixes)
     inputs = drawn(runs.rows, DELTA)
-    sequences = rows_of_sequences(stream(holders=holders, prefixes=prefixes))
-    grad = torch.randn(runs.rows, DELTA.heads, DELTA.values, generator=torch.Generator().manual_seed(1))
-
-    exact = leaves(inputs, torch.float64)
-    expected = torch.zeros_like(grad, dtype=torch.float64)
-    for rows in sequences:  # a shared row has the same result in every sequence
-        expected = expected.index_copy(0, rows, by_transformers(exact.at(rows), DELTA))
-    exact_gradients = torch.autograd.grad(expected, exact, grad.double())
-
+    grad, expected, exact_gradients = expected_of(by_transformers, inputs, DELTA, holders, prefixes)
     wide = leaves(inputs, torch.float64)
     precise = wide.by_chunks(DELTA, runs)
     gradients = torch.autograd.grad(precise, wide, grad.double())
-    assert relative(precise.detach(), expected.detach()) <= 2e-6  # transformers computes in fp32
+    assert relative(precise.detach(), expected) <= 2e-6  # transformers computes in fp32
     for name, one, other in zip(Inputs._fields, gradients, exact_gradients, strict=True):
         assert relative(one, other) <= 2e-5, name
     for rule in (apply_rule, Inputs.by_chunks):

@@ -20,10 +20,10 @@ from megarl.mcore.recurrence.delta_rule import EPSILON, HeadSizes, Inputs
 from megarl.mcore.recurrence.runs import CHUNK, NONE, Runs
 from megarl.mcore.recurrence.states import States
 from tests.helpers.models import interpreted_kernels
+from tests.helpers.models.recurrent_inputs import TAPS, drawn, empty_states, leaves, relative
 
 # Numbers above the diagonal, which kernels leave out after they have computed them.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-TAPS = 4
 SIZES = [(2, 4, 24, 40), (1, 2, 128, 128)]  # groups, heads, keys, values
 # Largest errors, as parts of the largest number: of results, of gradients, and of those of decays, which the kernels
 # get as differences of sums over a chunk.
@@ -100,22 +100,6 @@ def kernels(request, monkeypatch) -> str:
     return request.param
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
-
-
-def drawn(rows: int, sizes: HeadSizes, seed: int = 0) -> Inputs:
-    heads, channels = sizes.heads, sizes.channels
-    return Inputs(
-        normal(rows, channels, seed=seed), normal(rows, heads, seed=seed + 1), normal(rows, heads, seed=seed + 2),
-        normal(channels, 1, TAPS), 2 * normal(heads), 2 * normal(heads, seed=3) - 2,
-    )  # fmt: skip
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected).abs().max() / expected.abs().max())
-
-
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("shape, kind", [
     (SIZES[0], torch.float32),
@@ -125,11 +109,11 @@ def relative(found: Tensor, expected: Tensor) -> float:
 def test_results_and_gradients_are_those_of_float64(kernels, shape, kind, stream):
     """In bf16, as a device computes them, and in fp32, which the interpreter multiplies as it is."""
     sizes, runs = HeadSizes(*shape), Runs(torch.tensor(STREAMS[stream]), 2, TAPS)
-    inputs, grad = drawn(runs.rows, sizes), normal(runs.rows, sizes.heads, sizes.values)
-    exact = Inputs(*(x.double().requires_grad_() for x in inputs))
+    inputs = drawn(runs.rows, sizes)
+    exact, own = leaves(inputs, torch.float64), leaves(inputs)
+    grad = torch.randn(runs.rows, sizes.heads, sizes.values, generator=torch.Generator().manual_seed(1))
     expected = exact.by_chunks(sizes, runs)
     of_exact = torch.autograd.grad(expected, exact, grad.double())
-    own = Inputs(*(x.clone().requires_grad_() for x in inputs))
     found = own.by_chunks(sizes._replace(fused_type=kind), runs)
     assert found.dtype == kind and relative(found.detach(), expected.detach()) <= LIMITS[kind][0]
     for name, one, other in zip(Inputs._fields, torch.autograd.grad(found, own, grad.to(kind)), of_exact, strict=True):
@@ -139,8 +123,7 @@ def test_results_and_gradients_are_those_of_float64(kernels, shape, kind, stream
 def test_states_are_those_of_pytorchs_operators(kernels):
     sizes = HeadSizes(*SIZES[0])
     fused = sizes._replace(fused_type=torch.float32)
-    shapes = States.shapes(4, TAPS, sizes)
-    own, expected = (States(*(torch.full(shape, float("nan")) for shape in shapes)) for _ in range(2))
+    own, expected = empty_states(4, sizes), empty_states(4, sizes)
     for number, table in enumerate(PREFILLS):
         runs = Runs(torch.tensor(table), 0, TAPS)
         inputs = drawn(runs.rows, sizes, seed=10 * number)

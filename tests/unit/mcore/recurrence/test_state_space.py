@@ -15,11 +15,10 @@ from tests.helpers.models.recurrent_inputs import (
     TAPS,
     drawn,
     empty_states,
+    expected_of,
     leaves,
     relative,
-    rows_of_sequences,
     runs_of,
-    stream,
 )
 
 pytestmark = pytest.mark.skipif(not native.is_built(), reason=native.absence())
@@ -29,9 +28,9 @@ def by_transformers(inputs: SpaceInputs, sizes: SpaceSizes) -> Tensor:
     """[T, H, P] of one sequence: the recurrence of Nemotron-H's layer, a token at a time."""
     groups, heads, keys, values = sizes[:4]
     channels, taps = inputs.weight.shape[0], inputs.weight.shape[2]
-    mixed = functional.conv1d(
-        inputs.x.t()[None], inputs.weight, inputs.bias, padding=taps - 1, groups=channels
-    )[0, :, : len(inputs.x)]  # fmt: skip
+    mixed = functional.conv1d(inputs.x.t()[None], inputs.weight, inputs.bias, padding=taps - 1, groups=channels)[
+        0, :, : len(inputs.x)
+    ]
     x, b, c = functional.silu(mixed).t().split((heads * values, groups * keys, groups * keys), -1)
     b, c = (part.unflatten(-1, (groups, keys)).repeat_interleave(heads // groups, 1) for part in (b, c))
     x, state, found = x.unflatten(-1, (heads, values)), 0.0, []
@@ -46,18 +45,12 @@ def by_transformers(inputs: SpaceInputs, sizes: SpaceSizes) -> Tensor:
 @pytest.mark.parametrize("holders, prefixes", STREAMS, ids=["alone", "shared"])
 def test_results_and_gradients_are_those_in_float64(holders, prefixes):
     runs = runs_of(holders=holders, prefixes=prefixes)
-    sequences = rows_of_sequences(stream(holders=holders, prefixes=prefixes))
     inputs = drawn(runs.rows, SPACE)
-    grad = torch.randn(runs.rows, SPACE.heads, SPACE.values, generator=torch.Generator().manual_seed(1))
-    exact = leaves(inputs, torch.float64)
-    expected = torch.zeros_like(grad, dtype=torch.float64)
-    for rows in sequences:  # a shared row has the same result in every sequence
-        expected = expected.index_copy(0, rows, by_transformers(exact.at(rows), SPACE))
-    gradients = torch.autograd.grad(expected, exact, grad.double())
+    grad, expected, gradients = expected_of(by_transformers, inputs, SPACE, holders, prefixes)
     for rule in (apply_rule, SpaceInputs.by_chunks):
         own = leaves(inputs)
         found = rule(own, SPACE, runs)
-        assert relative(found.detach(), expected.detach()) <= 2e-6
+        assert relative(found.detach(), expected) <= 2e-6
         for name, one, other in zip(SpaceInputs._fields, torch.autograd.grad(found, own, grad), gradients, strict=True):
             assert relative(one, other) <= 1e-5, (rule.__name__, name)
 

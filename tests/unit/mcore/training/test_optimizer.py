@@ -5,20 +5,8 @@ import functools
 import pytest
 import torch
 
-from tests.helpers.models.gradient_accumulation import (
-    COUNT,
-    accumulate,
-    microbatches_of,
-    wrapped_model,
-)
-from tests.helpers.models.tiny_models import (
-    VOCAB,
-    build,
-    farthest,
-    gather_parameters,
-    join_actor,
-    whole_tensor,
-)
+from tests.helpers.models.gradient_accumulation import COUNT, accumulate, microbatches_of, wrapped_model
+from tests.helpers.models.tiny_models import VOCAB, build, farthest, gather_parameters, join_actor, whole_tensor
 from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import run_world
 

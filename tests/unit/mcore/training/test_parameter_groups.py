@@ -93,8 +93,6 @@ class RoundedAdamW(torch.optim.AdamW):
 
 
 class RoundedSecondAdamW(RoundedAdamW):
-    """torch's, whose second moments are rounded to bf16 after each update."""
-
     rounded = ("exp_avg_sq",)
 
 

@@ -32,10 +32,7 @@ def continue_run(rank, flags: str, source, target, value_head: bool, model: str 
     count = place.dp_all_reduce(batch.response_mask.sum().double())
 
     def loss(out, part):
-        if value_head:
-            terms = out * part.advantages
-        else:
-            terms = clipped_loss(out, part)
+        terms = out * part.advantages if value_head else clipped_loss(out, part)
         value = token_mean(terms, part.response_mask, count)
         return value, value.detach().double()
 
@@ -57,81 +54,18 @@ DISTRIBUTED_ROUTE = [(2, ""), (4, f"{TP2} {PP2}"), (2, f"{PP2} {VP2}"), (1, "")]
 EXPERT_ROUTE = [(1, ""), (2, EP2), (4, f"{TP2} {SP} {EP2}"), (4, f"{PP2} {EP2}"), (1, "")]
 
 
-def travel(folder, shape: str, route, value_head: bool = False, model: str = "llama", tolerance: float = 2e-6):
+def travel(folder, shape: str, route, model: str = "llama", tolerance: float = 2e-6):
     """One update in each layout of the route; compares with a run that stays on one rank."""
     stay = here = arrived = None
     for leg, (size, flags) in enumerate(route):
         still, moved = folder / f"stay{leg}", folder / f"move{leg}"
-        ((before, expected),) = run_world(continue_run, 1, shape, stay, still, value_head, model)
-        for start, found in run_world(continue_run, size, f"{shape} {flags}", here, moved, value_head, model):
+        ((before, expected),) = run_world(continue_run, 1, shape, stay, still, False, model)
+        for start, found in run_world(continue_run, size, f"{shape} {flags}", here, moved, False, model):
             assert start.keys() == before.keys()
             assert arrived is None or all(torch.equal(start[key], arrived[key]) for key in start)
-            assert max(float((found[key] - weight).abs().max()) for key, weight in expected.items()) <= tolerance * (
-                leg + 1
-            )
+            largest = max(float((found[key] - weight).abs().max()) for key, weight in expected.items())
+            assert largest <= tolerance * (leg + 1)
         stay, here, arrived = still, moved, found
-
-
-@pytest.mark.parametrize("route", [DENSE_ROUTE[1:5:3], long(DENSE_ROUTE)], ids=["short", "long"])
-def test_a_dense_checkpoint_continues_in_other_layouts(route, tmp_path):
-    travel(tmp_path, DENSE, route)
-
-
-@pytest.mark.parametrize("shape, route", [
-    *(long((f"{shape} {flags}", [(1, ""), (4, f"{TP4} {SP}"), (2, PP2), (4, f"{TP2} {CP2}"), (4, TP4), (1, "")]))
-      for shape in (DENSE, ONE_GROUP, OLMO) for flags in ("", "--use-distributed-optimizer")),
-    long((ONE_GROUP, [(4, f"{TP2} --use-torch-fsdp2"), (1, ""), (4, f"{TP4} {SP}")])),
-])  # fmt: skip
-def test_a_checkpoint_of_fewer_query_groups_than_ranks_continues_in_other_layouts(shape, route, tmp_path):
-    travel(tmp_path, shape, route)
-
-
-@pytest.mark.long
-def test_a_checkpoint_of_latent_attention_continues_in_other_layouts(tmp_path):
-    travel(tmp_path, f"{MOE} --use-distributed-optimizer", [(2, f"{TP2} {SP}"), (2, EP2), (1, "")], model="latent")
-
-
-def test_states_of_padded_buckets_are_those_of_their_parameters(tmp_path):
-    """Some parameters have four elements, so that every bucket of the distributed optimizer ends with padding."""
-    flags = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 1"
-    travel(tmp_path, DENSE, [(2, flags), (1, "--use-distributed-optimizer")], model="recurrent")
-
-
-@pytest.mark.parametrize("more", [long(""), "--use-distributed-optimizer"])
-def test_fp32_parameters_of_a_model_of_16_bits_keep_their_own_states(more, tmp_path):
-    """Those of recurrent states."""
-    travel(tmp_path, f"{DENSE} --num-layers 2 --bf16 {more}", [(1, ""), (1, "")], model="recurrent")
-
-
-@pytest.mark.long
-def test_a_checkpoint_of_recurrent_states_continues_in_other_layouts(tmp_path):
-    route = [(2, f"{TP2} {SP}"), (2, f"{PP2} {VP2}"), (2, EP2), (1, "")]
-    travel(tmp_path, f"{MOE} --use-distributed-optimizer", route, model="recurrent")
-
-
-@pytest.mark.long
-def test_a_checkpoint_of_mamba_continues_in_other_layouts(tmp_path):
-    route = [(2, f"{TP2} {SP}"), (2, f"{PP2} {VP2}"), (2, EP2), (1, "")]
-    shape = f"{MOE} --moe-layer-freq 1 --hybrid-layer-pattern ME*M --use-distributed-optimizer"
-    travel(tmp_path, shape, route, model="mamba")
-
-
-@pytest.mark.long
-def test_a_distributed_optimizer_checkpoint_continues_in_other_layouts(tmp_path):
-    travel(tmp_path, f"{DENSE} --use-distributed-optimizer", DISTRIBUTED_ROUTE)
-
-
-@pytest.mark.parametrize("precision", [long(""), "--bf16"])
-def test_a_critic_checkpoint_loads_exactly_in_fp32_and_bf16(tmp_path, precision):
-    first, second = tmp_path / "first", tmp_path / "second"
-    ((_, saved),) = run_world(continue_run, 1, f"{DENSE} {precision}", None, first, True)
-    for before, _ in run_world(continue_run, 2, f"{DENSE} {precision} {TP2}", first, second, True):
-        assert all(torch.equal(before[key], weight) for key, weight in saved.items())
-
-
-@pytest.mark.parametrize("flags, route", [long(("", EXPERT_ROUTE)), ("--use-distributed-optimizer", EXPERT_ROUTE[:2])])
-def test_a_moe_checkpoint_continues_in_other_layouts(tmp_path, flags, route):
-    travel(tmp_path, f"{MOE} {flags}", route)
 
 
 SGD = "--num-layers 4 --optimizer sgd --lr 0.05 --weight-decay 0.1 --clip-grad 1"
@@ -141,20 +75,48 @@ RATES = "--lr-multipliers *.mlp.*=0.5 *.layers.1.*=2 --weight-decay-multipliers 
 FROZEN = f"{DENSE} {RATES} --freeze embedding.* *.layers.2.*"
 SHARDED_ROUTE = [(2, "--use-distributed-optimizer"), (2, f"{TP2} --use-distributed-optimizer"), (1, "")]
 FROZEN_ROUTE = [(1, ""), (4, f"{TP2} {PP2}"), (2, CP2), (2, f"{TP2} {SP}"), (1, "")]
+# Shape, route, model. Some parameters of recurrent models have four elements, so that every bucket of the distributed
+# optimizer ends with padding; some are fp32 in models of 16 bits.
+SHARDED, BUCKETS = "--use-distributed-optimizer", "--overlap-grad-reduce --ddp-bucket-size 1"
+RECURRENT_ROUTE = [(2, f"{TP2} {SP}"), (2, f"{PP2} {VP2}"), (2, EP2), (1, "")]
+GROUPS_ROUTE = [(1, ""), (4, f"{TP4} {SP}"), (2, PP2), (4, f"{TP2} {CP2}"), (4, TP4), (1, "")]
+TRAVELS = [
+    (DENSE, DENSE_ROUTE[1:5:3], "llama"),
+    (DENSE, [(2, f"{SHARDED} {BUCKETS}"), (1, SHARDED)], "recurrent"),
+    (f"{MOE} {SHARDED}", EXPERT_ROUTE[:2], "llama"),
+    (f"{SGD} {RATES} --freeze embedding.* *.layers.2.*", [(1, ""), (2, PP2)], "llama"),
+    *map(long, [
+        *((f"{DENSE} --num-layers 2 --bf16 {more}", [(1, ""), (1, "")], "recurrent") for more in ("", SHARDED)),
+        (DENSE, DENSE_ROUTE, "llama"),
+        (f"{DENSE} {SHARDED}", DISTRIBUTED_ROUTE, "llama"),
+        (MOE, EXPERT_ROUTE, "llama"),
+        *((f"{shape} {more}", GROUPS_ROUTE, "llama") for shape in (DENSE, ONE_GROUP, OLMO) for more in ("", SHARDED)),
+        (ONE_GROUP, [(4, f"{TP2} --use-torch-fsdp2"), (1, ""), (4, f"{TP4} {SP}")], "llama"),
+        (f"{MOE} {SHARDED}", [(2, f"{TP2} {SP}"), (2, EP2), (1, "")], "latent"),
+        (f"{MOE} {SHARDED}", RECURRENT_ROUTE, "recurrent"),
+        (f"{MOE} --moe-layer-freq 1 --hybrid-layer-pattern ME*M {SHARDED}", RECURRENT_ROUTE, "mamba"),
+        *((shape, route, "llama") for shape in (SGD, f"{SGD} --sgd-momentum 0", f"{DENSE} {RATES}")
+          for route in (DENSE_ROUTE, SHARDED_ROUTE)),
+        *((f"{SMALL} --adam-eps 1 --lr 0.01 {more}", route, "llama") for more, route in (
+            ("", DENSE_ROUTE), (SHARDED, DISTRIBUTED_ROUTE), (EXPERTS, EXPERT_ROUTE))),
+        *((f"{FROZEN} {more}", FROZEN_ROUTE, "llama") for more in ("", SHARDED)),
+        (f"{FROZEN} --use-torch-fsdp2", [(2, ""), (4, TP2), (2, "")], "llama"),
+        (f"{SGD} {EXPERTS}", EXPERT_ROUTE, "llama"),
+    ]),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("shape, route", [
-    (f"{SGD} {RATES} --freeze embedding.* *.layers.2.*", [(1, ""), (2, PP2)]),
-    *(long((shape, route)) for shape in (SGD, f"{SGD} --sgd-momentum 0", f"{DENSE} {RATES}")
-      for route in (DENSE_ROUTE, SHARDED_ROUTE)),
-    *(long((f"{SMALL} --adam-eps 1 --lr 0.01 {more}", route)) for more, route in (
-        ("", DENSE_ROUTE), ("--use-distributed-optimizer", DISTRIBUTED_ROUTE), (EXPERTS, EXPERT_ROUTE))),
-    *(long((f"{FROZEN} {more}", FROZEN_ROUTE)) for more in ("", "--use-distributed-optimizer")),
-    long((f"{FROZEN} --use-torch-fsdp2", [(2, ""), (4, TP2), (2, "")])),
-    long((f"{SGD} {EXPERTS}", EXPERT_ROUTE)),
-])  # fmt: skip
-def test_a_checkpoint_of_other_optimizers_and_groups_continues_in_other_layouts(shape, route, tmp_path):
-    travel(tmp_path, shape, route)
+@pytest.mark.parametrize("shape, route, model", TRAVELS)
+def test_a_checkpoint_continues_in_other_layouts(shape, route, model, tmp_path):
+    travel(tmp_path, shape, route, model)
+
+
+@pytest.mark.parametrize("precision", [long(""), "--bf16"])
+def test_a_critic_checkpoint_loads_exactly_in_fp32_and_bf16(tmp_path, precision):
+    first, second = tmp_path / "first", tmp_path / "second"
+    ((_, saved),) = run_world(continue_run, 1, f"{DENSE} {precision}", None, first, True)
+    for before, _ in run_world(continue_run, 2, f"{DENSE} {precision} {TP2}", first, second, True):
+        assert all(torch.equal(before[key], weight) for key, weight in saved.items())
 
 
 def train_and_save(rank, flags: str, target, shape: str = "llama"):
@@ -202,7 +164,7 @@ def test_weights_and_moments_of_four_layouts_are_the_same_bits_in_four_others(fl
             assert all(torch.equal(found[key], value) for key, value in tensors.items()), (layout, target)
 
 
-FSDP, SHARDED, FP16 = "--use-torch-fsdp2", "--use-distributed-optimizer", "--fp16"
+FSDP, FP16 = "--use-torch-fsdp2", "--fp16"
 EVERY_KIND = [
     (1, SHARDED), (2, f"--bf16 {FSDP}"), (2, FSDP), (2, f"--bf16 {SHARDED}"), (1, FP16), (2, SHARDED), (1, ""),
 ]  # fmt: skip

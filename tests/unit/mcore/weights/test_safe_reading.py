@@ -1,5 +1,6 @@
 """No file of a checkpoint can run code: hostile pickles in every place that is read, named in the message."""
 
+import functools
 import io
 import pickle
 import shutil
@@ -54,16 +55,20 @@ def sealed(folder: Path):
     manifests.write(folder, entries)
 
 
-def with_object(folder: Path, fqn: str, value):
-    """Replaces one object in the checkpoint's data file; later entries keep their places."""
+def replace(folder: Path, fqn: str, content: bytes):
+    """Replaces what the checkpoint's data file has of a name's end; later entries keep their places."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
-    (info,) = [info for index, info in metadata.storage_data.items() if index.fqn == fqn]
-    stream = io.BytesIO()
-    torch.save(value, stream)
+    info = next(info for index, info in metadata.storage_data.items() if index.fqn.endswith(fqn))
     data = folder / info.relative_path
-    info.offset, info.length = data.stat().st_size, len(stream.getvalue())
-    data.write_bytes(data.read_bytes() + stream.getvalue())
+    info.offset, info.length = data.stat().st_size, len(content)
+    data.write_bytes(data.read_bytes() + content)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def hostile_object(folder: Path, attack: Attack, fqn: str):
+    stream = io.BytesIO()
+    torch.save([attack], stream)
+    replace(folder, fqn, stream.getvalue())
 
 
 OBJECTS = ["actor.plain/shard_0_1", "actor.optimizer_plain/shard_0_1", "rng/shard_0_1", "common_state/shard_0_1"]
@@ -77,16 +82,11 @@ def hostile_metadata(folder: Path, attack: Attack):
 
 def hostile_tensor(folder: Path, attack: Attack):
     """A tensor's archive whose pickle runs code."""
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    index, info = next((i, s) for i, s in metadata.storage_data.items() if i.fqn.endswith("word_embeddings.weight"))
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(attack, protocol=2))
         archive.writestr("archive/version", "3\n")
-    data = folder / info.relative_path
-    info.offset, info.length = data.stat().st_size, len(stream.getvalue())
-    data.write_bytes(data.read_bytes() + stream.getvalue())
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    replace(folder, "word_embeddings.weight", stream.getvalue())
 
 
 def hostile_log(folder: Path, attack: Attack):
@@ -100,14 +100,13 @@ def hostile_log(folder: Path, attack: Attack):
 def odd_log(folder: Path, attack: Attack):
     """A replica's log, with groups of fields that no batch has."""
     (folder / waiting_groups.FIRST).unlink()
-    record = Record({"samples": 2, "groups": [], "version": 0}, {"attack": torch.zeros(1)})
+    record = Record({"groups": []}, {"attack": torch.zeros(1)})
     (folder / waiting_groups.FIRST).write_bytes(waiting_groups.packed(waiting_groups.UNFINISHED, record))
 
 
 PLACES = {
     ".metadata": (".metadata", hostile_metadata),
-    **{f"object {fqn}": ("__0_0.distcp", lambda folder, attack, fqn=fqn: with_object(folder, fqn, [attack]))
-       for fqn in OBJECTS},
+    **{f"object {fqn}": ("__0_0.distcp", functools.partial(hostile_object, fqn=fqn)) for fqn in OBJECTS},
     "tensor": ("__0_0.distcp", hostile_tensor),
     "log of the rollout": (waiting_groups.FIRST, hostile_log),
     "fields of a group": (waiting_groups.FIRST, odd_log),
@@ -130,10 +129,6 @@ def test_a_hostile_file_runs_no_code_and_is_named(place, run, tmp_path):
     attack(folder, Attack(mark))
     sealed(folder)
     folders.check(folder, "--load")
-    parsed = program(
-        "rl",
-        rl_argv(tmp_path / "again", f"{WAITING} --train-iters 2 --override-opt-param-scheduler --load {folder}"),
-        1,
-    )
-    (message,) = run_world(resume, 1, parsed)
+    again = f"{WAITING} --train-iters 2 --override-opt-param-scheduler --load {folder}"
+    (message,) = run_world(resume, 1, program("rl", rl_argv(tmp_path / "again", again), 1))
     assert not mark.exists() and name in message and str(folder) in message and "\n" not in message

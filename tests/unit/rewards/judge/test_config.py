@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarl.errors import UsageError
 from megarl.rewards.judge.config import read_config
+from tests.helpers.texts.refusals import refusal
 
 RIGHT = {"messages": [{"role": "user", "content": "{question} {response}"}], "number": {"last-number": True},
          "range": [0, 10]}  # fmt: skip
@@ -74,10 +74,7 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_files(case, tmp_path):
     changes, message = WRONG[case]
-    with pytest.raises(UsageError) as caught:
-        read(tmp_path, **changes)
-    assert str(caught.value).startswith(f"--judge-config {tmp_path}/judge.yaml: {message}")
-    assert "\n" not in str(caught.value)
+    assert refusal(read, tmp_path, **changes).startswith(f"--judge-config {tmp_path}/judge.yaml: {message}")
 
 
 def test_numbers_of_a_pair_are_shares_of_the_win(tmp_path):
@@ -103,6 +100,4 @@ def test_files_that_are_no_mapping(text, message, tmp_path):
     path = tmp_path / "judge.yaml"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(UsageError) as caught:
-        read_config(str(path))
-    assert str(caught.value).startswith(f"--judge-config {path}: {message}") and "\n" not in str(caught.value)
+    assert refusal(read_config, str(path)).startswith(f"--judge-config {path}: {message}")

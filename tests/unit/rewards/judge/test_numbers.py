@@ -2,8 +2,8 @@
 
 import pytest
 
-from megarl.errors import UsageError
 from megarl.rewards.judge.numbers import numbers_rule
+from tests.helpers.texts.refusals import refusal
 
 JSON, LAST = {"json": "grade"}, {"last-number": True}
 GRADE = {"regex": r"Grade:\s*(\S+)"}
@@ -79,40 +79,21 @@ def test_a_part_of_a_notation_is_no_number(text, number):
     assert read(text) == (None if number is None else [number])
 
 
-@pytest.mark.parametrize(
-    "pattern, text, number",
-    [
-        (r"Score: ([0-9]+)", "Score: 7", 7),
-        (r"Score: ([0-9]+)", "Score: 7/10", 7),
-        (r"Score: ([0-9]+)", "Score: 0.7/1.0", None),
-        (r"Score: (\d+)/10", "Score: 7/10", 7),
-        (r"Score: (\d+)", "Score: 7/20", None),
-        (r"(\d+)%", "70%", 70),
-        (r"(\d+)", "70%", None),
-        (r"(\d+)", "Score: -3", None),
-        (r"(\d+)", "Score: \u22123", None),
-        (r"(-?\d+)", "\u22123", -3),
-        (r"Score:.*(\d+)", "Score: 10", None),
-        (r"Score:.*?(\d+)", "Score: 0.7", None),
-        (r"(\d+)", "7-8", None),
-        (r"(\d+)", "7 to 8", None),
-        (r"(\d+)", "2024-05-01", None),
-        (r"(\d+)", "1,000", None),
-        (r"(\d+)", "v2", None),
-        (r"(\d)stars", "4stars", 4),
-        (r"(\d+)", "7th", None),
-        (r"\[\[(.*?)\]\]", "[[7/10]]", 7),
-        (r"\[\[(.*?)\]\]", "[[7-8]]", None),
-        (r"\[RESULT\] (\d)", "[RESULT] 4", 4),
-        (r"<score>(.*?)</score>", "<score> 9 </score>", 9),
-        (r"(\d+)", "10\u00b2", None),
-        (r"\[\[(\d+)\]\]", 'It says "my rating: [[10]]". [[2]]', 2),
-        (r"\[\[(\d+)\]\]", 'My rating is [[2]], not "a [[10]]"', 2),
-        (r'"grade": (\d+)', '{"reason": "plain words", "grade": 3}', 3),
-        (r"(\d+)", "7 and a to-do", 7),
-        (r"(\d+)", "7 to be fair", 7),
-    ],
-)
+@pytest.mark.parametrize("pattern, text, number", [
+    (r"Score: ([0-9]+)", "Score: 7", 7), (r"Score: ([0-9]+)", "Score: 7/10", 7),
+    (r"Score: ([0-9]+)", "Score: 0.7/1.0", None), (r"Score: (\d+)/10", "Score: 7/10", 7),
+    (r"Score: (\d+)", "Score: 7/20", None), (r"(\d+)%", "70%", 70), (r"(\d+)", "70%", None),
+    (r"(\d+)", "Score: -3", None), (r"(\d+)", "Score: \u22123", None), (r"(-?\d+)", "\u22123", -3),
+    (r"Score:.*(\d+)", "Score: 10", None), (r"Score:.*?(\d+)", "Score: 0.7", None), (r"(\d+)", "7-8", None),
+    (r"(\d+)", "7 to 8", None), (r"(\d+)", "2024-05-01", None), (r"(\d+)", "1,000", None), (r"(\d+)", "v2", None),
+    (r"(\d)stars", "4stars", 4), (r"(\d+)", "7th", None), (r"\[\[(.*?)\]\]", "[[7/10]]", 7),
+    (r"\[\[(.*?)\]\]", "[[7-8]]", None), (r"\[RESULT\] (\d)", "[RESULT] 4", 4),
+    (r"<score>(.*?)</score>", "<score> 9 </score>", 9), (r"(\d+)", "10\u00b2", None),
+    (r"\[\[(\d+)\]\]", 'It says "my rating: [[10]]". [[2]]', 2),
+    (r"\[\[(\d+)\]\]", 'My rating is [[2]], not "a [[10]]"', 2),
+    (r'"grade": (\d+)', '{"reason": "plain words", "grade": 3}', 3), (r"(\d+)", "7 and a to-do", 7),
+    (r"(\d+)", "7 to be fair", 7),
+])  # fmt: skip
 def test_a_part_of_what_surrounds_a_match_is_no_number(pattern, text, number):
     read = numbers_rule({"regex": pattern}, "x", of_several=False, highest=10.0)
     assert read(text) == (None if number is None else [number])
@@ -160,41 +141,20 @@ def test_an_object_that_the_judge_quotes_is_no_verdict(text, number):
     assert numbers_rule(JSON, "x", of_several=True)(several) == (None if number is None else [number] * 2)
 
 
-@pytest.mark.parametrize(
-    "text, number",
-    [
-        ("My verdict: [[A]]", 1),
-        ("[[A>>B]]", None),
-        ("[[A=B]]", None),
-        ("A/B", None),
-        ("A or B?", None),
-        ("<verdict>A</verdict>", 1),
-        ("A or B? B", 0),
-        ("B is worse, so A", 1),
-        ('A. It claims "the better one is B"', 1),
-        ("A\n> B", 1),
-        ("<think>B</think> A", 1),
-        ("Verdict=A", 1),
-        ("**A**", 1),
-        ("A|B", None),
-    ],
-)
+@pytest.mark.parametrize("text, number", [
+    ("My verdict: [[A]]", 1), ("[[A>>B]]", None), ("[[A=B]]", None), ("A/B", None), ("A or B?", None),
+    ("<verdict>A</verdict>", 1), ("A or B? B", 0), ("B is worse, so A", 1), ('A. It claims "the better one is B"', 1),
+    ("A\n> B", 1), ("<think>B</think> A", 1), ("Verdict=A", 1), ("**A**", 1), ("A|B", None),
+])  # fmt: skip
 def test_choices_with_a_sign_between_them_are_none(text, number):
     read = numbers_rule({"choice": {"A": 1, "B": 0}}, "x", of_several=False)
     assert read(text) == (None if number is None else [number])
 
 
-@pytest.mark.parametrize(
-    "highest, text, number",
-    [
-        (100.0, "Score: 70%", 70),
-        (1.0, "0.7/1.0", 0.7),
-        (1.0, "7/10", None),
-        (5.0, "4/5", 4),
-        (None, "4/5", 4),
-        (None, "70%", None),
-    ],
-)
+@pytest.mark.parametrize("highest, text, number", [
+    (100.0, "Score: 70%", 70), (1.0, "0.7/1.0", 0.7), (1.0, "7/10", None), (5.0, "4/5", 4), (None, "4/5", 4),
+    (None, "70%", None),
+])  # fmt: skip
 def test_the_whole_is_that_of_the_scale(highest, text, number):
     read = numbers_rule(LAST, "x", of_several=False, highest=highest)
     assert read(text) == (None if number is None else [number])
@@ -214,6 +174,4 @@ def test_the_whole_is_that_of_the_scale(highest, text, number):
     ({"choice": {"yes": 1, "Yes": 0}}, "number: choice: two labels differ only in upper and lower case"),
 ])  # fmt: skip
 def test_wrong_rules(rule, message):
-    with pytest.raises(UsageError) as caught:
-        numbers_rule(rule, "file", of_several=False)
-    assert str(caught.value).startswith(f"file: {message}") and "\n" not in str(caught.value)
+    assert refusal(numbers_rule, rule, "file", of_several=False).startswith(f"file: {message}")

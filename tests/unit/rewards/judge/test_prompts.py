@@ -17,6 +17,7 @@ from megarl.rewards.judge.config import read_config
 from megarl.rewards.judge.prompts import JOINING, JudgePrompts
 from tests.helpers.envs.judges import write
 from tests.helpers.texts import chat_encoders, small_tokenizers
+from tests.helpers.texts.refusals import refusal
 
 CONFIG = """
 messages:
@@ -161,9 +162,7 @@ def test_prompts_that_do_not_fit_are_refused_with_their_line(case, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in (right, wrong)))
     read = prompts(encoders()["chatml"], tmp_path)
-    with pytest.raises(UsageError) as caught:
-        read.check(load_prompts(str(path)))
-    assert str(caught.value).startswith(f"--prompts {path}:2: {message}") and "\n" not in str(caught.value)
+    assert refusal(read.check, load_prompts(str(path))).startswith(f"--prompts {path}:2: {message}")
     path.write_text(json.dumps(right) + "\n")
     read.check(load_prompts(str(path)))
 

@@ -7,7 +7,7 @@ from megarl.data.prompt import Prompt
 from megarl.environments.pool import PoolOptions
 from megarl.environments.protocol import Task
 from megarl.mcore.inference.generation import GenerationRequest
-from megarl.rollout.episodes.client import EnvironmentClient
+from megarl.rollout.episodes.client import EnvironmentClient, PlayedTurns
 from megarl.rollout.episodes.episode import EpisodeLimits
 from tests.helpers.envs.odd_environments import HERE
 from tests.helpers.waiting import SAFETY_SECONDS
@@ -65,7 +65,7 @@ def test_an_environment_goes_on_or_is_brought_to_where_the_episode_was_cut():
         assert answered(client, 5, "c") == "2: c" and client._round[5].slot == slot, "the same environment"
         client.step(5, [ord("d")])  # its answer is not read any more
         client.keep(5, "k", turns=3)
-        assert [seen.messages[0]["content"] for seen in client.observations("k")] == ["0: a", "1: b", "2: c"]
+        assert [seen.messages[0]["content"] for seen in client.kept["k"].observations] == ["0: a", "1: b", "2: c"]
         client.go_on(5, PROMPT, TASK, "k", turns("a", "b", "c"))
         assert answered(client, 5, "e") == "3: e" and client._round[5].slot != slot
         client.keep(5, "k", turns=1)  # also answers that were read are undone
@@ -84,9 +84,9 @@ def test_a_checkpoint_brings_answers_and_what_was_kept_can_be_forgotten():
         only_result(client, 0)
         answered(client, 0, "a")
         client.keep(0, "k", turns=1)
-        other.restore("k", client.observations("k"))
+        other.kept["k"] = PlayedTurns(observations=client.kept["k"].observations, sent=1)
         client.forget("k")
-        assert client.observations("k") == [] and not client.pool._episodes
+        assert "k" not in client.kept and not client.pool._episodes
         other.go_on(3, PROMPT, TASK, "k", turns("a"))
         assert answered(other, 3, "b") == "1: b"
         played = other.take_played(3)
@@ -106,9 +106,10 @@ def test_turns_are_read_with_the_tools_of_the_reset_also_after_a_checkpoint():
         assert only_result(client, 0).tokens == [1]
         assert answered(client, 0, text) == wanted % 0
         client.keep(0, "k", turns=1)
-        other.restore("k", client.observations("k"), client.tools("k"))
+        kept = client.kept["k"]
+        other.kept["k"] = PlayedTurns(observations=kept.observations, tools=kept.tools, sent=1)
         client.forget("k")
-        assert client.tools("k") == []
+        assert "k" not in client.kept
         other.go_on(3, PROMPT, TASK, "k", turns(text))
         assert answered(other, 3, text) == wanted % 1  # the environment has checked its first answer, too
         assert [turn.calls[0].arguments for turn in other.take_played(3).turns] == [{"s": "5", "x": 5}] * 2

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from types import SimpleNamespace
 
 import torch
 
@@ -75,7 +76,7 @@ def test_a_checkpoint_brings_episodes_of_all_kinds():
         episode.settle(limit)
         episode.learn_versions(list(range(len(episode.tokens))))
         carried, loaded = (CarriedEpisodes(LIMITS, None) for _ in range(2))
-        carried._client = NoAnswers()
+        carried._client = SimpleNamespace(kept={})
         carried.add([episode])
         found = json.loads(json.dumps(carried.facts([episode.key])))
         batch, is_own = episodes_to_batch([episode]), torch.tensor([True])
@@ -85,13 +86,3 @@ def test_a_checkpoint_brings_episodes_of_all_kinds():
         assert carried.of([episode.key]) == [episode] and episode.replayable
         loaded.retain([])
         assert loaded.get(episode.key) is None
-
-
-class NoAnswers:
-    """Stands where the client is."""
-
-    def observations(self, key: str) -> list:
-        return []
-
-    def tools(self, key: str) -> list:
-        return []

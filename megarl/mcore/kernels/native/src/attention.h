@@ -280,13 +280,10 @@ struct QueryGradient {
 
 class GroupAttentionBackward {
   public:
-    // Adds to grad_keys[i] and grad_values[i].
+    // Adds to grad_keys[i] and grad_values[i]; channels are multiples of W.
     void run(const float* const* keys, const float* const* values, int64_t count, int channels, int value_channels,
              const QueryGradient* rows, int64_t row_count, Scores scores, float* const* grad_keys,
              float* const* grad_values) {
-        if (channels % W || value_channels % W)
-            return run_whole(keys, values, count, channels, value_channels, rows, row_count, scores, grad_keys,
-                             grad_values);
         channels_ = channels, value_channels_ = value_channels;
         keys_.load_vectors(keys, count, channels);
         values_.load_vectors(values, count, value_channels);
@@ -295,32 +292,6 @@ class GroupAttentionBackward {
     }
 
   private:
-    // The same with sizes that are no multiple of W.
-    void run_whole(const float* const* keys, const float* const* values, int64_t count, int channels,
-                   int value_channels, const QueryGradient* rows, int64_t row_count, Scores scores,
-                   float* const* grad_keys, float* const* grad_values) {
-        WholeVectors key_copies(count, channels), value_copies(count, value_channels);
-        WholeVectors key_sums(count, channels), value_sums(count, value_channels);
-        WholeVectors queries(row_count, channels), grad_queries(row_count, channels);
-        WholeVectors grads(row_count, value_channels), outs(row_count, value_channels);
-        std::vector<const float*> at_key(count), at_value(count);
-        std::vector<float*> to_key(count), to_value(count);
-        std::vector<QueryGradient> copies(rows, rows + row_count);
-        for (int64_t i = 0; i < count; ++i) {
-            at_key[i] = key_copies.load(i, keys[i]), at_value[i] = value_copies.load(i, values[i]);
-            key_sums.load(i, grad_keys[i]), value_sums.load(i, grad_values[i]);
-            to_key[i] = key_sums.at(i), to_value[i] = value_sums.at(i);
-        }
-        for (int64_t i = 0; i < row_count; ++i) {
-            copies[i].query = queries.load(i, rows[i].query), copies[i].grad_query = grad_queries.at(i);
-            copies[i].grad = grads.load(i, rows[i].grad), copies[i].out = outs.load(i, rows[i].out);
-        }
-        run(at_key.data(), at_value.data(), count, int(whole(channels)), int(whole(value_channels)), copies.data(),
-            row_count, scores, to_key.data(), to_value.data());
-        for (int64_t i = 0; i < count; ++i) key_sums.store(i, grad_keys[i]), value_sums.store(i, grad_values[i]);
-        for (int64_t i = 0; i < row_count; ++i) grad_queries.store(i, rows[i].grad_query);
-    }
-
     template <int N>
     void tile(const float* const* keys, const QueryGradient* rows, Scores scores, float* const* grad_keys,
               float* const* grad_values) {

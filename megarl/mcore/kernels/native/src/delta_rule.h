@@ -2,9 +2,6 @@
 // Shapes: T rows, G groups with a key head of K channels each, H value heads of V channels, C = 2·G·K + H·V.
 #pragma once
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-
 #include "runs.h"
 
 namespace megarl {
@@ -25,8 +22,7 @@ inline std::tuple<Tensor, Tensor> delta_rule_gates(const Tensor& a, const Tensor
     float *decay = mutable_floats(decays), *beta = mutable_floats(betas);
     for (int64_t t = 0; t < rows; ++t)
         for (int64_t h = 0; h < heads; ++h) {
-            float x = of_decay[t * a.stride(0) + h] + bias[h], softplus = x > 20.0f ? x : std::log1p(std::exp(x));
-            decay[t * heads + h] = std::exp(-std::exp(logs[h]) * softplus);
+            decay[t * heads + h] = std::exp(-std::exp(logs[h]) * softplus(of_decay[t * a.stride(0) + h] + bias[h]));
             beta[t * heads + h] = 1.0f / (1.0f + std::exp(-of_beta[t * b.stride(0) + h]));
         }
     return {decays, betas};
@@ -67,44 +63,25 @@ inline void delta_step(float* state, const float* query, const float* key, const
     }
 }
 
+inline void scale_vector(const float* x, float factor, int64_t n, float* out) {
+    for (int64_t i = 0; i < n; ++i) out[i] = x[i] * factor;
+}
+
 // x [T, C]: queries and keys of the groups, values of the heads; decays and betas [T, H] -> [T, H, V].
 // Queries and keys are divided by their lengths, queries also by √K; states [slots, H, K, V].
 inline Tensor delta_rule(const Tensor& x, const Tensor& decays, const Tensor& betas, int64_t groups, int64_t keys,
                          const Tensor& runs, const Tensor& states) {
-    int64_t rows = x.size(0), channels = x.size(1), heads = decays.size(1), count = runs.size(0);
-    int64_t values = (channels - 2 * groups * keys) / heads;
-    TORCH_CHECK(2 * groups * keys + heads * values == channels && values % W == 0 && heads % groups == 0,
-                "megarl::delta_rule: sizes do not fit");
-    Tensor out = at::empty({rows, heads, values}, x.options().memory_format(std::nullopt));
+    RuleSizes s(x, decays, groups, keys);
     const float *from = floats(x), *decay = floats(decays), *beta = floats(betas);
-    float *to = mutable_floats(out), *kept = mutable_floats(states);
-    const Run* all_runs = runs_of(runs, rows, states.size(0));
     float scale = 1.0f / std::sqrt(float(keys));
-    int64_t size = keys * values;
-    parallel_parts(heads, threads_for(rows * heads * size * 4), [&](int64_t begin, int64_t end) {
-        std::vector<float> own(size), key(keys), query(keys);
-        for (int64_t h = begin; h < end; ++h)
-            runs_forward(all_runs, count, h, heads, size, kept, own.data(), [&](int64_t t, float* state) {
-                const float* q = from + t * channels + h / (heads / groups) * keys;
-                const float *k = q + groups * keys, *v = from + t * channels + 2 * groups * keys + h * values;
-                float of_query = inverse_length(q, keys) * scale, of_key = inverse_length(k, keys);
-                for (int64_t i = 0; i < keys; ++i) {
-                    query[i] = q[i] * of_query;
-                    key[i] = k[i] * of_key;
-                }
-                delta_step(state, query.data(), key.data(), v, decay[t * heads + h], beta[t * heads + h], keys, values,
-                           to + (t * heads + h) * values);
-            });
+    return rule_forward(s, x, runs, states, 4, [&](int64_t t, int64_t h, float* state, float* scratch, float* out) {
+        const float *q = from + s.at_group(t, h), *k = q + groups * keys;
+        const float* v = from + t * s.channels + 2 * groups * keys + h * s.values;
+        scale_vector(q, inverse_length(q, keys) * scale, keys, scratch);
+        scale_vector(k, inverse_length(k, keys), keys, scratch + keys);
+        delta_step(state, scratch, scratch + keys, v, decay[s.at_head(t, h)], beta[s.at_head(t, h)], keys, s.values, out);
     });
-    return out;
 }
-
-// What a head's backward pass needs beside its states: the tensors of `delta_rule`, and gradients.
-struct DeltaGradients {
-    const float *x, *decays, *betas, *grad;
-    float *x_grad, *decay_grad, *beta_grad;
-    int64_t channels, groups, heads, keys, values;
-};
 
 // Gradients of x · r · scale with r = (Σ x² + ε)^−½ -> of x, added to `out`.
 inline void length_gradient(const float* x, const float* grad, int64_t n, float scale, float* out) {
@@ -117,13 +94,13 @@ inline void length_gradient(const float* x, const float* grad, int64_t n, float 
 
 // One token backwards: `before` [K, V] is the state before it, `state_grad` the gradient of the one after it, then of
 // that before it. `sums` [2, K]: scratch memory.
-inline void delta_step_backward(const DeltaGradients& g, int64_t t, int64_t h, const float* before, const float* query,
+inline void delta_step_backward(const RuleGradients& g, int64_t t, int64_t h, const float* before, const float* query,
                                 const float* key, float* state_grad, float* sums) {
     constexpr int WIDE = 8;  // vectors of a state's row that are kept in registers
-    int64_t keys = g.keys, values = g.values;
-    const float *value = g.x + t * g.channels + 2 * g.groups * keys + h * values, *grad = g.grad + (t * g.heads + h) * values;
-    float* value_grad = g.x_grad + t * g.channels + 2 * g.groups * keys + h * values;
-    Vec decay = all(g.decays[t * g.heads + h]), beta = all(g.betas[t * g.heads + h]);
+    int64_t keys = g.s.keys, values = g.s.values, at_value = t * g.s.channels + 2 * g.s.groups * keys + h * values;
+    const float *value = g.x + at_value, *grad = g.grad + g.s.at_head(t, h) * values;
+    float* value_grad = g.x_grad + at_value;
+    Vec decay = all(g.first[g.s.at_head(t, h)]), beta = all(g.second[g.s.at_head(t, h)]);
     float *query_grad = sums, *key_grad = sums + keys;
     std::fill(sums, sums + 2 * keys, 0.0f);
     Vec decay_sum = zero(), beta_sum = zero();
@@ -172,65 +149,41 @@ inline void delta_step_backward(const DeltaGradients& g, int64_t t, int64_t h, c
             key_grad[i] += sum(key_sum);
         }
     }
-    g.decay_grad[t * g.heads + h] = sum(decay_sum);
-    g.beta_grad[t * g.heads + h] = sum(beta_sum);
-    const float* x = g.x + t * g.channels + h / (g.heads / g.groups) * keys;
-    float* x_grad = g.x_grad + t * g.channels + h / (g.heads / g.groups) * keys;
-    length_gradient(x, query_grad, keys, 1.0f / std::sqrt(float(keys)), x_grad);
-    length_gradient(x + g.groups * keys, key_grad, keys, 1.0f, x_grad + g.groups * keys);
+    g.first_grad[g.s.at_head(t, h)] = sum(decay_sum);
+    g.second_grad[g.s.at_head(t, h)] = sum(beta_sum);
+    int64_t at_group = g.s.at_group(t, h), at_key = at_group + g.s.groups * keys;
+    length_gradient(g.x + at_group, query_grad, keys, 1.0f / std::sqrt(float(keys)), g.x_grad + at_group);
+    length_gradient(g.x + at_key, key_grad, keys, 1.0f, g.x_grad + at_key);
 }
 
 // A run of one head backwards; `state` is the one that it begins with.
-inline void delta_run_backward(const DeltaGradients& g, const Run& run, int64_t h, const float* state, float* state_grad,
+inline void delta_run_backward(const RuleGradients& g, const Run& run, int64_t h, const float* state, float* state_grad,
                                std::vector<float>& scratch) {
-    int64_t keys = g.keys;
-    std::vector<float> own(4 * keys + g.values);
+    int64_t keys = g.s.keys;
+    std::vector<float> own(4 * keys + g.s.values);
     float *sums = own.data(), *query = sums + 2 * keys, *key = query + keys, *ignored = key + keys;
     auto normed = [&](int64_t t) {
-        const float* q = g.x + t * g.channels + h / (g.heads / g.groups) * keys;
-        const float* k = q + g.groups * keys;
-        float of_query = inverse_length(q, keys) / std::sqrt(float(keys)), of_key = inverse_length(k, keys);
-        for (int64_t i = 0; i < keys; ++i) {
-            query[i] = q[i] * of_query;
-            key[i] = k[i] * of_key;
-        }
+        const float *q = g.x + g.s.at_group(t, h), *k = q + g.s.groups * keys;
+        scale_vector(q, inverse_length(q, keys) / std::sqrt(float(keys)), keys, query);
+        scale_vector(k, inverse_length(k, keys), keys, key);
     };
     auto forward = [&](int64_t t, float* at) {
-        const float* value = g.x + t * g.channels + 2 * g.groups * keys + h * g.values;
+        const float* value = g.x + t * g.s.channels + 2 * g.s.groups * keys + h * g.s.values;
         normed(t);
-        delta_step(at, query, key, value, g.decays[t * g.heads + h], g.betas[t * g.heads + h], keys, g.values, ignored);
+        delta_step(at, query, key, value, g.first[g.s.at_head(t, h)], g.second[g.s.at_head(t, h)], keys, g.s.values,
+                   ignored);
     };
-    run_backward(run, keys * g.values, state, scratch, forward, [&](int64_t t, const float* before) {
+    run_backward(run, g.s.size, state, scratch, forward, [&](int64_t t, const float* before) {
         normed(t);
         delta_step_backward(g, t, h, before, query, key, state_grad, sums);
     });
 }
 
-// Gradients of `delta_rule`: grad [T, H, V] -> those of x [T, C], decays and betas [T, H]. `states`: what the runs left
-// there, of the pass alone.
+// Gradients of `delta_rule`: grad [T, H, V] -> those of x [T, C], decays and betas [T, H].
 inline std::tuple<Tensor, Tensor, Tensor> delta_rule_backward(const Tensor& grad, const Tensor& x, const Tensor& decays,
                                                               const Tensor& betas, int64_t groups, int64_t keys,
                                                               const Tensor& runs, const Tensor& states) {
-    int64_t rows = x.size(0), channels = x.size(1), heads = decays.size(1), values = grad.size(2), size = keys * values;
-    TORCH_CHECK(2 * groups * keys + heads * values == channels && values % W == 0 && heads % groups == 0,
-                "megarl::delta_rule_backward: sizes do not fit");
-    Tensor x_grad = at::zeros({rows, channels}, x.options().memory_format(std::nullopt));
-    Tensor decay_grad = at::empty({rows, heads}, x_grad.options()), beta_grad = at::empty({rows, heads}, x_grad.options());
-    Tensor state_grads = at::zeros({states.size(0), heads, keys, values}, x_grad.options());
-    DeltaGradients g{floats(x), floats(decays), floats(betas), floats(grad), mutable_floats(x_grad),
-                     mutable_floats(decay_grad), mutable_floats(beta_grad), channels, groups, heads, keys, values};
-    const float* kept = floats(states);
-    float* kept_grads = mutable_floats(state_grads);
-    const Run* all_runs = runs_of(runs, rows, states.size(0));
-    parallel_parts(groups, threads_for(rows * heads * size * 16), [&](int64_t begin, int64_t end) {
-        std::vector<float> scratch;
-        for (int64_t h = begin * (heads / groups); h < end * (heads / groups); ++h)
-            runs_backward(all_runs, runs.size(0), h, heads, size, kept, kept_grads,
-                          [&](const Run& run, const float* state, float* state_grad) {
-                              delta_run_backward(g, run, h, state, state_grad, scratch);
-                          });
-    });
-    return {x_grad, decay_grad, beta_grad};
+    return rule_backward(grad, x, decays, betas, groups, keys, runs, states, 16, delta_run_backward);
 }
 
 }  // namespace megarl

@@ -33,53 +33,33 @@ Tensor pack_weight(const Tensor& weight) {
     return packed;
 }
 
-// x […, K], contiguous, and a packed weight -> […, columns].
-Tensor packed_linear(const Tensor& x, const Tensor& packed, int64_t columns, const std::optional<Tensor>& bias) {
-    int64_t k = packed.size(1), rows = k ? x.numel() / k : 0;
-    TORCH_CHECK(x.size(-1) == k && panels_of(columns) == packed.size(0), "megarl::packed_linear: sizes do not fit");
-    auto sizes = x.sizes().vec();
-    sizes.back() = columns;
-    Tensor out = at::empty(sizes, packed.options());
-    gemm({floats(x), k, 1}, rows, k, floats(packed), columns, out.mutable_data_ptr<float>(), columns,
-         bias ? floats(*bias) : nullptr);
-    return out;
-}
-
-// x […, K], contiguous, and weight [N, K] of any strides -> […, N].
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-    int64_t k = weight.size(1), n = weight.size(0), rows = k ? x.numel() / k : 0;
-    TORCH_CHECK(x.size(-1) == k, "megarl::linear: sizes do not fit");
-    auto sizes = x.sizes().vec();
-    sizes.back() = n;
-    Tensor out = at::empty(sizes, x.options());
-    gemm_unpacked({floats(x), k, 1}, rows, k, matrix(weight), n, out.mutable_data_ptr<float>(), n,
-                  bias ? floats(*bias) : nullptr, false);
-    return out;
-}
-
-// Adds gradᵀ · x of grad [T, N] and x [T, K] to `sum` [N, K], or writes it there.
-void write_weight_gradient(const Tensor& sum, const Tensor& grad, const Tensor& x, bool adds) {
-    int64_t n = grad.size(1), k = x.size(1), tokens = grad.size(0);
-    TORCH_CHECK(x.size(0) == tokens && sum.numel() == n * k, "megarl::weight_gradient: sizes do not fit");
-    if (!tokens && !adds) sum.zero_();
-    gemm_unpacked(transposed(grad), n, tokens, transposed(x), k, mutable_floats(sum), k, nullptr, adds);
-}
-
-Tensor weight_gradient(const Tensor& grad, const Tensor& x) {
-    Tensor out = at::empty({grad.size(1), x.size(1)}, x.options().memory_format(std::nullopt));
-    write_weight_gradient(out, grad, x, false);
-    return out;
-}
-
-void add_weight_gradient(const Tensor& sum, const Tensor& grad, const Tensor& x) {
-    write_weight_gradient(sum, grad, x, true);
-}
-
 // Memory […, width] of the shape of x but for its last dimension.
 Tensor empty_rows(const Tensor& x, int64_t width) {
     auto sizes = x.sizes().vec();
     sizes.back() = width;
     return at::empty(sizes, x.options());
+}
+
+// x […, K], contiguous, and weight [N, K] of any strides -> […, N]. `packed`: the weight as of `pack_weight`.
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& packed,
+              const std::optional<Tensor>& bias) {
+    int64_t k = weight.size(1), n = weight.size(0), rows = k ? x.numel() / k : 0;
+    TORCH_CHECK(x.size(-1) == k && (!packed || (packed->size(0) == panels_of(n) && packed->size(1) == k)),
+                "megarl::linear: sizes do not fit");
+    Tensor out = empty_rows(x, n);
+    Matrix from{floats(x), k, 1};
+    float* to = out.mutable_data_ptr<float>();
+    const float* added = bias ? floats(*bias) : nullptr;
+    if (packed) gemm(from, rows, k, floats(*packed), n, to, n, added);
+    else gemm_unpacked(from, rows, k, matrix(weight), n, to, n, added, false);
+    return out;
+}
+
+// Adds gradᵀ · x of grad [T, N] and x [T, K] to `sum` [N, K].
+void add_weight_gradient(const Tensor& sum, const Tensor& grad, const Tensor& x) {
+    int64_t n = grad.size(1), k = x.size(1), tokens = grad.size(0);
+    TORCH_CHECK(x.size(0) == tokens && sum.numel() == n * k, "megarl::add_weight_gradient: sizes do not fit");
+    gemm_unpacked(transposed(grad), n, tokens, transposed(x), k, mutable_floats(sum), k, nullptr, true);
 }
 
 // x […, H] and weight [H] -> the same shape, and […, 1] reciprocal root mean squares.
@@ -347,9 +327,7 @@ std::tuple<Tensor, Tensor, Tensor> sample_rows(const Tensor& logits, double temp
 
 TORCH_LIBRARY(megarl, m) {
     m.def("pack_weight(Tensor weight) -> Tensor", &pack_weight);
-    m.def("packed_linear(Tensor x, Tensor packed, int columns, Tensor? bias) -> Tensor", &packed_linear);
-    m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", &linear);
-    m.def("weight_gradient(Tensor grad, Tensor x) -> Tensor", &weight_gradient);
+    m.def("linear(Tensor x, Tensor weight, Tensor? packed, Tensor? bias) -> Tensor", &linear);
     m.def("add_weight_gradient(Tensor(a!) sum, Tensor grad, Tensor x) -> ()", &add_weight_gradient);
     m.def("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", &rms_norm_rows);
     m.def("rotate(Tensor x, Tensor cosines, Tensor sines, bool is_backward, Tensor(a!) out) -> ()", &rotate_heads);

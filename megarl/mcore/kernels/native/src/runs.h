@@ -6,6 +6,7 @@
 #pragma once
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <optional>
@@ -131,5 +132,76 @@ inline void runs_backward(const Run* runs, int64_t count, int64_t h, int64_t hea
         for (int64_t i = 0; i < size; ++i) total[i] += state_grad[i];
     }
 }
+
+// Sizes of a rule over rows [T, C]: two vectors of `keys` numbers of each of G groups, `values` numbers of each of H
+// heads, whose states have keys · values numbers.
+struct RuleSizes {
+    int64_t rows, channels, groups, heads, keys, values, size;
+    RuleSizes(const Tensor& x, const Tensor& of_heads, int64_t groups, int64_t keys)
+        : rows(x.size(0)), channels(x.size(1)), groups(groups), heads(of_heads.size(1)), keys(keys),
+          values((channels - 2 * groups * keys) / heads), size(keys * values) {
+        TORCH_CHECK(2 * groups * keys + heads * values == channels && values % W == 0 && heads % groups == 0,
+                    "megarl kernels: sizes of groups and heads do not fit");
+    }
+    int64_t at_head(int64_t t, int64_t h) const { return t * heads + h; }
+    int64_t at_group(int64_t t, int64_t h) const { return t * channels + h / (heads / groups) * keys; }
+};
+
+// What the rows read [T, H, V] from states [slots, H, K, V] by a rule: step(sizes, t, h, state, scratch, out) does one
+// token of one head, with `work` multiply-adds for a number of the state, and scratch memory of 2 · keys.
+template <typename Step>
+inline Tensor rule_forward(const RuleSizes& s, const Tensor& x, const Tensor& runs, const Tensor& states, int64_t work,
+                           const Step& step) {
+    Tensor out = at::empty({s.rows, s.heads, s.values}, x.options().memory_format(std::nullopt));
+    float *to = mutable_floats(out), *kept = mutable_floats(states);
+    const Run* all_runs = runs_of(runs, s.rows, states.size(0));
+    parallel_parts(s.heads, threads_for(s.rows * s.heads * s.size * work), [&](int64_t begin, int64_t end) {
+        std::vector<float> own(s.size), scratch(2 * s.keys);
+        for (int64_t h = begin; h < end; ++h)
+            runs_forward(all_runs, runs.size(0), h, s.heads, s.size, kept, own.data(), [&](int64_t t, float* state) {
+                step(t, h, state, scratch.data(), to + s.at_head(t, h) * s.values);
+            });
+    });
+    return out;
+}
+
+// What a head's backward pass needs beside its states: rows [T, C], two numbers of each head [T, H], the gradient of
+// what was read [T, H, V]; and gradients of the first three.
+struct RuleGradients {
+    RuleSizes s;
+    const float *x, *first, *second, *grad;
+    float *x_grad, *first_grad, *second_grad;
+};
+
+// Gradients of x and of both numbers of each head; one(gradients, run, h, state, state_grad, scratch) as of
+// `runs_backward`. `states`: what the runs left there, of the pass alone.
+template <typename One>
+inline std::tuple<Tensor, Tensor, Tensor> rule_backward(const Tensor& grad, const Tensor& x, const Tensor& first,
+                                                        const Tensor& second, int64_t groups, int64_t keys,
+                                                        const Tensor& runs, const Tensor& states, int64_t work,
+                                                        const One& one) {
+    RuleSizes s(x, first, groups, keys);
+    auto options = x.options().memory_format(std::nullopt);
+    Tensor x_grad = at::zeros({s.rows, s.channels}, options);
+    Tensor first_grad = at::empty({s.rows, s.heads}, options), second_grad = at::empty({s.rows, s.heads}, options);
+    Tensor state_grads = at::zeros({states.size(0), s.heads, keys, s.values}, options);
+    RuleGradients g{s, floats(x), floats(first), floats(second), floats(grad), mutable_floats(x_grad),
+                    mutable_floats(first_grad), mutable_floats(second_grad)};
+    const float* kept = floats(states);
+    float* kept_grads = mutable_floats(state_grads);
+    const Run* all_runs = runs_of(runs, s.rows, states.size(0));
+    parallel_parts(groups, threads_for(s.rows * s.heads * s.size * work), [&](int64_t begin, int64_t end) {
+        std::vector<float> scratch;
+        for (int64_t h = begin * (s.heads / groups); h < end * (s.heads / groups); ++h)
+            runs_backward(all_runs, runs.size(0), h, s.heads, s.size, kept, kept_grads,
+                          [&](const Run& run, const float* state, float* state_grad) {
+                              one(g, run, h, state, state_grad, scratch);
+                          });
+    });
+    return {x_grad, first_grad, second_grad};
+}
+
+// softplus of a number of a head, as of torch.
+inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
 }  // namespace megarl

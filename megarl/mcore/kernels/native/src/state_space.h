@@ -3,9 +3,6 @@
 // C = H·P + 2·G·N: channels of all heads, then the groups' B, then their C.
 #pragma once
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-
 #include "runs.h"
 
 namespace megarl {
@@ -22,8 +19,8 @@ inline std::tuple<Tensor, Tensor> state_space_gates(const Tensor& steps, const T
     float *size = mutable_floats(sizes), *decay = mutable_floats(decays);
     for (int64_t t = 0; t < rows; ++t)
         for (int64_t h = 0; h < heads; ++h) {
-            float x = from[t * steps.stride(0) + h] + bias[h], softplus = x > 20.0f ? x : std::log1p(std::exp(x));
-            size[t * heads + h] = softplus < float(min_step) ? float(min_step) : softplus;
+            float step = softplus(from[t * steps.stride(0) + h] + bias[h]);
+            size[t * heads + h] = step < float(min_step) ? float(min_step) : step;
             decay[t * heads + h] = std::exp(-std::exp(logs[h]) * size[t * heads + h]);
         }
     return {sizes, decays};
@@ -53,42 +50,23 @@ inline void space_step(float* state, const float* b, const float* c, const float
 // x [T, C] after the convolution; steps and decays [T, H], skips [H] -> [T, H, P]; states [slots, H, N, P].
 inline Tensor state_space(const Tensor& x, const Tensor& steps, const Tensor& decays, const Tensor& skips, int64_t groups,
                           int64_t keys, const Tensor& runs, const Tensor& states) {
-    int64_t rows = x.size(0), channels = x.size(1), heads = decays.size(1), count = runs.size(0);
-    int64_t values = (channels - 2 * groups * keys) / heads, size = keys * values;
-    TORCH_CHECK(2 * groups * keys + heads * values == channels && values % W == 0 && heads % groups == 0,
-                "megarl::state_space: sizes do not fit");
-    Tensor out = at::empty({rows, heads, values}, x.options().memory_format(std::nullopt));
+    RuleSizes s(x, decays, groups, keys);
     const float *from = floats(x), *step = floats(steps), *decay = floats(decays), *skip = floats(skips);
-    float *to = mutable_floats(out), *kept = mutable_floats(states);
-    const Run* all_runs = runs_of(runs, rows, states.size(0));
-    parallel_parts(heads, threads_for(rows * heads * size * 2), [&](int64_t begin, int64_t end) {
-        std::vector<float> own(size);
-        for (int64_t h = begin; h < end; ++h)
-            runs_forward(all_runs, count, h, heads, size, kept, own.data(), [&](int64_t t, float* state) {
-                const float *of_heads = from + t * channels, *b = of_heads + heads * values + h / (heads / groups) * keys;
-                space_step(state, b, b + groups * keys, of_heads + h * values, step[t * heads + h], decay[t * heads + h],
-                           skip[h], keys, values, to + (t * heads + h) * values);
-            });
+    return rule_forward(s, x, runs, states, 2, [&](int64_t t, int64_t h, float* state, float*, float* out) {
+        const float* b = from + s.at_group(t, h) + s.heads * s.values;
+        space_step(state, b, b + groups * keys, from + t * s.channels + h * s.values, step[s.at_head(t, h)],
+                   decay[s.at_head(t, h)], skip[h], keys, s.values, out);
     });
-    return out;
 }
-
-// What a head's backward pass needs beside its states: the tensors of `state_space`, and gradients.
-struct SpaceGradients {
-    const float *x, *steps, *decays, *grad;
-    float *x_grad, *step_grad, *decay_grad;
-    int64_t channels, groups, heads, keys, values;
-};
 
 // One token backwards: `before` [N, P] is the state before it, `state_grad` the gradient of the one after it, then of
 // that before it.
-inline void space_step_backward(const SpaceGradients& g, int64_t t, int64_t h, const float* before, float* state_grad) {
-    int64_t keys = g.keys, values = g.values, at_group = g.heads * values + h / (g.heads / g.groups) * keys;
-    const float *x = g.x + t * g.channels + h * values, *b = g.x + t * g.channels + at_group, *c = b + g.groups * keys;
-    const float* grad = g.grad + (t * g.heads + h) * values;
-    float *x_grad = g.x_grad + t * g.channels + h * values, *b_grad = g.x_grad + t * g.channels + at_group;
-    float* c_grad = b_grad + g.groups * keys;
-    Vec decay = all(g.decays[t * g.heads + h]), step = all(g.steps[t * g.heads + h]);
+inline void space_step_backward(const RuleGradients& g, int64_t t, int64_t h, const float* before, float* state_grad) {
+    int64_t keys = g.s.keys, values = g.s.values, at_value = t * g.s.channels + h * values;
+    int64_t at_group = g.s.at_group(t, h) + g.s.heads * values, at_head = g.s.at_head(t, h);
+    const float *x = g.x + at_value, *b = g.x + at_group, *c = b + g.s.groups * keys, *grad = g.grad + at_head * values;
+    float *x_grad = g.x_grad + at_value, *b_grad = g.x_grad + at_group, *c_grad = b_grad + g.s.groups * keys;
+    Vec step = all(g.first[at_head]), decay = all(g.second[at_head]);
     Vec decay_sum = zero(), step_sum = zero();
     for (int64_t j = 0; j < values; j += COLUMNS * W) {
         int parts = int(std::min<int64_t>(COLUMNS, (values - j) / W));
@@ -117,43 +95,28 @@ inline void space_step_backward(const SpaceGradients& g, int64_t t, int64_t h, c
             step_sum = fma(change_grad[p], load(x + j + p * W), step_sum);
         }
     }
-    g.decay_grad[t * g.heads + h] = sum(decay_sum);
-    g.step_grad[t * g.heads + h] = sum(step_sum);
+    g.first_grad[at_head] = sum(step_sum);
+    g.second_grad[at_head] = sum(decay_sum);
 }
 
-// Gradients of `state_space` without the skips: grad [T, H, P] -> those of x [T, C], steps and decays [T, H]. `states`:
-// what the runs left there, of the pass alone.
+// A run of one head backwards; `state` is the one that it begins with.
+inline void space_run_backward(const RuleGradients& g, const Run& run, int64_t h, const float* state, float* state_grad,
+                               std::vector<float>& scratch) {
+    std::vector<float> ignored(g.s.values);
+    auto forward = [&](int64_t t, float* at) {
+        const float* b = g.x + g.s.at_group(t, h) + g.s.heads * g.s.values;
+        space_step(at, b, b + g.s.groups * g.s.keys, g.x + t * g.s.channels + h * g.s.values,
+                   g.first[g.s.at_head(t, h)], g.second[g.s.at_head(t, h)], 0.0f, g.s.keys, g.s.values, ignored.data());
+    };
+    run_backward(run, g.s.size, state, scratch, forward,
+                 [&](int64_t t, const float* before) { space_step_backward(g, t, h, before, state_grad); });
+}
+
+// Gradients of `state_space` without the skips: grad [T, H, P] -> those of x [T, C], steps and decays [T, H].
 inline std::tuple<Tensor, Tensor, Tensor> state_space_backward(const Tensor& grad, const Tensor& x, const Tensor& steps,
                                                                const Tensor& decays, int64_t groups, int64_t keys,
                                                                const Tensor& runs, const Tensor& states) {
-    int64_t rows = x.size(0), channels = x.size(1), heads = decays.size(1), values = grad.size(2), size = keys * values;
-    TORCH_CHECK(2 * groups * keys + heads * values == channels && values % W == 0 && heads % groups == 0,
-                "megarl::state_space_backward: sizes do not fit");
-    Tensor x_grad = at::zeros({rows, channels}, x.options().memory_format(std::nullopt));
-    Tensor step_grad = at::empty({rows, heads}, x_grad.options()), decay_grad = at::empty({rows, heads}, x_grad.options());
-    Tensor state_grads = at::zeros({states.size(0), heads, keys, values}, x_grad.options());
-    SpaceGradients g{floats(x), floats(steps), floats(decays), floats(grad), mutable_floats(x_grad),
-                     mutable_floats(step_grad), mutable_floats(decay_grad), channels, groups, heads, keys, values};
-    const float* kept = floats(states);
-    float* kept_grads = mutable_floats(state_grads);
-    const Run* all_runs = runs_of(runs, rows, states.size(0));
-    parallel_parts(groups, threads_for(rows * heads * size * 8), [&](int64_t begin, int64_t end) {
-        std::vector<float> scratch, ignored(values);
-        for (int64_t h = begin * (heads / groups); h < end * (heads / groups); ++h) {
-            auto forward = [&](int64_t t, float* at) {
-                const float *of_heads = g.x + t * channels, *b = of_heads + heads * values + h / (heads / groups) * keys;
-                space_step(at, b, b + groups * keys, of_heads + h * values, g.steps[t * heads + h],
-                           g.decays[t * heads + h], 0.0f, keys, values, ignored.data());
-            };
-            runs_backward(all_runs, runs.size(0), h, heads, size, kept, kept_grads,
-                          [&](const Run& run, const float* state, float* state_grad) {
-                              run_backward(run, size, state, scratch, forward, [&](int64_t t, const float* before) {
-                                  space_step_backward(g, t, h, before, state_grad);
-                              });
-                          });
-        }
-    });
-    return {x_grad, step_grad, decay_grad};
+    return rule_backward(grad, x, steps, decays, groups, keys, runs, states, 8, space_run_backward);
 }
 
 }  // namespace megarl

@@ -1,4 +1,4 @@
-"""Families of DeepSeek: multi-latent attention; dense layers before those with experts, shared experts."""
+"""Families with multi-latent attention: DeepSeek, with dense layers before those with experts, and Mistral 4."""
 
 from megarl.mcore.weights.hf.config_flags import (
     Flags,
@@ -13,6 +13,7 @@ from megarl.mcore.weights.hf.config_flags import (
     shared_experts,
     softmax_gates,
 )
+from megarl.mcore.weights.hf.families.llama import check_query_scaling
 from megarl.mcore.weights.hf.family import EXPERT_LAYERS, LATENT, PREDICTION_LAYERS, Family
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
@@ -21,8 +22,7 @@ NORM_EPSILON = 1e-6  # of latents, in transformers and in DeepSeek's own code, w
 
 def _latent_attention_flags(config: ModelConfig) -> Flags:
     """Those of a model with multi-latent attention and without experts."""
-    config.require("attention_bias", False, None)
-    config.require("num_key_value_heads", config.whole("num_attention_heads"), None)
+    config.require(attention_bias=(False, None), num_key_value_heads=(config.whole("num_attention_heads"), None))
     flags = model_flags(config, rotary=_rotary_flags)
     for name in ("group-query-attention", "num-query-groups", "kv-channels"):
         del flags[name]
@@ -52,8 +52,8 @@ def _rotary_flags(config: ModelConfig) -> Flags:
     return flags
 
 
-deepseek_flags = flags_of(  # all but the routers'
-    requires("moe_layer_freq", 1, None), _latent_attention_flags, expert_flags, shared_experts, dense_then_experts
+_layer_flags = flags_of(  # all but the routers'
+    requires(moe_layer_freq=(1, None)), _latent_attention_flags, expert_flags, shared_experts, dense_then_experts
 )
 
 
@@ -70,11 +70,9 @@ DEEPSEEK_V2 = Family(
     model_type="deepseek_v2",
     layers=LATENT | EXPERT_LAYERS,
     flags=flags_of(
-        requires("mlp_bias", False, None),
-        requires("norm_topk_prob", False, None),
-        requires("scoring_func", "softmax", None),
-        requires("topk_method", "greedy", "group_limited_greedy"),
-        deepseek_flags,
+        requires(mlp_bias=(False, None), norm_topk_prob=(False, None), scoring_func=("softmax", None)),
+        requires(topk_method=("greedy", "group_limited_greedy")),
+        _layer_flags,
         softmax_gates,
         gate_factor("routed_scaling_factor"),
         _group_flags,
@@ -86,7 +84,7 @@ DEEPSEEK_V2 = Family(
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     layers=LATENT | EXPERT_LAYERS,
-    flags=flags_of(requires("rope_interleave", True), deepseek_flags, deepseek_gates),
+    flags=flags_of(requires(rope_interleave=True), _layer_flags, deepseek_gates),
     prediction=PREDICTION_LAYERS,
 )
 # Kimi-K2 (2507.20534)
@@ -107,11 +105,30 @@ def _check_chosen_tokens(config: ModelConfig):
 # DeepSeek-V3.2 (2512.02556): queries attend to the tokens that an indexer chooses.
 DEEPSEEK_V3_2 = DEEPSEEK_V3._replace(
     model_type="deepseek_v32",
-    flags=flags_of(_check_chosen_tokens, deepseek_flags, deepseek_gates),
+    flags=flags_of(_check_chosen_tokens, _layer_flags, deepseek_gates),
     kept=r"model\.layers\.\d+\.self_attn\.indexer\..+",
 )
 # GLM-5 (2602.15763): some layers share the choice of tokens with the layer before.
 GLM_MOE_DSA = DEEPSEEK_V3_2._replace(model_type="glm_moe_dsa")
 
 # Youtu-LLM: no experts.
-YOUTU = Family("youtu", LATENT, flags_of(requires("rope_interleave", True), _latent_attention_flags))
+YOUTU = Family("youtu", LATENT, flags_of(requires(rope_interleave=True), _latent_attention_flags))
+
+
+def _mistral_4_flags(config: ModelConfig) -> Flags:
+    """Those of DeepSeek's layers with the gates, for sequences in which no query is scaled."""
+    found = _layer_flags(config) | softmax_gates(config)
+    rotated, others = config.whole("qk_rope_head_dim"), config.whole("qk_nope_head_dim")
+    if found.pop("rotary-percent", 1) != rotated / (rotated + others):  # of whole heads, which have both parts
+        raise config.error("rope_parameters", "a partial_rotary_factor that is the share of qk_rope_head_dim")
+    return found
+
+
+# Mistral Small 4: softmax gates over the chosen experts.
+MISTRAL_4 = Family(
+    model_type="mistral4",
+    layers=LATENT | EXPERT_LAYERS,
+    flags=flags_of(
+        requires(rope_interleave=True, n_group=1, routed_scaling_factor=1.0), check_query_scaling, _mistral_4_flags
+    ),
+)

@@ -1,4 +1,4 @@
-"""Llama, and families whose layers are Llama's but for a few details."""
+"""Llama, and families whose layers are Llama's but for a few details: Mistral, Phi, dense models of GLM."""
 
 from megarl.mcore.weights.hf.config_flags import (
     QKV_BIASES,
@@ -9,7 +9,7 @@ from megarl.mcore.weights.hf.config_flags import (
     requires,
     window_flags,
 )
-from megarl.mcore.weights.hf.family import LAYERS, QKV_NAMES, Family
+from megarl.mcore.weights.hf.family import LAYERS, LLAVA, QKV_NAMES, Family
 from megarl.mcore.weights.hf.mapping import Heads, NeighbourHeads, rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
@@ -35,31 +35,27 @@ ARCEE = Family(
     model_type="arcee",
     layers=LAYERS | {"mlp.linear_fc1.weight": rows("mlp.up_proj.weight")},
     flags=flags_of(
-        requires("attention_bias", False),
-        requires("mlp_bias", False),
+        requires(attention_bias=False, mlp_bias=False),
         lambda config: model_flags(config, ("hidden_act", "relu2", {"squared-relu": True})),
     ),
 )
 
 # Code World Model (2510.02387): some layers have a window.
-CWM = Family("cwm", LAYERS, flags_of(requires("mlp_bias", False), model_flags, window_flags))
+CWM = Family("cwm", LAYERS, flags_of(requires(mlp_bias=False), model_flags, window_flags))
 
 # ERNIE 4.5, dense: rotary positions of neighbouring channels.
 ERNIE_4_5 = Family(
     model_type="ernie4_5",
     layers=LAYERS | {"self_attention.linear_qkv.weight": NeighbourHeads(QKV_NAMES)},
-    flags=flags_of(requires("use_bias", False), model_flags),
+    flags=flags_of(requires(use_bias=False), model_flags),
 )
 
+_FUSED_GATES = {"mlp.linear_fc1.weight": rows("mlp.gate_up_proj.weight")}
 # Phi-3 and Phi-4 (2404.14219, 2412.08905): one tensor of q, k and v, and one of gate and up. Dropout is off, as in all
 # of megarl's models.
 PHI_3 = Family(
     model_type="phi3",
-    layers=LAYERS
-    | {
-        "self_attention.linear_qkv.weight": Heads(("self_attn.qkv_proj.weight",)),
-        "mlp.linear_fc1.weight": rows("mlp.gate_up_proj.weight"),
-    },
+    layers=LAYERS | _FUSED_GATES | {"self_attention.linear_qkv.weight": Heads(("self_attn.qkv_proj.weight",))},
     flags=flags_of(model_flags, window_flags),
 )
 
@@ -67,7 +63,7 @@ PHI_3 = Family(
 SEED_OSS = Family(
     model_type="seed_oss",
     layers=LAYERS,
-    flags=flags_of(requires("attention_out_bias", False), requires("mlp_bias", False), model_flags, QKV_BIASES),
+    flags=flags_of(requires(attention_out_bias=False, mlp_bias=False), model_flags, QKV_BIASES),
 )
 
 
@@ -83,7 +79,50 @@ def _positions(config: ModelConfig) -> Flags:
 SMOLLM_3 = Family(
     model_type="smollm3",
     layers=LAYERS,
-    flags=flags_of(
-        requires("attention_bias", False), requires("mlp_bias", False), model_flags, window_flags, _positions
-    ),
+    flags=flags_of(requires(attention_bias=False, mlp_bias=False), model_flags, window_flags, _positions),
+)
+
+
+def check_query_scaling(config: ModelConfig):
+    """UsageError if a query may be scaled by its position, as transformers does it after a number of tokens."""
+    parameters = config.get("rope_parameters")
+    if parameters.get("llama_4_scaling_beta"):
+        unscaled, why = parameters.get("original_max_position_embeddings"), ", since later queries are scaled"
+        config.check_length("rope_parameters", unscaled, f"{why} (llama_4_scaling_beta)")
+
+
+# 2310.06825
+MISTRAL = Family("mistral", LAYERS, flags_of(model_flags, window_flags))
+MINISTRAL = MISTRAL._replace(model_type="ministral")
+# Ministral 3 and Devstral Small 2: queries far from the beginning are longer.
+MINISTRAL_3 = Family("ministral3", LAYERS, flags_of(check_query_scaling, model_flags, window_flags))
+# Mistral Small 3.1 and 3.2, Ministral 3, Devstral Small 2, Mistral Small 4, with a vision tower.
+MISTRAL_3 = MISTRAL._replace(
+    model_type="mistral3", config_type="mistral", multimodal=LLAVA._replace(texts=("ministral3", "mistral4"))
+)
+
+ROTATED = 0.5  # of a head's channels
+
+
+def _check_rotated(config: ModelConfig):
+    if (config.get("rope_parameters") or {}).get("partial_rotary_factor") != ROTATED:
+        raise config.error("rope_parameters", f"a partial_rotary_factor of {ROTATED} in this family")
+
+
+# GLM-4-9B (2406.12793): rotary positions of neighbouring channels, half of them; biases in queries, keys, values.
+GLM = Family(
+    model_type="glm",
+    layers=LAYERS
+    | _FUSED_GATES
+    | {
+        f"self_attention.linear_qkv.{name}": NeighbourHeads(tuple(f"self_attn.{x}_proj.{name}" for x in "qkv"), ROTATED)
+        for name in ("weight", "bias")
+    },
+    flags=flags_of(_check_rotated, model_flags, QKV_BIASES),
+)
+# GLM-4-0414 and GLM-Z1: norms after attention and MLP, too.
+GLM_4 = GLM._replace(
+    model_type="glm4",
+    layers=GLM.layers | {name: rows(name) for name in ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")},
+    flags=flags_of(GLM.flags, {"layernorm-position": "sandwich"}),
 )

@@ -10,13 +10,9 @@ LETTERS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E
 
 def flags(config: ModelConfig) -> dict[str, object]:
     """Kinds of the layers, sizes of Mamba-2 and attention, MLPs of squared ReLU, and experts."""
-    config.require("mlp_hidden_act", "relu2")
-    config.require("mamba_hidden_act", "silu")
-    config.require("use_conv_bias", True)
-    config.require("residual_in_fp32", False)
-    for key in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias"):
-        config.require(key, False, None)
-    config.require("sliding_window", None)
+    config.require(mlp_hidden_act="relu2", mamba_hidden_act="silu", use_conv_bias=True, residual_in_fp32=False)
+    config.require(**dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias"), (False, None)))
+    config.require(sliding_window=None)
     kinds = config.items("layers_block_type", str, "names")
     if other := set(kinds) - LETTERS.keys():
         raise config.error("layers_block_type", f"{', '.join(LETTERS)} of each layer, not {min(other)}")
@@ -52,7 +48,7 @@ def _experts(config: ModelConfig) -> dict[str, object]:
     found = expert_flags(config) | sigmoid_gates(config)
     if config.get("moe_latent_size") is not None:
         found["moe-latent-size"] = config.whole("moe_latent_size")
-    config.require("n_shared_experts", 1)
+    config.require(n_shared_experts=1)
     found["moe-shared-expert-intermediate-size"] = config.whole("moe_shared_expert_intermediate_size")
     return found
 

@@ -36,8 +36,7 @@ def _gemma_flags(config: ModelConfig, rotary=rotary_flags) -> Flags:
 
     `rotary`: function for the flags of rotary embeddings.
     """
-    config.require("attention_bias", False, None)
-    config.require("use_bidirectional_attention", False, None)
+    config.require(attention_bias=(False, None), use_bidirectional_attention=(False, None))
     flags = model_flags(config, GEGLU, rotary) | {
         "layernorm-position": "sandwich",
         "apply-layernorm-1p": True,
@@ -65,13 +64,13 @@ _OLMO_LAYERS = POST_NORM | ALL_HEADS_NORMS
 _OLMO_NORMS: Flags = {"layernorm-position": "post", "qk-layernorm-all-heads": True}
 
 # OLMo 2 (2501.00656): norms after attention and MLP alone, and norms of queries and keys over all heads.
-OLMO_2 = Family("olmo2", _OLMO_LAYERS, flags_of(requires("attention_bias", False, None), model_flags, _OLMO_NORMS))
+OLMO_2 = Family("olmo2", _OLMO_LAYERS, flags_of(requires(attention_bias=(False, None)), model_flags, _OLMO_NORMS))
 # OLMo 3: three of four layers have a window; YaRN in the others alone.
 OLMO_3 = Family(
     model_type="olmo3",
     layers=_OLMO_LAYERS,
     flags=flags_of(
-        requires("attention_bias", False, None),
+        requires(attention_bias=(False, None)),
         lambda config: model_flags(config, rotary=rotary_flags_by_kind),
         window_flags,
         _OLMO_NORMS,
@@ -82,8 +81,7 @@ OLMOE = Family(
     model_type="olmoe",
     layers=LAYERS | ALL_HEADS_NORMS | EXPERT_LAYERS,
     flags=flags_of(
-        requires("attention_bias", False),
-        requires("clip_qkv", None),
+        requires(attention_bias=False, clip_qkv=None),
         model_flags,
         lambda config: expert_flags(config, "intermediate_size"),
         softmax_gates,
@@ -109,14 +107,8 @@ EXAONE_MOE = Family(
     model_type="exaone_moe",
     layers=LAYERS | EXPERT_LAYERS | {"mlp.router.expert_bias": rows("mlp.e_score_correction_bias")},
     flags=flags_of(
-        model_flags,
-        window_flags,
-        positions_of_windows,
-        QK_NORMS,
-        expert_flags,
-        deepseek_gates,
-        shared_experts,
+        model_flags, window_flags, positions_of_windows, QK_NORMS, expert_flags, deepseek_gates, shared_experts,
         dense_then_experts,
     ),
     prediction=Prediction(r"mtp\..+", {}, ("num_nextn_predict_layers",)),
-)
+)  # fmt: skip

@@ -32,7 +32,7 @@ from megarl.mcore.weights.hf.family import (
 from megarl.mcore.weights.hf.mapping import GatedHeads, Mapping, StackedExperts, recurrent_parts, rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
-_NO_BIASES = requires("attention_bias", False, None)
+_NO_BIASES = requires(attention_bias=(False, None))
 LINEAR_SIZES = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
 
 # Qwen2 and Qwen2.5 (2407.10671, 2412.15115): biases of queries, keys and values.
@@ -113,7 +113,7 @@ def _layers(projections: dict[str, Mapping]) -> dict[str, Mapping]:
 
 def _delta_net_flags(config: ModelConfig) -> Flags:
     """Which layers have a gated delta net, its sizes, and gated attention with norms of queries and keys in others."""
-    config.require("attention_bias", False, None)
+    config.require(attention_bias=(False, None))
     kinds = config.items("layer_types", str, "names")
     if other := set(kinds) - {FULL, LINEAR}:
         raise config.error("layer_types", f"{FULL} or {LINEAR} of each layer, not {min(other)}")

@@ -28,9 +28,7 @@ KINDS = {"softcap": (0.4, None), "sinks": (None, SINKS), "both": (0.4, SINKS), "
 
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "lengths, window", [([33, 2, 16, 17], None), ([3, 1100, 40], None), ([600, 700], 530)], ids=str
-)
+@pytest.mark.parametrize("lengths, window", [([33, 2, 16, 17], None), ([3, 600, 40], None), ([100, 700], 530)], ids=str)
 def test_output_and_gradients_of_the_compiled_kernels_are_those_of_this_backend(lengths, window, kind):
     softcap, sinks = KINDS[kind]
     weight, layout = (
@@ -92,13 +90,6 @@ def test_paged_attention_has_the_bits_of_the_training_forward(mix, window, kind,
     is_exact = backend == "native" or sums_ignore_zeros(530) or window == 5 or mix != "long"
     assert (out - packed).abs().max() <= (0.0 if is_exact else ROUNDING)
     assert (out - requests.expected(window=window, softcap=softcap, sinks=sinks)).abs().max() <= 1e-5
-
-
-def test_without_softcap_and_sinks_it_is_the_fused_kernels_attention():
-    inputs = [random_heads(30, h, torch.float32, i) for i, h in enumerate((4, 2, 2))]
-    layout = pack_sequences(torch.tensor([12, 18]))
-    one, other = (packed_attention(backend=name)(*inputs, None, packed_seq_params=layout) for name in ("eager", "sdpa"))
-    assert (one - other).abs().max() <= 1e-6
 
 
 def logprobs(rank: int, softmax: str):

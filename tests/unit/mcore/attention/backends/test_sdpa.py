@@ -43,7 +43,7 @@ def test_paged_has_the_bits_of_the_training_forward(mix, heads, groups, scratch,
 def test_scratch_bounds_what_is_gathered(monkeypatch):
     monkeypatch.setattr(sdpa, "SCRATCH_BYTES", 200 * 2 * 2 * D * 4)  # bytes of 200 keys and values of 2 groups
     cache = PagedRequests(MIXES["far apart"], 16, 4, 2, 6)
-    reads = sdpa.plan_cache_reads(cache.queries, cache.lengths, cache.pages, 48, cache.cache)
+    reads = sdpa.plan_cache_reads(cache.requests())
     widths = [(len(part.mask), part.mask.shape[-1]) for part in reads.decodes]
     assert widths == [(2, 16), (1, 176), (1, 400)]  # the short ones together, the longest alone
     assert sorted(tuple(pieces.keys.shape) for pieces in reads.prefills) == [(1, 16), (1, 48), (1, 400)]

@@ -5,13 +5,14 @@ import torch
 
 from megarl.mcore.kernels.cuda.segment_attention import SPLIT_KEYS, packed_attention, paged_decode
 from tests.helpers.models import interpreted_kernels, reference_kernels
+from tests.helpers.tiers import long
 
 SHAPES = {  # (G, R, D, block), keys of each request
     "groups": ((2, 4, 32, 16), (5, 33, SPLIT_KEYS + 70)),
     "odd heads and channels": ((1, 7, 80, 16), (0, 1, SPLIT_KEYS, SPLIT_KEYS + 1)),
     "a head of its own": ((3, 1, 16, 64), (64, 65)),
 }
-WINDOWS = [None, 100, 700]
+WINDOWS = [None, 100, long(700)]
 
 
 def inputs(shape: str, dtype=torch.float32):

@@ -34,7 +34,7 @@ from tests.helpers.folders.hf_layouts import (
     run_cases,
 )
 from tests.helpers.folders.hf_prediction import add_module, with_prediction
-from tests.helpers.tiers import by_default
+from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import RankFailed, run_world
 
 TP2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
@@ -145,18 +145,21 @@ def index_of_one_file(folder: Path):
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
-def later_names(held):
-    """Those of transformers' models in memory."""
-    for name in list(held):
-        held["model." + name.replace("language_model.model.", "language_model.")] = held.pop(name)
+def renamed(rule):
+    """A change of the names of a folder's tensors."""
+
+    def change(held):
+        for name in list(held):
+            held[rule(name)] = held.pop(name)
+
+    return tensors(change)
 
 
-def names_since(held):
-    """Those of Qwen2-VL in folders of later versions of transformers."""
-    for name in list(held):
-        if not name.startswith("lm_head"):
-            plain = name.removeprefix("model.")
-            held["model." + (plain if plain.startswith("visual") else f"language_model.{plain}")] = held.pop(name)
+def name_since(name: str) -> str:
+    """That of a tensor of Qwen2-VL in folders of later versions of transformers."""
+    plain = name.removeprefix("model.")
+    of_model = plain if plain.startswith("visual") else f"language_model.{plain}"
+    return name if name.startswith("lm_head") else f"model.{of_model}"
 
 
 def flat(folder: Path):
@@ -168,12 +171,6 @@ def flat(folder: Path):
     text |= {"rope_theta": rope["rope_theta"], "model_type": entries["model_type"],
              "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}  # fmt: skip
     path.write_text(json.dumps(text | entries))
-
-
-def names_in_memory(held):
-    """Those of transformers' Nemotron-H in memory."""
-    for name in list(held):
-        held[name.replace("backbone.", "model.")] = held.pop(name)
 
 
 def unnamed_tensor(folder: Path):
@@ -200,28 +197,34 @@ STORED_OTHERWISE = {
     "glm4_moe_lite+prediction_layer": (1, with_prediction),
     "qwen3_next+prediction_module": (1, tensors(add_module)),
     "nemotron_h_moe+prediction_module": (1, tensors(add_module)),
-    "nemotron_h+names_in_memory": (1, tensors(names_in_memory)),
+    "nemotron_h+names_in_memory": (1, renamed(lambda name: name.replace("backbone.", "model."))),
     "qwen35_vision+prediction_module": (1, tensors(add_module)),
     "qwen3+index_of_one_file": (1, index_of_one_file),
     "llama3+unnamed_tensor": (2, unnamed_tensor),
-    "gemma3_vision+later_names": (1, tensors(later_names)),
+    "gemma3_vision+names_in_memory": (1, renamed(lambda name: "model." + name.replace("model.model.", "model."))),
     "gemma3_vision+untied_without_head": (1, config(tie_word_embeddings=False)),
-    "qwen2_vl+names_since": (1, tensors(names_since)),
+    "qwen2_vl+names_since": (1, renamed(name_since)),
     "qwen2_5_vl+flat": (1, flat),
     "qwen3_vl_moe+transposed_experts": (1, transposed_experts),
     "qwen3_vl+tied_with_another_head": (1, text_config(tie_word_embeddings=True)),
 }
-FUSED = ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe_window", "qwen35_moe", "afmoe")
+FUSED = [f"{x}+fused" for x in ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe_window", "qwen35_moe", "afmoe")]
+# Those that are like another one.
+FURTHER = [
+    "glm4_moe+prediction_layer", "glm4_moe_lite+prediction_layer", "nemotron_h_moe+prediction_module",
+    "qwen35_vision+prediction_module", "gemma3_vision+untied_without_head", *FUSED[1:4],
+]  # fmt: skip
 
 
-def test_what_others_store_is_computed_and_exported_again(tmp_path):
+@pytest.mark.parametrize("names", [[x for x in [*STORED_OTHERWISE, *FUSED] if x not in FURTHER], long(FURTHER)],
+                         ids=["chosen", "further"])  # fmt: skip
+def test_what_others_store_is_computed_and_exported_again(names, tmp_path):
     folders = {}
-    for name, (files, change) in STORED_OTHERWISE.items():
+    for name in names:
+        files, change = STORED_OTHERWISE.get(name, (1, lambda folder: None))
         folders[name] = hf_folders.write_folder(name.partition("+")[0], tmp_path / name, files)
         change(folders[name])
-    fused = {f"{case}+fused": hf_folders.write_folder(case, tmp_path / f"{case}+fused") for case in FUSED}
-    run_world(written_by_transformers, 1, fused)
-    folders |= fused
+    run_world(written_by_transformers, 1, {name: folders[name] for name in names if name in FUSED})
     flags = f"{TP2} {SP} --expert-model-parallel-size 2"
     dense = {name: folder for name, folder in folders.items() if name.partition("+")[0] in DENSE}
     sparse = {name: folder for name, folder in folders.items() if name not in dense}

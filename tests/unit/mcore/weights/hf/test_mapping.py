@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 from safetensors.torch import load_file, save_file
 
+from megarl.mcore.weights.hf.mapping import Mapping
 from tests.helpers.folders import hf_folders
 from tests.helpers.folders.hf_layouts import build, logprobs
 from tests.helpers.worlds import run_world
@@ -22,6 +23,7 @@ MARGIN = 20  # times the tolerance; the factors of Llama 3 change little within 
 
 FC1, QKV = "mlp.linear_fc1.weight", "self_attention.linear_qkv.weight"
 EXPERTS, SHARED = "mlp.experts.experts.linear_fc1.weight", "mlp.shared_experts.linear_fc1.weight"
+EXPERT_BIASES = EXPERTS.replace("weight", "bias")
 NORMS = "self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"
 
 
@@ -32,32 +34,31 @@ class Mistake(NamedTuple):
     layers: Callable[[dict], dict] = lambda layers: layers
 
 
-class NextGroup(NamedTuple):
-    """Separate tensors of queries, keys and values, of which some are those of the next group."""
+class Changed(NamedTuple):
+    """A mapping with other ranges."""
 
-    heads: object
-    moved: str  # name of the tensor
+    mapping: Mapping
+    change: Callable  # (ranges, heads) -> ranges
 
     def ranges(self, rows, heads, expert):
         """The ranges of a weight of `rows` rows."""
-        found = self.heads.ranges(rows, heads, expert)
-        sizes = {part.name: heads.groups * part.rows for part in found}
-        rows_of = {part: (part.source_row + part.rows) % sizes[part.name] for part in found if self.moved in part.name}
-        return [part._replace(source_row=rows_of.get(part, part.source_row)) for part in found]
+        return self.change(self.mapping.ranges(rows, heads, expert), heads)
 
 
 def other_flags(**values) -> Mistake:
     """Other values of flags; None: without the flag."""
     changed = {name.replace("_", "-"): value for name, value in values.items()}
     dropped = {name for name, value in changed.items() if value is None}
-    return Mistake(
-        flags=lambda flags: {name: value for name, value in (flags | changed).items() if name not in dropped}
-    )
+    return Mistake(lambda flags: {name: value for name, value in (flags | changed).items() if name not in dropped})
 
 
-def swapped(key: str) -> Mistake:
-    """A weight whose tensors are in the opposite order."""
-    return Mistake(layers=lambda layers: layers | {key: layers[key]._replace(names=layers[key].names[::-1])})
+def permuted(key: str, *order: int) -> Mistake:
+    """A weight whose tensors are in another order."""
+
+    def change(layers):
+        return layers | {key: layers[key]._replace(names=tuple(layers[key].names[i] for i in order))}
+
+    return Mistake(layers=change)
 
 
 def exchanged(one: str, other: str) -> Mistake:
@@ -65,44 +66,28 @@ def exchanged(one: str, other: str) -> Mistake:
     return Mistake(layers=lambda layers: layers | {one: layers[other], other: layers[one]})
 
 
-def keys_and_values() -> Mistake:
-    """Keys and values exchanged."""
-
-    def change(layers):
-        query, key, value = layers[QKV].names
-        return layers | {QKV: layers[QKV]._replace(names=(query, value, key))}
-
-    return Mistake(layers=change)
-
-
-class OtherTurns(NamedTuple):
-    """One tensor of all experts, whose projections are found elsewhere."""
-
-    stacked: object
-    change: Callable
-
-    def ranges(self, rows, heads, expert):
-        """The ranges of a weight of `rows` rows."""
-        return self.change(self.stacked.ranges(rows, heads, expert))
-
-
-def turns_swapped(found: list) -> list:
-    return [part._replace(source_row=1 - part.source_row) for part in found]
-
-
-def in_halves(found: list) -> list:
-    return [part._replace(source_row=part.row, step=1) for part in found]
-
-
-def of_experts(change: Callable) -> Mistake:
-    """Rows of a stacked tensor's projections taken from elsewhere."""
-    keys = [EXPERTS, EXPERTS.replace("weight", "bias")]
-    return Mistake(layers=lambda layers: layers | {key: OtherTurns(layers[key], change) for key in keys})
+def elsewhere(change: Callable, *keys: str) -> Mistake:
+    """Rows of weights taken from elsewhere."""
+    return Mistake(layers=lambda layers: layers | {key: Changed(layers[key], change) for key in keys})
 
 
 def next_group(moved: str) -> Mistake:
-    """Rows of the next group of heads."""
-    return Mistake(layers=lambda layers: layers | {QKV: NextGroup(layers[QKV], moved)})
+    """Rows of a tensor that are those of the next group of heads."""
+
+    def change(found, heads):
+        sizes = {part.name: heads.groups * part.rows for part in found}
+        rows_of = {part: (part.source_row + part.rows) % sizes[part.name] for part in found if moved in part.name}
+        return [part._replace(source_row=rows_of.get(part, part.source_row)) for part in found]
+
+    return elsewhere(change, QKV)
+
+
+def turns_swapped(found: list, heads) -> list:
+    return [part._replace(source_row=1 - part.source_row) for part in found]
+
+
+def in_halves(found: list, heads) -> list:
+    return [part._replace(source_row=part.row, step=1) for part in found]
 
 
 def round_biases(folder: Path):
@@ -117,14 +102,10 @@ def round_biases(folder: Path):
 
 def differences(rank: int, case: str, folder: Path, mistake: Mistake) -> tuple[float, float]:
     """Largest difference of the log-probs from the stored ones: without the mistake, and with it."""
-    return difference(case, folder), with_mistake(case, folder, mistake)
+    return difference(rank, case, folder), with_mistake(case, folder, mistake)
 
 
-def of_rank(rank: int, case: str, folder: Path) -> float:
-    return difference(case, folder)
-
-
-def difference(case: str, folder: Path) -> float:
+def difference(rank: int, case: str, folder: Path) -> float:
     stored = hf_folders.reference(case)
     role, groups, model, _ = build(folder, "", False)
     rows = logprobs(model, groups, stored.tokens, role.model_vocab_size(0))
@@ -143,7 +124,7 @@ def with_mistake(case: str, folder: Path, mistake: Mistake) -> float:
         flags=lambda config: mistake.flags(right(config)), layers=mistake.layers(family.layers)
     )
     WeightMap.check = lambda self: None  # it would refuse the tensors of a dropped bias
-    return difference(case, folder)
+    return difference(0, case, folder)
 
 
 MISTAKES = {
@@ -165,10 +146,10 @@ MISTAKES = {
     "epsilon": ("llama2", other_flags(norm_epsilon=1e-6)),
     "dropped biases": ("qwen2", other_flags(add_qkv_bias=None)),
     "dropped norms": ("qwen3", other_flags(qk_layernorm=None)),
-    "gate and up": ("llama2", swapped(FC1)),
-    "gate and up of experts": ("mixtral", swapped(EXPERTS)),
-    "gate and up of shared experts": ("qwen2_moe", swapped(SHARED)),
-    "keys and values": ("llama3", keys_and_values()),
+    "gate and up": ("llama2", permuted(FC1, 1, 0)),
+    "gate and up of experts": ("mixtral", permuted(EXPERTS, 1, 0)),
+    "gate and up of shared experts": ("qwen2_moe", permuted(SHARED, 1, 0)),
+    "keys and values": ("llama3", permuted(QKV, 0, 2, 1)),
     "queries of another group": ("llama3", next_group("q_proj")),
     "keys of another group": ("qwen2", next_group("k_proj")),
     "values of another group": ("qwen3", next_group("v_proj")),
@@ -176,8 +157,8 @@ MISTAKES = {
     "no sinks": ("gpt_oss", other_flags(softmax_type=None)),
     "no offset of the linear half": ("gpt_oss", other_flags(glu_linear_offset=None)),
     "gates not clamped": ("gpt_oss", other_flags(activation_func_clamp_value=None)),
-    "gate and up in turn": ("gpt_oss", of_experts(turns_swapped)),
-    "halves instead of turns": ("gpt_oss", of_experts(in_halves)),
+    "gate and up in turn": ("gpt_oss", elsewhere(turns_swapped, EXPERTS, EXPERT_BIASES)),
+    "halves instead of turns": ("gpt_oss", elsewhere(in_halves, EXPERTS, EXPERT_BIASES)),
     "latents without norms": ("deepseek_v2", other_flags(qk_layernorm=None)),
     "epsilon of latents": ("moonlight", other_flags(latent_norm_epsilon=None)),
     "best groups not asked for": (
@@ -205,5 +186,5 @@ def test_rounded_expert_biases_are_far_outside_the_tolerance(tmp_path):
     case = "glm4_moe_bf16"
     right, wrong = (hf_folders.write_folder(case, tmp_path / name) for name in ("right", "wrong"))
     round_biases(wrong)
-    assert run_world(of_rank, 1, case, right)[0] <= TOLERANCE
-    assert run_world(of_rank, 1, case, wrong)[0] > MARGIN * TOLERANCE
+    assert run_world(difference, 1, case, right)[0] <= TOLERANCE
+    assert run_world(difference, 1, case, wrong)[0] > MARGIN * TOLERANCE

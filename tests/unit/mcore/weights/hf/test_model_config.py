@@ -24,7 +24,7 @@ def test_entries_that_are_missing_are_those_of_the_class():
     (lambda: config_of(scale=float("inf")).number("scale"), "scale inf: allowed is a number of 0 or more"),
     (lambda: config_of(flag="yes").switch("flag"), "flag 'yes': allowed is true or false"),
     (lambda: config_of(kinds=["a", 1]).items("kinds", str, "names"), "kinds ['a', 1]: allowed is a list of names"),
-    (lambda: config_of(act="gelu").require("act", "silu", None), "act 'gelu': allowed is 'silu' or absent"),
+    (lambda: config_of(act="gelu").require(act=("silu", None)), "act 'gelu': allowed is 'silu' or absent"),
     (lambda: config_of(longest=65, window=64).check_length("window", 64, ": why"),
      "window 64: allowed is a prompt and response of 64 tokens together at most: why"),
     (lambda: config_of(num_hidden_layers=MAX_LAYERS + 1), f"num_hidden_layers {MAX_LAYERS + 1}: allowed are at most"),

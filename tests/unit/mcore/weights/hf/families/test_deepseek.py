@@ -1,9 +1,7 @@
 """DeepSeek's layers: configurations as published, and flags of the papers."""
 
-import pytest
-
-from tests.helpers.folders.deepseek_configs import DEEPSEEK_V3, DEEPSEEK_YARN
-from tests.helpers.folders.published_families import Published, check
+from tests.helpers.folders.deepseek_configs import DEEPSEEK_V3, KIMI_K2
+from tests.helpers.folders.published_families import Published, checked
 
 MODELS = {
     "DeepSeek-V3": Published(DEEPSEEK_V3, {
@@ -18,13 +16,7 @@ MODELS = {
         "rotary-scaling-factor": 40, "mscale-all-dim": 1.0, "moe-router-num-groups": 8,
         "moe-layer-freq": str([0] * 3 + [1] * 58).replace(" ", ""),
     }),
-    "Kimi-K2": Published(DEEPSEEK_V3 | {
-        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "first_k_dense_replace": 1, "n_group": 1,
-        "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
-        "routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840,
-        "rope_scaling": DEEPSEEK_YARN | {"beta_fast": 1.0, "factor": 32.0},
-        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
-    }),
+    "Kimi-K2": Published(KIMI_K2),
     "GLM-4.7-Flash": Published({
         "architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": False, "first_k_dense_replace": 1,
         "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 10240, "kv_lora_rank": 512,
@@ -41,6 +33,4 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_published_configurations(name, tmp_path):
-    check(MODELS[name], tmp_path / "published")
+test_published_configurations = checked(MODELS)

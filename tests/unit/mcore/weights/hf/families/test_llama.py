@@ -2,9 +2,7 @@
 
 import math
 
-import pytest
-
-from tests.helpers.folders.published_families import Published, check
+from tests.helpers.folders.published_families import Published, checked
 
 LLAMA_3 = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
            "rope_type": "llama3"}  # fmt: skip
@@ -45,6 +43,4 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_published_configurations(name, tmp_path):
-    check(MODELS[name], tmp_path / "published")
+test_published_configurations = checked(MODELS)

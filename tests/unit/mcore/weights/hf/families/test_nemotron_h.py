@@ -1,19 +1,10 @@
 """Nemotron-H: a configuration as published, and flags of the paper."""
 
-from tests.helpers.folders.published_families import Published, check
+from tests.helpers.folders.published_families import NEMOTRON_H, Published, checked
 
-PATTERN = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
-NEMOTRON_H_8B = Published(
-    {
-        "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "vocab_size": 131072,
-        "hidden_size": 4096, "hybrid_override_pattern": PATTERN,
-    },
-    {
-        "hybrid-layer-pattern": PATTERN, "num-layers": 52, "mamba-state-dim": 128, "mamba-num-groups": 8,
-        "squared-relu": True, "position-embedding-type": "none",
-    },
-)  # fmt: skip
+KNOWN = {
+    "hybrid-layer-pattern": NEMOTRON_H["hybrid_override_pattern"], "num-layers": 52, "mamba-state-dim": 128,
+    "mamba-num-groups": 8, "squared-relu": True, "position-embedding-type": "none",
+}  # fmt: skip
 
-
-def test_published_configuration(tmp_path):
-    check(NEMOTRON_H_8B, tmp_path / "published")
+test_published_configuration = checked({"Nemotron-H-8B": Published(NEMOTRON_H, KNOWN)})

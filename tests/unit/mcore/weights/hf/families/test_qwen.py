@@ -1,8 +1,6 @@
 """Qwen: configurations as published, and flags of papers and cards."""
 
-import pytest
-
-from tests.helpers.folders.published_families import Published, check
+from tests.helpers.folders.published_families import Published, checked
 
 MODELS = {
     "Qwen3-0.6B": Published({
@@ -34,6 +32,4 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_published_configurations(name, tmp_path):
-    check(MODELS[name], tmp_path / "published")
+test_published_configurations = checked(MODELS)

@@ -1,0 +1,62 @@
+"""Combinations of flags: parsed, or refused by the rule that is tried."""
+
+import ast
+from collections.abc import Generator, Iterable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megarl.arguments import RunConfig, parse
+from megarl.errors import UsageError
+from megarl.flags import combinations
+from megarl.flags.settings import TOPICS
+from tests.helpers.models.tiny_models import SHAPES
+
+MODEL = SHAPES["llama"].split()
+
+
+def parsed(flags: str | list[str], program: str = "rl", size: int = 4) -> RunConfig:
+    """The configuration of a program of `size` ranks."""
+    return parse([*MODEL, *(flags.split() if isinstance(flags, str) else flags)], size, program)
+
+
+def refused(flags: str | list[str], program: str = "rl", size: int = 4) -> str:
+    """The one line that refuses these flags."""
+    with pytest.raises(UsageError) as caught:
+        parsed(flags, program, size)
+    message = str(caught.value)
+    assert message and "\n" not in message and "Traceback" not in message
+    return message
+
+
+def check_refused(flags: str, start: str, program: str = "rl"):
+    """These flags are refused by a line that starts so."""
+    assert refused(flags, program).startswith(start)
+
+
+def check_rules(topics: list[ModuleType], cases: Iterable[tuple[str, ...]], others: int = 0):
+    """Every rule of these topics, and `others` of no topic, is the one that stops a case: those before it do not."""
+    stopped, rules = set(), combinations.rules
+
+    def recorded(run):
+        place = next(filter(None, (_stopped(topic.rules(run)) for topic in TOPICS)), None)
+        stopped.add(place or next(rules(run)).flag)  # a flag that needs another one
+        return rules(run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(combinations, "rules", recorded)
+        for flags, _, *program in cases:
+            refused(flags, *program)
+    nodes = (node for topic in topics for node in ast.walk(ast.parse(Path(str(topic.__file__)).read_text())))
+    assert len(stopped) == sum(isinstance(node, ast.Yield) for node in nodes) + others == len(list(cases))
+
+
+def _stopped(rules: Generator) -> tuple[str, int] | None:
+    """The place of the first rule that is broken."""
+    if next(rules, None) is None:
+        return None
+    inner = rules  # `rules` itself must live on, or it is closed
+    while inner.gi_yieldfrom is not None:
+        inner = inner.gi_yieldfrom
+    return inner.gi_code.co_filename, inner.gi_frame.f_lineno

@@ -1,0 +1,28 @@
+"""Combinations of flags that the rules of generation.py refuse."""
+
+import pytest
+
+from megarl.flags import generation
+from tests.helpers.flag_rules import check_refused, check_rules
+
+WRONG = {
+    "weights beside a server": ("--rollout-server http://a:1 --load x", "--load x: the server of", "evaluate"),
+    "a choice of one": ("--generation-schedule recorded --save x", "--generation-schedule recorded: needs --generati"),
+    "a schedule nowhere": ("--generation-schedule recorded --generation-lag 1", "--generation-schedule recorded: need"),
+    "a schedule and the clock": ("--generation-schedule recorded --generation-lag 1 --save x --replay-schedule y",
+                                 "--generation-schedule recorded: not allowed with --replay-schedule"),
+    "a schedule without a choice": ("--replay-schedule x", "--replay-schedule x: needs the --generation-lag of the"),
+    "a bank of several policies": ("--replay-schedule x --generation-lag 1 --rollout-bank y --save z",
+                                   "--rollout-bank y: keeps responses of one policy"),
+    "routes without reference": ("--router-replay rollout --router-replay-reference --kl-coefficient 0",
+                                 "--router-replay-reference True: the run has no reference"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_combinations(case):
+    check_refused(*WRONG[case])
+
+
+def test_each_rule_can_be_broken():
+    check_rules([generation], WRONG.values())

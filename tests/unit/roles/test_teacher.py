@@ -1,0 +1,270 @@
+"""Several teachers in one run: each sequence has the numbers of its teacher alone, in any layout."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.arguments import RunConfig
+from megarl.data.columns import SFT, Columns
+from megarl.data.prompts import load_prompts
+from megarl.planning import summary, traffic
+from megarl.planning.parameters import parameter_totals
+from megarl.trainers import input_summary
+from megarl.trainers.rl_inputs import RLInputs
+from tests.helpers.folders import hf_folders
+from tests.helpers.forked_programs import refusal
+from tests.helpers.programs import (
+    in_world,
+    inputs,
+    metrics,
+    program,
+    rl_argv,
+    sft_argv,
+    timeless_rows,
+    train,
+    write_lines,
+)
+from tests.helpers.tiers import long
+from tests.helpers.worlds import run_world
+from tools.train_tokenizer import train as train_tokenizer
+
+ONLY_DISTILS = "--advantage none --kl-coefficient 0 --entropy-coefficient 0 --reward none --ppo-epochs 1"
+# Depth, width, head and softcap differ from the policy's, and from each other.
+SHAPES = {
+    "math": "--num-layers 3 --hidden-size 48 --ffn-hidden-size 96 --untie-embeddings-and-output-weights",
+    "code": "--num-layers 1 --hidden-size 40 --ffn-hidden-size 64 --final-logit-softcapping 5",
+}
+TP2, APART = "--tensor-model-parallel-size 2", "--role-map actor=0;reward=0;teacher=1"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("teachers")
+
+
+@functools.cache
+def teacher(folder: Path, name: str) -> Path:
+    """The run folder of a teacher."""
+    train("sft", sft_argv(folder / name, f"{SHAPES[name]} --train-iters 20"))
+    return folder / name
+
+
+@functools.cache
+def lines(folder: Path, names: tuple[str | None, ...], name: str = "train.jsonl") -> Path:
+    """Prompts whose teachers are these names in turn; None: a line without the field."""
+    rows = [json.loads(line) for line in (inputs() / name).read_text().splitlines()]
+    rows = [row | ({} if (of := names[i % len(names)]) is None else {"teacher": of}) for i, row in enumerate(rows)]
+    return write_lines(folder / f"{'-'.join(map(str, names))}-{name}", rows)
+
+
+def teachers(folder: Path, **names: str) -> str:
+    """`--teachers` with the run folders of these teachers by name."""
+    return "--teachers " + " ".join(f"{name}={teacher(folder, of)}" for name, of in names.items())
+
+
+def argv_of(folder: Path, save: Path, flags: str, in_turn=("math", "code")) -> list[str]:
+    own = f"{ONLY_DISTILS} --minibatch-size 12 --train-iters 2 --prompts {lines(folder, in_turn)}"
+    return rl_argv(save, f"{own} {flags}")
+
+
+# -- the numbers of each sequence --------------------------------------------------------------------------------
+
+
+def watched(rank: int, parsed) -> list[dict]:
+    """For each step, by sequence: its line, tokens, and what its teacher says of them, on the actor's ranks."""
+    from megarl.roles import actor
+    from megarl.trainers import rl_trainer
+
+    steps = []
+
+    class Watched(rl_trainer.RLTrainer):
+        def dispatch(self, batch):
+            super().dispatch(batch)
+            steps.append((batch, {}))
+
+        def log(self, step):
+            super().log(step)
+            batch, compared = steps[-1]
+            own, found = batch["actor"], {}
+            spans = [] if own is None else zip(own.cu_seqlens.tolist(), own.lengths.tolist(), strict=False)
+            for number, (start, length) in enumerate(spans):
+                span = slice(start, start + length)
+                values = [own.tokens[span].tolist()]
+                if own.teacher_logprobs is not None:
+                    values.append(own.teacher_logprobs[span].tolist())
+                found[int(own.sequence_ids[number])] = (int(own.prompt_ids[number]), *values)
+            steps[-1] = found, compared
+
+    forward = actor.Actor._forward_of_update
+
+    def compared(self, chunk, microbatch):
+        scores = forward(self, chunk, microbatch)
+        if hasattr(scores, "distillation"):
+            starts = zip(microbatch.sequence_ids, microbatch.cu_seqlens.tolist(), microbatch.lengths, strict=False)
+            for number, start, length in starts:
+                at = slice(start, start + int(length))
+                if microbatch.response_mask[at].any():  # a blank one has none
+                    values = [x.detach()[at].tolist() for x in scores.distillation]
+                    steps[-1][1][int(number)] = values
+        return scores
+
+    actor.Actor._forward_of_update = compared
+    rl_trainer.RLTrainer = Watched
+    in_world(rank, "rl", parsed)
+    return steps
+
+
+@functools.cache
+def numbers_of(folder: Path, form: str, named: str, layout: str = "", size: int = 1):
+    """`watched` of the first rank that has the actor; `named`: the teachers of the lines, in turn."""
+    names = named.split()
+    flags = f"--distill {form} {teachers(folder, **{name: name for name in dict.fromkeys(names)})} {layout}"
+    save = folder / f"{form}{named}{size}{layout}".replace("/", "").replace(" ", "")[:100]
+    # One step: with other teachers, the policies of the next would differ.
+    argv = [*argv_of(folder, save, flags, tuple(names)), "--train-iters", "1"]
+    return run_world(watched, size, program("rl", argv, size))[0]
+
+
+@pytest.mark.parametrize("form, size, layout", [
+    ("loss", 1, ""), long(("reward", 2, APART)),
+    long(("reward", 1, "")), long(("loss", 2, TP2)), long(("reward", 2, TP2)), long(("loss", 2, APART)),
+    long(("loss", 2, f"{TP2} --sequence-parallel")),
+    long(("loss", 4, "--role-map actor=0-1;reward=0;teacher=2-3 --actor-tensor-model-parallel-size 2"
+          " --teacher-tensor-model-parallel-size 2")),
+])  # fmt: skip
+def test_each_sequence_has_exactly_the_numbers_of_its_teacher_alone(folder, form, size, layout):
+    mixed, compared = numbers_of(folder, form, "math code", layout, size)[0]
+    alone = {name: numbers_of(folder, form, name, layout, size)[0] for name in ("math", "code")}
+    assert len(mixed) == 12
+    for number, found in mixed.items():
+        own, of_alone = alone[("math", "code")[found[0] % 2]]
+        assert found == own[number]
+        if form == "loss":
+            assert compared[number] == of_alone[number] and any(compared[number][0])
+    assert alone["math"] != alone["code"]
+
+
+# -- one teacher under two names ---------------------------------------------------------------------------------
+
+
+def without_names(rows: dict) -> dict:
+    """Metrics without those of single teachers."""
+    return {step: {name: x for name, x in row.items() if name.count("/") < 2} for step, row in rows.items()}
+
+
+def single(folder: Path, name: str) -> str:
+    """Flags of one teacher without a name."""
+    shape = SHAPES[name].replace("--", "--teacher-")
+    return f"{shape} --teacher-pretrained-checkpoint {teacher(folder, name)}"
+
+
+@pytest.mark.parametrize("form", ["loss", long("reward")])
+def test_two_names_of_one_folder_are_one_teacher_to_the_byte(folder, tmp_path, form):
+    argv = argv_of(folder, tmp_path / "one", f"--distill {form} {single(folder, 'math')}")
+    train("rl", argv)
+    train("rl", argv_of(folder, tmp_path / "two", f"--distill {form} {teachers(folder, math='math', code='math')}"))
+    one, two = (timeless_rows(tmp_path / name, (1, 2)) for name in ("one", "two"))
+    assert without_names(two) == one and two != one
+    weighted = [two[1][f"distill/reverse_kl/{name}"] for name in ("math", "code")]
+    assert min(weighted) <= one[1]["distill/reverse_kl"] <= max(weighted)
+
+
+# -- folders -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_teachers_are_hugging_face_folders_and_runs_of_such_models(tmp_path):
+    """The policy's own folder is a teacher from which nothing can be learnt; a run with factors is another."""
+    hf_folders.write_folder("llama3", tmp_path / "hf", files=2)
+    names = ("same", "run", "step")
+    rows = [{"prompt": f"{i} + {i}?", "answer": str(2 * i), "teacher": names[i % 3]} for i in range(24)]
+    prompts = write_lines(tmp_path / "prompts.jsonl", rows)
+    lengths = "--max-prompt-length 48 --max-response-length 8 --max-tokens-per-microbatch 256 --lr 1e-2"
+    common = f"--hf-model {tmp_path}/hf --prompts {prompts} {lengths}"
+    sft = f"{common} --global-batch-size 8 --train-iters 2 --save-interval 1 --save {tmp_path}/sft --lora-rank 4"
+    train("sft", sft.split())
+    rl = f"{common} {ONLY_DISTILS} --distill loss --prompts-per-step 12 --samples-per-prompt 2 --train-iters 1"
+    step = f"{tmp_path}/sft/checkpoints/step_00000001"
+    named = (
+        f"--teachers same={tmp_path}/hf run={tmp_path}/sft step={step} --save {tmp_path}/rl --rollout-buffer-gb 0.01"
+    )
+    train("rl", [*rl.split(), *named.split(), "--tensor-model-parallel-size", "2"], 2)
+    found = metrics(tmp_path / "rl")[1]
+    same, of_run, of_step = (found[f"distill/divergence/{name}"] for name in names)
+    assert same == 0 < min(of_run, of_step) and of_run != of_step
+
+
+def test_the_host_has_the_models_that_wait(folder, tmp_path):
+    both = teachers(folder, math="math", code="code")
+    train("rl", argv_of(folder, tmp_path, f"--distill reward --train-iters 1 {both}"))
+    config = program("rl", argv_of(folder, tmp_path, f"--distill loss {both}"), 1)
+    plan = summary.role_plans(config, 16)
+    of_models = [parameter_totals(role.megatron, 16, False).total * 4 for role in config.teachers.models]
+    teacher, actor = plan["teacher"].largest, plan["actor"].largest
+    padding = metrics(tmp_path)[1]["memory/teacher/offloaded_bytes"] - teacher.host
+    assert sum(of_models) == teacher.host and 0 <= padding < 1024
+    assert teacher.resident == 0 and teacher.weights == max(of_models)
+    assert plan["teacher"].parameters.total * 4 == teacher.host
+    step, widest = traffic.step_sizes(config.settings), 48 * 4
+    assert config.teachers.state_bytes == widest
+    assert actor.teacher_data == (1 + 1) * step.tokens * widest + 32 * (48 + 40) * 4
+    (sent,) = [move for move in traffic.moves(config.settings, config.roles) if move.source == "teacher"]
+    assert sorted(sent.fields) == ["teacher_ids", "teacher_states"]
+
+
+# -- wrong input -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, in_turn, flags, message", [
+    ("rl", ("math", "code"), "{math}", "code-train.jsonl:2: teacher 'code' is not in --teachers; allowed: math"),
+    ("sft", ("math", "code"), "{math}", "code-train.jsonl:2: teacher 'code' is not in --teachers; allowed: math"),
+    ("rl", ("math", None), "{math}", "None-train.jsonl:2: teacher is missing, and --teachers has none called default"),
+    ("rl", ("math",), "{math} --teacher-num-layers 3", "--teacher-num-layers: not allowed with --teachers"),
+    ("rl", ("math",), "{math} --teacher-pretrained-checkpoint {folder}", "--teacher-pretrained-checkpoint: not"),
+    ("rl", ("math",), "{math} --teacher-hf-model {folder}", "--teacher-hf-model: not allowed with --teachers"),
+    ("rl", ("math",), "--teachers math={folder}/none", "/none: allowed is a Hugging Face folder (with config.json), a"),
+    ("rl", ("math",), "--teachers math", "--teachers math: allowed is NAME=FOLDER"),
+    ("rl", ("math",), "{both} --use-torch-fsdp2", "not allowed with --use-torch-fsdp2: teachers take turns"),
+    ("rl", ("math",), "{math} --teacher-expert-model-parallel-size 2", "(--teachers math="),
+    ("rl", ("math",), "{math} --teacher-tokenizer-model {other}", "token 4 is "),
+    ("rl", ("math",), "{both} --teacher-max-tokens-per-microbatch 5", "--teacher-max-tokens-per-microbatch 5: must"),
+])  # fmt: skip
+def test_wrong_input(folder, tmp_path, name, in_turn, flags, message):
+    other = tmp_path / "other.model"
+    other.write_bytes(train_tokenizer(["ab", "ba", "cd", "dc", "ef", "xyz"], 16, False))
+    both = teachers(folder, math="math", code="code") if "{both}" in flags else ""
+    flags = flags.format(math=teachers(folder, math="math"), both=both, folder=folder, other=other)
+    argv = argv_of(folder, tmp_path, f"--distill loss {flags}", in_turn)
+    if name == "sft":
+        argv = sft_argv(tmp_path, f"--distill loss {flags} --prompts {lines(folder, in_turn)}")
+    assert message in refusal(argv, name)
+
+
+def checked(argv: list[str]) -> tuple[RunConfig, RLInputs]:
+    """A run's config, and what is checked before any work."""
+    config = program("rl", argv, 1)
+    return config, RLInputs(config)
+
+
+def test_what_is_not_read_is_said_once(folder, tmp_path):
+    named = f"--distill loss {teachers(folder, default='code', math='math')}"
+    config, found = checked(argv_of(folder, tmp_path, named, (None,)))
+    assert [note for note in found.prompts.notes if note.endswith("no line has the teacher math of --teachers")]
+    text = "\n".join(input_summary.summary(config, found))
+    assert "2 models, one at a time on the device" in text and f"from {folder}/math" in text and "no line has" in text
+    _, found = checked(argv_of(folder, tmp_path, f"--distill loss {single(folder, 'math')}"))
+    assert found.prompts.notes[-1].endswith("teacher is not read without --teachers")
+    assert not checked(argv_of(folder, tmp_path, named, (None, "math")))[1].prompts.notes
+
+
+def test_a_table_may_have_a_column_of_teachers(tmp_path):
+    rows = [{"question": f"{i}", "answer": "1", "teacher": ("math", "code")[i % 2]} for i in range(4)]
+    found = load_prompts(str(write_lines(tmp_path / "a.jsonl", rows)))
+    assert [prompt.teacher for prompt in found] == ["math", "code"] * 2
+    assert found[1].metadata == {"teacher": "code"}  # which a reward may read
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    rows = [{"conversations": messages, "teacher": "math"}]
+    (found,) = load_prompts(str(write_lines(tmp_path / "b.jsonl", rows)), "--prompts", Columns(SFT))
+    assert found.teacher == "math"
