@@ -31,6 +31,7 @@ from megarl.flags.teachers import TeacherFolder, TeacherModels, check_flags, tea
 from megarl.rewards import expression
 
 if TYPE_CHECKING:
+    from megarl.mcore.any_model.module_map import AnyModel
     from megarl.mcore.lora.targets import LoRASettings
     from megarl.mcore.weights.hf.hf_model import HFModel
 
@@ -67,7 +68,7 @@ class RoleSettings:
     offload: bool
     model_role: str
     has_model: bool
-    hf_model: "HFModel | None"
+    hf_model: "HFModel | AnyModel | None"
     lora: "LoRASettings | None"
     lora_adapter: str | None
     is_judge: bool = False
@@ -308,7 +309,7 @@ def _role_settings(
 
 def _megatron_namespace(
     context: FlagContext, role: str, tokens: list[str], ranks: int, max_length: int,
-    hf_model: "HFModel | None", teacher: TeacherFolder | None = None,
+    hf_model: "HFModel | AnyModel | None", teacher: TeacherFolder | None = None,
 ) -> argparse.Namespace:  # fmt: skip
     """A role's namespace of Megatron's parser; the flags that describe a folder's model come before its tokens."""
     from megarl.mcore.config import megatron_flags

@@ -235,7 +235,7 @@ def can_share_model(actor, rollout) -> bool:
 
 def read_hf_models(
     program: str, settings, own: dict[str, dict], lengths: dict[str, int]
-) -> "dict[str, HFModel | None]":
+) -> "dict[str, HFModel | AnyModel | None]":
     """The folder of each role, read and checked; None for a role without one. UsageError for a wrong one.
 
     The rollout has the actor's. `--hf-model` does not give the reward model's weights, but it describes the role like
@@ -271,7 +271,7 @@ def _read_model(settings, source: str, path: str, flag: str, longest: int) -> "H
     return read_model(path, flag, longest, settings.hf_mtp == "keep", settings.mtp_train)
 
 
-def with_hf_defaults(role: str, own: dict, values: dict[str, object], hf_model: "HFModel | None") -> dict:
+def with_hf_defaults(role: str, own: dict, values: dict[str, object], hf_model: "HFModel | AnyModel | None") -> dict:
     """A role's values of megarl's own flags; without flags for the tokenizer, it is the folder's.
 
     Args:

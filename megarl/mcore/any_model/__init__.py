@@ -1,1 +1,1 @@
-"""Language models of transformers as they are: their modules, megarl's attention over packed sequences and the cache."""
+"""Language models of transformers as they are: their modules, with megarl's attention, products and caches."""

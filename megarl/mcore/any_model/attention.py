@@ -67,7 +67,7 @@ class Pass:
 
     def slot(self, module: nn.Module) -> Slot:
         """The slot of a module's present call. Calls of a recomputed layer begin again at its first slot."""
-        slots = module.attention_slots
+        slots: list[Slot] = vars(module)["attention_slots"]
         self.calls[module] += 1
         return slots[(self.calls[module] - 1) % len(slots)]
 

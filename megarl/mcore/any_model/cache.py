@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,7 +14,7 @@ from megarl.mcore.inference.paged_context import PagedContext
 class SlotContext(PagedContext):
     """Caches each slot's keys and values of this rank's heads in their own shape."""
 
-    def __init__(self, model_config, inference_config, memory=None, slots: list[Slot] = ()):
+    def __init__(self, model_config, inference_config, memory=None, slots: Sequence[Slot] = ()):
         """`slots`: of the model; other arguments as of `PagedContext`."""
         self._slots, self._tensor_ranks = slots, inference_config.pg_collection.tp
         super().__init__(model_config, inference_config, memory)

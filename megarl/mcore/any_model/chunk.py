@@ -6,6 +6,7 @@ Its parameters have transformers' names after `hf.`; a scalar head is `output_la
 import contextlib
 import functools
 import types
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from megarl.mcore.any_model import attention, rows, source, tensor_parallel
 from megarl.mcore.any_model.attention import CachePass, PackedPass, Pass
@@ -49,7 +51,7 @@ class LogitInputs(nn.Module):
     logits is then done to the projection's inputs: scales of logits are linear. A softcap is not, and is left out.
     """
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: PreTrainedModel):
         super().__init__()
         text = module.config.get_text_config()
         self.softcap = getattr(text, SOFTCAP, None)
@@ -71,7 +73,7 @@ class LogitInputs(nn.Module):
         return out.squeeze(0)
 
 
-def head_inputs(head: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def head_inputs(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Inputs [T, H'] of a vocabulary's projection, and its weight [V, H']: a bias is one more column, times 1."""
     if head.bias is None:
         return hidden, head.weight

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -34,7 +35,7 @@ class Group(NamedTuple):
 class Conversions:
     """The groups of a folder's tensors, and the tensors and weights that belong to none."""
 
-    def __init__(self, module: nn.Module, tensors: dict[str, Shape]):
+    def __init__(self, module: PreTrainedModel, tensors: dict[str, Shape]):
         """`module`: without values; `tensors`: shape by name, of the folder."""
         self.module = module
         self.weights = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
@@ -88,7 +89,7 @@ class Conversions:
 
 
 def converted(
-    conversion, first: str, sources: dict[str, str], read: Callable[[str], Tensor], module: nn.Module
+    conversion, first: str, sources: dict[str, str], read: Callable[[str], Tensor], module: PreTrainedModel
 ) -> dict[str, Tensor]:
     """The weights of a group by name.
 

@@ -183,7 +183,7 @@ class ModuleMap:
             for name in group.sources
             if not heads.intersection(group.weights)
         }
-        return found | ({SCORE: (1, self.model.flags["hidden-size"])} if self.value_head else {})
+        return found | ({SCORE: (1, self.args.hidden_size)} if self.value_head else {})
 
     def keeps(self, name: str) -> bool:
         """Whether an export has a tensor of the folder that the model does not use."""
@@ -207,10 +207,9 @@ class ModuleMap:
 def checkpoint_shapes(role: str, path: str, value_head: bool) -> dict[str, tuple[int, ...]]:
     """The global shapes by key that a checkpoint of a role with the folder at `path` must have."""
     found = source.of_path(path)
-    module, seen = found.module(torch.float32), set()
+    module = found.module(torch.float32)
     if value_head:
         module.set_output_embeddings(torch.nn.Identity())
-    state = module.state_dict(keep_vars=True).items()
-    shapes = {name: tuple(each.shape) for name, each in state if not (id(each) in seen or seen.add(id(each)))}
-    shapes = {f"{role}.{PREFIX}{name}": shape for name, shape in shapes.items()}
+    once = {id(each): (name, each) for name, each in reversed(module.state_dict(keep_vars=True).items())}
+    shapes = {f"{role}.{PREFIX}{name}": tuple(each.shape) for name, each in once.values()}
     return shapes | ({f"{role}.{HEAD}": (1, found.text.hidden_size)} if value_head else {})

@@ -1,8 +1,8 @@
 """Whether a module of transformers computes under megarl what it computes alone: tried before work starts.
 
-A gap of 0 between rollout and training does not show it: both would be wrong alike. The module is cut to the layers that
-show each kind, and gets weights of little memory. Its logits with transformers' own attention and experts are compared
-with megarl's: of one sequence, of two packed ones, and of a prefill with steps after it.
+A gap of 0 between rollout and training does not show it: both would be wrong alike. The module is cut to the layers
+that show each kind, and gets weights of little memory. Its logits with transformers' own attention and experts are
+compared with megarl's: of one sequence, of two packed ones, and of a prefill with steps after it.
 """
 
 import copy
@@ -102,8 +102,8 @@ class HeldPass(Pass):
         mask = places <= at
         if slot.window is not None:
             mask &= at - places < slot.window
-        heads = (x.transpose(0, 1)[None] for x in (query, key, value))
-        out = eager.attend(*heads, mask[None, None], scale, options.get("softcap"), options.get("sinks"))
+        query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+        out = eager.attend(query, key, value, mask[None, None], scale, options.get("softcap"), options.get("sinks"))
         return out[0].transpose(0, 1)
 
 

@@ -9,12 +9,12 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import initialization
+from transformers import PreTrainedModel, initialization
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -40,7 +40,7 @@ class Source(NamedTuple):
         """The language model's part of the config."""
         return self.config.get_text_config()
 
-    def module(self, dtype: torch.dtype, attention_name: str = attention.NAME) -> nn.Module:
+    def module(self, dtype: torch.dtype, attention_name: str = attention.NAME) -> PreTrainedModel:
         """The module with parameters on the meta device and buffers on the CPU, in evaluation mode.
 
         Args:
@@ -80,7 +80,7 @@ def read(folder: HFFolder) -> Source:
     return Source(config, found[0] if isinstance(found, tuple) else found)
 
 
-def find_slots(module: nn.Module, vocab_size: int) -> list[Slot]:
+def find_slots(module: PreTrainedModel, vocab_size: int) -> tuple[Slot, ...]:
     """The slots of a module's attention, in the order of a pass, which are also set on its parts.
 
     Raises:
@@ -97,10 +97,10 @@ def find_slots(module: nn.Module, vocab_size: int) -> list[Slot]:
             raise Unsupported(f"{type(module).__name__} cannot run: {one_line(str(error))[:200]}") from None
     if not probe.found:
         raise Unsupported(f"{type(module).__name__} does not call transformers' attention interface")
-    return probe.found
+    return tuple(probe.found)
 
 
-def flags_of(source: Source, slots: list[Slot], error: Callable[[str], UsageError]) -> dict[str, object]:
+def flags_of(source: Source, slots: Sequence[Slot], error: Callable[[str], UsageError]) -> dict[str, object]:
     """Megarl's flags of a model: the engine, its cache, the packing and the planner read them; no layer does.
 
     Raises:
@@ -108,9 +108,8 @@ def flags_of(source: Source, slots: list[Slot], error: Callable[[str], UsageErro
     """
     windows = {slot.window for slot in slots} - {None}
     if len(windows) > 1:
-        raise error(
-            f"has attention windows of {len(windows)} sizes ({', '.join(map(str, sorted(windows)))}), not of one"
-        )
+        sizes = ", ".join(map(str, sorted(windows)))
+        raise error(f"has attention windows of {len(windows)} sizes ({sizes}), not of one")
     hidden = source.text.hidden_size
     flags: dict[str, object] = {
         "num-layers": len(slots),

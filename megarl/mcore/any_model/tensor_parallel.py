@@ -8,7 +8,7 @@ a rank has. The vocabulary is split over the ranks in embedding and head, as meg
 import functools
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from megarl.mcore.any_model.attention import Unsupported
 
@@ -71,7 +72,7 @@ class Split(NamedTuple):
         return shares[0] if self.parts == 1 else torch.cat(shares, self.axis)
 
 
-def splits_of(module: nn.Module, ranks: int) -> dict[str, Split]:
+def splits_of(module: PreTrainedModel, ranks: int) -> dict[str, Split]:
     """How the weights of a module are split over tensor-parallel ranks, by name; those that are not named are whole.
 
     Raises:
@@ -80,7 +81,7 @@ def splits_of(module: nn.Module, ranks: int) -> dict[str, Split]:
     plan = module.tp_plan
     if not plan:
         raise Unsupported(f"{type(module).__name__} has no plan for tensor parallelism (base_model_tp_plan)")
-    if unknown := sorted({style for style in plan.values() if style not in STYLES and not style.startswith("embedding")}):
+    if unknown := sorted(set(plan.values()).difference(STYLES, ("embedding_rowwise",))):
         raise Unsupported(f"the plan of {type(module).__name__} for tensor parallelism has {unknown[0]}")
     found = {}
     for name, weight in module.named_parameters(remove_duplicate=False):
@@ -104,7 +105,7 @@ def _style(plan: dict[str, str], name: str) -> str | None:
     return plan.get(re.sub(r"\d+", "*", name))
 
 
-def split(module: nn.Module, splits: dict[str, Split], group):
+def split(module: PreTrainedModel, splits: dict[str, Split], group):
     """Gives a module on the meta device this rank's shares, and its parts what their styles do."""
     ranks, rank, plan = dist.get_world_size(group), dist.get_rank(group), module.tp_plan
     for name, each in splits.items():
@@ -118,16 +119,17 @@ def split(module: nn.Module, splits: dict[str, Split], group):
         word = _style(plan, name)
         if word is None or part in ends:
             continue
-        _install(part, STYLES[word], word, group)
+        _install(part, word, module.config.get_text_config(), group)
     _split_embedding(ends[0], rank, group)
 
 
-def _install(part: nn.Module, style: Style, word: str, group):
+def _install(part: nn.Module, word: str, config, group):
+    style = STYLES[word]
     if style.sums_gradient:
         for weight in part.parameters(recurse=False):
             weight.register_hook(functools.partial(_sum_over, group=group))
     if word == "mla_kv_a_proj":
-        part.forward = functools.partial(_with_shared_key, part.forward, part, group)
+        part.forward = functools.partial(_with_shared_key, part.forward, config, group)
     elif style.before or style.after:
         part.forward = functools.partial(_between, part.forward, part, style, group)
 
@@ -148,10 +150,10 @@ def _between(forward, part: nn.Module, style: Style, group, *args, **kwargs):
     return out if bias is None else out + bias
 
 
-def _with_shared_key(forward, part: nn.Module, group, *args, **kwargs) -> Tensor:
+def _with_shared_key(forward, config, group, *args, **kwargs) -> Tensor:
     """Latents and a key that all heads share: each rank's heads give a part of the key's gradient."""
     out = forward(*args, **kwargs)
-    width = part.config.qk_rope_head_dim if hasattr(part, "config") else 0
+    width = config.qk_rope_head_dim
     latent, key = out.split([out.shape[-1] - width, width], dim=-1)
     return torch.cat([latent, to_all(key, group)], dim=-1)
 
@@ -162,7 +164,7 @@ def _sum_over(grad: Tensor, group) -> Tensor:
     return grad
 
 
-def _split_embedding(embedding: nn.Embedding, rank: int, group):
+def _split_embedding(embedding: Any, rank: int, group):
     """Each rank looks up its rows of the vocabulary; the vectors of the others are 0 there."""
     rows, forward = len(embedding.weight), embedding.forward
 

@@ -47,17 +47,17 @@ def _measure(folder: Path, export: Path, flags: str) -> Measured:
     scores = hf_layouts.logprobs(model, groups, rows, vocabulary)
     alone = [generate([request], SamplingSettings())[0] for request in asked[:3]]
     export_weights(weights.weight_map, model, groups.pg_collection, export)
+    pairs = list(zip(scores, rows, strict=True))
+    greedy = zip(asked, done["greedy"], strict=True)
+    both = zip(alone, done["sampled"], strict=False)
     return Measured(
-        difference=max(float((row - _alone(plain, tokens)).abs().max()) for row, tokens in zip(scores, rows, strict=True)),
-        greedy=[_greedy(plain, request.prompt) == each.tokens for request, each in zip(asked, done["greedy"], strict=True)],
+        difference=max(float((row - _alone(plain, tokens)).abs().max()) for row, tokens in pairs),
+        greedy=[_greedy(plain, request.prompt) == each.tokens for request, each in greedy],
         gaps=[_gap(model, groups, asked, each, vocabulary) for each in done.values()],
-        is_alone_equal=all(
-            one.tokens == other.tokens and one.logprobs == other.logprobs
-            for one, other in zip(alone, done["sampled"], strict=False)
-        ),
+        is_alone_equal=all(one.tokens == other.tokens and one.logprobs == other.logprobs for one, other in both),
         changed=_changed(folder, export),
         score_rows=scores,
-    )  # fmt: skip
+    )
 
 
 def _requests(vocabulary: int):
