@@ -25,23 +25,35 @@ DOES_NOT_FIT = 1  # exit status
 def build_parser() -> argparse.ArgumentParser:
     """The program's own flags; all others are those of train_rl."""
     parser = ArgumentParser(prog="megarl.plan", allow_abbrev=False, epilog="Every other flag is one of train_rl.")
-    add = parser.add_argument
-    add("--world-size", type=int, required=True, help="ranks of the run")
-    per_node = "for a role map of nodes; default: all ranks on one node. Estimates take 8"
-    add("--ranks-per-node", type=int, help=per_node)
-    add("--vocab-size", type=int, help="size of the vocabulary; default: that of the folder or tokenizer")
-    verdict = "memory of a GPU, GiB: ends with a verdict, and exit status 1 if the run does not fit"
-    add("--gpu-memory", type=float, help=f"{verdict}; default: that of --gpu")
-    add("--gpu", type=str.lower, help="a100, h100, h200 or b200: a verdict, and an estimate of a step's time")
-    add("--mfu", type=float, help="of the estimate: share of the GPU's FLOPs that is reached, 0.4")
-    add("--network", type=float, help="of the estimate: GB/s of a GPU between nodes, default 50")
-    add_search = parser.add_mutually_exclusive_group().add_argument
-    best = "search the parallel sizes that are not given; print the three best"
-    add_search("--best-layouts", action="store_true", help=best)
-    least = "print only the flags of the least recomputation of activations with which the run fits"
-    never = "full recomputation, and exit status 1, if it never does"
-    add_search("--least-recompute", action="store_true", help=f"{least}; {never}")
-    add("--json", help="also write the plan to this file as JSON")
+    parser.add_argument("--world-size", type=int, required=True, help="ranks of the run")
+    parser.add_argument(
+        "--ranks-per-node", type=int, help="for a role map of nodes; default: all ranks on one node. Estimates take 8"
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, help="size of the vocabulary; default: that of the folder or tokenizer"
+    )
+    parser.add_argument(
+        "--gpu-memory",
+        type=float,
+        help="memory of a GPU, GiB: ends with a verdict, and exit status 1 if the run does not fit;"
+        " default: that of --gpu",
+    )
+    parser.add_argument(
+        "--gpu", type=str.lower, help="a100, h100, h200 or b200: a verdict, and an estimate of a step's time"
+    )
+    parser.add_argument("--mfu", type=float, help="of the estimate: share of the GPU's FLOPs that is reached, 0.4")
+    parser.add_argument("--network", type=float, help="of the estimate: GB/s of a GPU between nodes, default 50")
+    searches = parser.add_mutually_exclusive_group()
+    searches.add_argument(
+        "--best-layouts", action="store_true", help="search the parallel sizes that are not given; print the three best"
+    )
+    searches.add_argument(
+        "--least-recompute",
+        action="store_true",
+        help="print only the flags of the least recomputation of activations with which the run fits;"
+        " full recomputation, and exit status 1, if it never does",
+    )
+    parser.add_argument("--json", help="also write the plan to this file as JSON")
     return parser
 
 

@@ -274,7 +274,7 @@ def flags_page() -> str:
 
 def prometheus_rows() -> list[list[str]]:
     """Lines of the table of the server's metrics, read from its source: its library need not be installed."""
-    tree = ast.parse((ROOT / "megarl" / "serving" / "metrics.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "megarl" / "serving" / "middleware.py").read_text(encoding="utf-8"))
     rows = []
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         kind = getattr(call.func, "id", "")

@@ -1,7 +1,6 @@
 """What surrounds every request: metrics, faults, keys, sizes of bodies, and clients that go away."""
 
 import asyncio
-import functools
 import hashlib
 import hmac
 import logging
@@ -31,14 +30,17 @@ class ServerMetrics:
 
     def __init__(self):
         registry = self.registry = CollectorRegistry(auto_describe=True)
-        to_first, between = "megarl_time_to_first_token_seconds", "megarl_time_between_tokens_seconds"
-        labels, counted = ["endpoint", "status"], "HTTP requests by endpoint and status"
-        self.requests = Counter("megarl_requests", counted, labels, registry=registry)
+        self.requests = Counter(
+            "megarl_requests", "HTTP requests by endpoint and status", ["endpoint", "status"], registry=registry
+        )
         self.generated_tokens = Counter("megarl_generated_tokens", "Generated tokens", registry=registry)
         self.prompt_tokens = Counter("megarl_prompt_tokens", "Tokens of the prompts to generate", registry=registry)
-        histogram = functools.partial(Histogram, registry=registry)
-        self.first_token = histogram(to_first, "From request to token", buckets=_FIRST)
-        self.between_tokens = histogram(between, "Between the tokens of a request", buckets=_BETWEEN)
+        self.first_token = Histogram(
+            "megarl_time_to_first_token_seconds", "From request to token", buckets=_FIRST, registry=registry
+        )
+        self.between_tokens = Histogram(
+            "megarl_time_between_tokens_seconds", "Between the tokens of a request", buckets=_BETWEEN, registry=registry
+        )
         self.running = Gauge("megarl_running_requests", "Requests that a replica has", ["replica"], registry=registry)
         self.waiting = Gauge("megarl_waiting_requests", "Requests that no replica has taken", registry=registry)
         self.free_blocks = Gauge("megarl_free_cache_blocks", "Free blocks of the cache", ["replica"], registry=registry)
