@@ -133,9 +133,14 @@ def shortened(found: Source) -> Source:
     for name, value in vars(text).items():
         if isinstance(value, list) and len(value) == len(kinds):
             setattr(text, name, value[:count])
-    text.num_hidden_layers = count
+    for name in ("num_layers", "num_hidden_layers"):  # some types count parts of a layer in the second
+        if getattr(text, name, None) == len(kinds):
+            setattr(text, name, count)
     shorter = found._replace(config=cut)
-    return shorter if _kinds(shorter) == kinds[:count] else small
+    try:
+        return shorter if _kinds(shorter) == kinds[:count] else small
+    except Unsupported:  # a number of layers by another name
+        return small
 
 
 def _kinds(found: Source) -> list[tuple]:
