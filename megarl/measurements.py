@@ -75,6 +75,7 @@ class NamesOfRun:
         return new[MAX_PARTS - len(self._known) :]
 
     def add(self, names: Iterable[str]):
+        """Adds the names for which there is room."""
         names, beyond = {*names}, self.beyond(names)
         self._known |= names.difference(beyond)
         self.had_more |= bool(beyond)

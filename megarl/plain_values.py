@@ -26,6 +26,7 @@ def is_plain_number(value: Any) -> bool:
 
 
 def is_whole(value: Any, low: int, high: int) -> bool:
+    """Whether a value is a whole number in a range, both ends included."""
     return type(value) is int and low <= value <= high
 
 
@@ -33,6 +34,7 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 
 def is_unicode(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair."""
     return text.isascii() or _HALF.search(text) is None
 
 
@@ -57,6 +59,7 @@ def is_count(value: Any) -> bool:
 
 
 def fits(value: Any, kind: Any) -> bool:
+    """Whether a value of JSON is of a kind."""
     if kind is None:
         return value is None
     if isinstance(kind, Each):

@@ -112,7 +112,9 @@ def _claims(folder: Path, file: Path | str) -> bool:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out the tests of the code verifier's sandbox if the machine forbids one, with a warning."""
+    """Leaves out the tests of the code verifier's sandbox if the machine forbids one, with a warning; those that need a
+    process with one thread come first."""
+    items.sort(key=lambda item: item.get_closest_marker("one_thread") is None)
     marked = [item for item in items if item.get_closest_marker("sandbox")]
     reason = sandbox.available() if marked else None
     if reason:

@@ -198,11 +198,13 @@ def check_weights(folder: Path, flag: str, role: str, expected: dict[str, tuple[
     """UsageError unless the checkpoint has weights with these global shapes, by key; None: the key must be absent."""
     shapes = read_shapes(folder, flag)
     for key, shape in expected.items():
-        if shape is None and key in shapes:
-            raise UsageError(f"{flag} {folder}: has {key}, which the flags of {role} leave out")
-        if shape is not None and key not in shapes:
+        if shape is None:
+            if key in shapes:
+                raise UsageError(f"{flag} {folder}: has {key}, which the flags of {role} leave out")
+            continue
+        if key not in shapes:
             raise UsageError(f"{flag} {folder}: has no {key}, which {role} needs")
-        if shape is not None and shapes[key] != shape:
+        if shapes[key] != shape:
             raise UsageError(
                 f"{flag} {folder}: {key} has shape {list(shapes[key])}; the flags of {role} describe {list(shape)}"
             )

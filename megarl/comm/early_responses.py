@@ -55,6 +55,7 @@ class ResponseReceiver:
 
     @property
     def is_done(self) -> bool:
+        """Whether all responses have been received."""
         return not self._missing
 
     def receive(self) -> list[tuple[int, list[int] | None]]:

@@ -62,9 +62,11 @@ class PendingSends:
         self._held: list[tuple] = []
 
     def hold(self, work: dist.Work | None, *buffers: Tensor):
+        """Keeps a started collective and its buffers."""
         self._held.append((work, buffers))
 
     def wait(self):
+        """Waits until all sends are received."""
         for work, _ in self._held:
             if work is not None:
                 work.wait()

@@ -18,6 +18,7 @@ from megarl.groups import PromptGroups
 
 
 def round_robin_assignment(mesh: RoleMesh, groups: PromptGroups) -> dict[str, Tensor]:
+    """Round-robin assignment of groups, for every role."""
     return {name: groups.round_robin(len(role_groups.replicas)) for name, role_groups in mesh.roles.items()}
 
 

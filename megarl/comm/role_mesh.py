@@ -51,6 +51,7 @@ class RoleGroups:
 
     @property
     def is_member(self) -> bool:
+        """Whether this rank belongs to the role."""
         return self.rank in self.ranks
 
     @property
@@ -139,6 +140,7 @@ class RoleMesh:
         return self.channel("evaluation") if in_evaluation else self._leaders[frozenset((one, other))]
 
     def channel(self, name: str):
+        """Group of one of the `CHANNELS`."""
         return self._channels[name]
 
     def gather(self, item) -> list | None:

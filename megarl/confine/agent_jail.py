@@ -35,6 +35,7 @@ _LINKS = {"fd": "/proc/self/fd", **_STREAMS, "shm": "/tmp"}  # in /dev
 
 
 def main() -> int:
+    """Runs the command of the specification; returns the exit status."""
     given = json.loads(sys.argv[1])
     try:
         child = jail.start(lambda uid, report: _first_process(given, uid, report))

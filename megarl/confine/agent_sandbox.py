@@ -59,6 +59,7 @@ class Door:
         return cls(server, folder / "socket", port)
 
     def close(self):
+        """Closes it; connections end with their ends."""
         self._server.close()
 
 

@@ -106,6 +106,8 @@ class _Child(NamedTuple):
 
 
 class Children:
+    """Works on items in confined children of this process."""
+
     def __init__(self, answers: Answers, caller: int):
         """`caller`: file descriptor whose hang-up ends this process."""
         self._answers, self._caller = answers, caller
@@ -132,6 +134,7 @@ class Children:
         return result
 
     def end_shared_child(self):
+        """Kills it, if there is one."""
         if self._shared is not None:
             self._shared.end()
             self._shared = None

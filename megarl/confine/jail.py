@@ -222,6 +222,7 @@ def _become_program(source, stdin, uid, cpu_seconds, memory, report) -> None:
 
 
 def become(uid: int) -> None:
+    """Become this user, without groups."""
     if os.geteuid() != uid:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -298,6 +299,7 @@ def set_limits(limits: dict[str, int]) -> None:
 
 
 def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends."""
     call("prctl", _SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
 
 
@@ -322,6 +324,7 @@ def filter_calls(families: tuple[int, ...] = (1,)) -> None:
 
 
 def native_calls(architecture: int) -> list[tuple[int, int, int, int]]:
+    """The first lines of a filter: deny calls of other architectures, then load the call's number."""
     return [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), DENY, (LOAD, 0, 0, 0)]
 
 

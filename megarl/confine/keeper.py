@@ -17,6 +17,7 @@ NOT_STARTED = 127
 
 
 def main() -> int:
+    """Runs the command; returns the exit status."""
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become its children
     limit = int(sys.argv[1])
     program = os.fork()

@@ -209,4 +209,5 @@ def _starts_with(path: str, magic: bytes) -> bool:
 
 
 def is_arrow(path: str) -> bool:
+    """Whether a file's name says that it is a Parquet or Arrow file."""
     return Path(path).suffix in (".parquet", ".arrow")

@@ -40,6 +40,8 @@ def features_of(schema: Any) -> dict[str, Any]:
 
 
 class Converters:
+    """Makes the converters of a file's columns."""
+
     def __init__(self, arrow: Any, where: str):
         self._arrow, self._where = arrow, where
 
@@ -121,6 +123,7 @@ class Converters:
 
 
 def is_json(arrow: Any, field: Any, feature: Any) -> bool:
+    """Whether a field's texts are JSON, by its type or by its feature."""
     name, is_feature = _extension_of(arrow, field), isinstance(feature, dict) and feature.get("_type") == "Json"
     return name == _JSON or name is None and is_feature and _is_text(arrow.types, field.type)
 

@@ -186,6 +186,7 @@ class ChatTemplate:
         return [self.marked(each) for each in value] if isinstance(value, list) else value
 
     def plain(self, rendered: str) -> str:
+        """Replace the marks of a rendered text by the original strings."""
         return self._marks.unmark(rendered)
 
     def encode(self, rendered: str) -> list[int]:
@@ -199,6 +200,7 @@ class ChatTemplate:
         return encode_around_special(rendered, self.tokenizer.special, self._pattern, encode_plain)
 
     def encode_batch(self, rendered: Sequence[str]) -> list[list[int]]:
+        """`encode` of each rendered text."""
         whole = iter(self.tokenizer.encode_template_batch([text for text in rendered if MARK not in text]))
         return [self.encode(text) if MARK in text else next(whole) for text in rendered]
 

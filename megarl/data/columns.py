@@ -39,6 +39,7 @@ class Columns:
 
     @property
     def named(self) -> dict[str, str]:
+        """The columns that the user names, by field."""
         values = {field: value for field, value in vars(self).items() if field != "purpose"}
         return {field: value for field, value in values.items() if value is not None}
 
@@ -111,6 +112,7 @@ class ColumnMap:
 
     @property
     def needed(self) -> list[str]:
+        """Names of the columns to read."""
         names = [name if name in self._table.columns else name.split(".")[0] for name in self.columns.values()]
         unread = [name for name in self._unread if name in self._table.columns]  # a nested column is read above
         return list(dict.fromkeys([*names, *self.extras, *unread]))

@@ -26,6 +26,7 @@ class ContentLimit:
         self._where, self._found = where, 0
 
     def add(self, count: int):
+        """UsageError if the content is far more than text compresses to."""
         self._found += count
         if self._found > self.bytes:
             raise UsageError(

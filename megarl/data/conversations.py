@@ -88,6 +88,7 @@ class Encoder:
         return self.responses([(prompt, text)])[0]
 
     def responses(self, samples: Sequence[tuple[Prompt, str]]) -> list[list[int]]:
+        """`response` of each (prompt, text)."""
         if self.template is None:
             return [[*ids, self.tokenizer.eos_id] for ids in self.tokenizer.encode_batch([text for _, text in samples])]
         return self.template.encode_following([self._turn(prompt, text) for prompt, text in samples])

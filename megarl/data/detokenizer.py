@@ -36,10 +36,12 @@ class Vocabulary:
         return MarkedText(made, {number: self.special[number] for number in ids}) if ids else made
 
     def text(self, tokens: Iterable[int], kept: Collection[str] = ()) -> str:
+        """Text of whole tokens, as of `detokenizer`."""
         detokenizer = self.detokenizer(kept)
         return "".join([*map(detokenizer.feed, map(int, tokens)), detokenizer.finish()])
 
     def special_ids(self, strings: Collection[str]) -> frozenset[int]:
+        """Ids of those strings that are special tokens."""
         return frozenset(self.tokenizer.special[each] for each in strings if each in self.tokenizer.special)
 
     def _piece_bytes(self, number: int) -> bytes | None:
@@ -76,6 +78,8 @@ class Vocabulary:
 
 
 class ByteLevelText:
+    """Detokenizer of byte-level BPE: each token is some bytes."""
+
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary = vocabulary
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -93,6 +93,7 @@ def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """A call of the assistant's."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

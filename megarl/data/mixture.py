@@ -56,6 +56,7 @@ NO_ENTRY = MixtureEntry(name="", prompts="", weight=Fraction(1))  # all is as th
 
 
 def is_mixture(value: str) -> bool:
+    """Whether a value of --prompts names a mixture."""
     return value.endswith(SUFFIXES)
 
 
@@ -76,6 +77,7 @@ def read_mixture(path: str, flag: str, purpose: str) -> tuple[MixtureEntry, ...]
 
 
 def whole_weights(entries: tuple[MixtureEntry, ...]) -> list[int]:
+    """The weights as whole numbers in the same proportions."""
     common = math.lcm(*(entry.weight.denominator for entry in entries))
     weights = [int(entry.weight * common) for entry in entries]
     divisor = math.gcd(*weights)
@@ -83,6 +85,7 @@ def whole_weights(entries: tuple[MixtureEntry, ...]) -> list[int]:
 
 
 def shares(entries: tuple[MixtureEntry, ...], firsts: Sequence[int], where: str) -> list[str]:
+    """A line about each entry of a mixture."""
     weights = whole_weights(entries) if entries else []
     sizes, is_drawn = [end - first for first, end in itertools.pairwise(firsts)], where.startswith(f"{TRAINING} ")
     return [

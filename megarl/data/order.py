@@ -53,6 +53,7 @@ class PromptOrder:
 
     @property
     def has_prompts(self) -> bool:
+        """Whether there is a prompt to draw."""
         return self._chances is None or bool(self._chances.any())
 
     def _next_of_pools(self) -> int:
@@ -120,6 +121,7 @@ class MixtureOrder:
         self._turns = [0] * len(sizes)  # the same, with those for which it was passed over
 
     def take(self, count: int) -> list[int]:
+        """The next `count` prompt indices; advances the position. RunStopped if every prompt is left out."""
         sources = [number for number, order in enumerate(self._orders) if order.has_prompts]
         if not sources:
             raise RunStopped(NOTHING_LEFT)
@@ -145,6 +147,7 @@ class MixtureOrder:
         return {"position": sum(counts), "size": self.size, "counts": counts, "turns": turns, "positions": positions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As of `PromptOrder`."""
         _check_counts(state, len(self._orders))
         self.counts = [*state["counts"]]
         self._turns = [*state["turns"]]

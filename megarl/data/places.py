@@ -19,6 +19,7 @@ PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 def names_in(text: str) -> list[str]:
+    """The names of the places in a text, in their order."""
     return PLACE.findall(text)
 
 

@@ -49,6 +49,7 @@ class DifficultyPools:
         return (self._retire_after > 0) & (self.hard_in_a_row[lines] >= self._retire_after)
 
     def metrics(self) -> dict[str, float]:
+        """Share of the prompts in each pool, of those that are retired and of those without a group."""
         lines = np.arange(len(self.latest))
         retired, pools = self._are_retired(lines), self._pools(lines)
         hard, normal, easy = (int(((pools == number) & ~retired).sum()) for number in range(3))
@@ -61,6 +62,7 @@ class DifficultyPools:
         }
 
     def state_dict(self) -> dict[str, np.ndarray]:
+        """What a checkpoint holds, after `end_step`."""
         return {"latest": self.latest, "hard_in_a_row": self.hard_in_a_row}
 
     def load_state_dict(self, state: dict[str, np.ndarray], where: str):

@@ -64,6 +64,7 @@ class Prompt:
 
     @property
     def tools_key(self) -> str | None:
+        """The tools as a hashable value."""
         return None if self.tools is None else json.dumps(self.tools, ensure_ascii=False)
 
     @property
@@ -79,6 +80,7 @@ class Prompt:
 
     @property
     def conversation(self) -> list[Message]:
+        """The prompt as messages; a string is one user message."""
         return conversation_of(self.key)
 
     @property
@@ -160,6 +162,7 @@ def _check_conversation(fields: dict[str, Any], where: str) -> None:
 
 
 def contents(value: str | list[Message]) -> str:
+    """The text of a prompt, without roles."""
     return value if isinstance(value, str) else "".join(map(content_of, value))
 
 

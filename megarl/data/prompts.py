@@ -35,6 +35,8 @@ _LOOKED_AT = 100  # prompts, for a note about their texts
 
 
 class TooLong(UsageError):
+    """A line has more tokens than the limits allow."""
+
     CURE = "; --filter-long-prompts drops such lines"
 
 
@@ -103,12 +105,14 @@ class PromptSet:
         return [self.group_size(line) or size for line in lines]
 
     def of_entries(self, numbers: Container[int]) -> PromptSet:
+        """The prompts of these entries of the mixture, by their numbers."""
         ends = np.cumsum(self.sizes())
         own = [np.arange(end - size, end) for end, size in zip(ends, self.sizes(), strict=True)]
         lines = np.concatenate([lines for number, lines in enumerate(own) if number in numbers])
         return PromptSet(self._lines, self._source, lines if self._kept is None else self._kept[lines])
 
     def sizes(self) -> list[int]:
+        """Prompts of each entry of the mixture."""
         bounds = np.array([*self._source.firsts, len(self._lines)])
         return np.diff(bounds if self._kept is None else np.searchsorted(self._kept, bounds)).tolist()
 

@@ -24,6 +24,7 @@ class Ragged:
 
     @classmethod
     def of_arrays(cls, arrays: dict[str, np.ndarray]) -> "Ragged":
+        """The rows of `arrays()`."""
         return cls(arrays["values"], arrays["offsets"])
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -33,6 +34,7 @@ class Ragged:
         return len(self.offsets) - 1
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
+        """int64: number of items of each of these rows."""
         return self.offsets[rows + 1] - self.offsets[rows]
 
     def view(self, row: int) -> memoryview:
@@ -40,6 +42,7 @@ class Ragged:
         return self._view[self.offsets[row] : self.offsets[row + 1]]
 
     def select(self, rows: np.ndarray) -> "Ragged":
+        """These rows, in this order."""
         return Ragged.of_rows(self[row] for row in rows.tolist())
 
     def __getitem__(self, row: int) -> list:

@@ -54,4 +54,5 @@ class Marks:
         return self._pattern.sub(lambda match: f"{MARK}{self._numbers[match[0]]}{_END}", text)
 
     def unmark(self, text: str) -> str:
+        """The original of a marked text."""
         return self._marks.sub(lambda match: self._strings[int(match[1])], text) if MARK in text else text

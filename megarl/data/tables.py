@@ -88,9 +88,11 @@ class JsonRows:
         self.columns, self._inner = tuple(columns), columns
 
     def names_in(self, column: str) -> frozenset[str]:
+        """The names inside a column of objects."""
         return frozenset(self._inner.get(column, ()))
 
     def rows(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Every object, with all its names."""
         for i in range(len(self._lines)):
             yield parse_line(self._lines.view(i).tobytes().decode().removesuffix("\n"), f"{self._where}:{i + 1}")
 
@@ -122,6 +124,7 @@ def json_line(value: Any) -> bytes:
 
 
 def ragged_lines(lines: Iterable[bytes]) -> Ragged:
+    """Lines, which are taken one by one."""
     values, offsets = bytearray(), array.array("q", [0])
     for line in lines:
         values += line

@@ -91,21 +91,27 @@ class SentencePieceTokenizer:
         self._pattern = pattern_of(self.special)
 
     def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without BOS or EOS; a special token's string is encoded like any other text."""
         return self._pieces.encode(whole_unicode(text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, on several threads."""
         return self._pieces.encode([whole_unicode(text) for text in texts]) if texts else []
 
     def encode_template(self, text: str) -> list[int]:
+        """Ids of `text`, in which the string of a special token becomes its id."""
         return encode_around_special(text, self.special, self._pattern, self.encode)
 
     def encode_template_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode_template` of each text."""
         return [self.encode_template(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` without BOS, EOS and padding; an id outside the vocabulary becomes U+FFFD."""
         return decode_known(map(int, ids), range(self.vocab_size).__contains__, self._pieces.decode)
 
     def piece(self, number: int) -> str | None:
+        """The vocabulary's string of an id, or None for an id outside the vocabulary."""
         return self._pieces.id_to_piece(number) if 0 <= number < self.vocab_size else None
 
 

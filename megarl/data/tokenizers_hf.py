@@ -118,23 +118,29 @@ class HuggingFaceTokenizer:
         return loaded
 
     def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without BOS or EOS; a special token's string is encoded like any other text."""
         return self._without_special(_ids(self._plain, text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, on several threads."""
         return [self._without_special(ids) for ids in _batched(self._plain, texts)]
 
     def encode_template(self, text: str) -> list[int]:
+        """Ids of `text`, in which the string of a special token becomes its id."""
         return self._checked(text, _ids(self._matching, text))
 
     def encode_template_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode_template` of each text, on several threads."""
         return list(map(self._checked, texts, _batched(self._matching, texts)))
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` without special tokens; an id without a token becomes U+FFFD."""
         kept = (int(i) for i in ids if int(i) not in self._special_ids)
         decode = functools.partial(self._plain.decode, skip_special_tokens=False)
         return decode_known(kept, self._known_ids.__contains__, decode)
 
     def piece(self, number: int) -> str | None:
+        """The vocabulary's string of an id, or None for an id without a token."""
         return self._plain.id_to_token(number) if number in self._known_ids else None
 
     def _checked(self, text: str, ids: list[int]) -> list[int]:

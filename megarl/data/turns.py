@@ -22,6 +22,8 @@ _SAMPLE_PER_TOKEN = 64
 
 
 class TurnTokens:
+    """Encodes the messages around turns, and decodes turns."""
+
     def __init__(self, encoder: Encoder, max_observation_length: int):
         """`max_observation_length`: tokens of a message that follows a turn; a longer one is cut in the middle."""
         self._encoder, self._max_length = encoder, max_observation_length

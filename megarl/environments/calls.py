@@ -25,6 +25,7 @@ class Ask(NamedTuple):
 
     @property
     def key(self) -> str:
+        """The request as text, equal for equal requests."""
         return json.dumps(self, ensure_ascii=False, sort_keys=True)
 
 
@@ -71,6 +72,8 @@ class Call(NamedTuple):
 
 
 class Offer(NamedTuple):
+    """An episode that waits for a driver."""
+
     number: int
     ticket: int  # another one if it is offered again
     task: Task
@@ -85,6 +88,8 @@ class Close(NamedTuple):
 
 
 class Asked(NamedTuple):
+    """What the agent, or the driver, of an episode asks the policy."""
+
     number: int  # of the episode
     ticket: int  # of the call or the offer: another one if the agent is run again
     request: int  # number of the request among the agent's
@@ -92,6 +97,8 @@ class Asked(NamedTuple):
 
 
 class Replied(NamedTuple):
+    """The policy's answer to an `Asked`."""
+
     number: int
     ticket: int
     request: int

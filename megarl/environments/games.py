@@ -34,6 +34,7 @@ class GuessNumber(BaseEnvironment):
         return Observation()
 
     def step(self, turn: Turn) -> Observation:
+        """Answers a guess."""
         number = _INTEGER.search(turn.content)
         guess = int(number[0]) if number and len(number[0]) <= _MAX_DIGITS else None
         self._left -= 1
@@ -46,6 +47,7 @@ class GuessNumber(BaseEnvironment):
 
 
 def guess_number_blind() -> GuessNumber:
+    """`guess-number-blind`: its answers say nothing."""
     return GuessNumber(blind=True)
 
 

@@ -22,6 +22,8 @@ _RECORD = {"place": str, "observation": dict, "tools": [dict], "step": is_count}
 
 
 class JournalEntry(NamedTuple):
+    """An answer of an environment."""
+
     observation: Observation
     tools: list[dict]  # of a reset
 
@@ -47,12 +49,14 @@ class Journal:
         return self._known.get(_place(key, turns), (None, 0))[0]
 
     def add(self, key: str, turns: Sequence[Turn], entry: JournalEntry):
+        """Adds an answer; `flush` writes it."""
         place = _place(key, turns)
         self._known[place] = entry, self.step
         record = {"place": place, "observation": dataclasses.asdict(entry.observation), "tools": entry.tools}
         self._new.append({**record, "step": self.step})
 
     def flush(self):
+        """Writes what was added; it survives a crash of the machine."""
         if not self._new:
             return
         lines = "".join(json.dumps(record) + "\n" for record in self._new)

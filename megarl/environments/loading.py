@@ -24,6 +24,8 @@ _GRACE = 30.0  # seconds for a process to start, and to import a module
 
 
 class FirstObservation(NamedTuple):
+    """What an environment adds to a prompt when it is reset."""
+
     tools: list[dict[str, Any]]
     messages: list[Message]
 

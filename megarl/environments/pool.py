@@ -24,6 +24,8 @@ MAX_ALONE = 4  # processes at a time that have one episode each
 
 
 class PoolOptions(NamedTuple):
+    """How environments run."""
+
     workers: int  # processes
     timeout: float  # seconds that reset and each step may take
     retries: int  # of an episode whose environment failed
@@ -55,6 +57,8 @@ class Event(NamedTuple):
 
 
 class EnvironmentProcess(Child):
+    """A process with environments; `episodes` are the numbers of those that it has."""
+
     def __init__(self, timeout: float, is_alone: bool = False):
         # Sets in the same order in each process: an environment that is played again may depend on it.
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
@@ -96,11 +100,13 @@ class Processes:
             self.others.append(process)
 
     def leave(self, process: EnvironmentProcess, number: int):
+        """An episode has left a process."""
         process.episodes.discard(number)
         if not process.episodes and process in self.others:
             self.end(process)
 
     def end(self, process: EnvironmentProcess):
+        """Ends a process with all that it has started."""
         process.end()
         if process in self.others:
             self.others.remove(process)
@@ -136,6 +142,8 @@ class _Episode:
 
 
 class EnvironmentPool:
+    """Environments of open episodes; `poll` reports what they answer."""
+
     def __init__(self, options: PoolOptions, journal: Journal | None = None):
         """`journal`: keeps answers, and gives those that it has; None: every answer comes from an environment."""
         self.options, self.journal = options, journal
@@ -211,6 +219,7 @@ class EnvironmentPool:
         return events
 
     def close(self):
+        """Ends the processes, with all that they have started."""
         self._processes.close()
         self._episodes, self._pending, self._waiting = {}, {}, deque()
 

@@ -38,6 +38,7 @@ class Task:
 
     @property
     def prompt(self) -> str:
+        """Text of the last message."""
         return self.messages[-1]["content"]
 
 
@@ -108,6 +109,7 @@ class BaseEnvironment:
     replayable = True
 
     def reset(self, task: Task) -> Observation | Awaitable[Observation]:
+        """Adds nothing to the prompt."""
         return Observation()
 
     def step(self, turn: Turn) -> Observation | Awaitable[Observation]:
@@ -133,10 +135,12 @@ async def called(function: Callable, *args, **kwargs) -> Any:
 
 
 async def resolved(result):
+    """The result of a method that may or may not be a coroutine."""
     return await result if isinstance(result, Awaitable) else result
 
 
 def user_message(text: str) -> Message:
+    """A message of the user, as which environments speak."""
     return {"role": "user", "content": text}
 
 

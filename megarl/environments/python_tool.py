@@ -26,6 +26,8 @@ def python_tool() -> ToolEnvironment:
 
 
 def program_runner(limits: Limits) -> Callable[[str], str]:
+    """The function `python` of the tool, with these limits for each program."""
+
     def python(code: str) -> str:
         """Runs a Python program and returns what it prints. Only the standard library; no network, no files kept.
 

@@ -50,13 +50,16 @@ class ToolEnvironment(BaseEnvironment):
         self._task: Task | None = None
 
     def reset(self, task: Task) -> Observation:
+        """The tools are rendered into the prompt; nothing else is added."""
         self._task = task
         return Observation()
 
     async def restore(self, task: Task, turns: list[Turn], observations: list[Observation]):
+        """Calls nothing again: tools keep nothing between calls."""
         self._task = task
 
     async def step(self, turn: Turn) -> Observation:
+        """Makes the calls of a turn, together."""
         if not turn.calls and not turn.errors:
             reward = 0.0 if self._reward is None else await called(self._reward, self._task, turn.content)
             return Observation(reward=reward, done=True)

@@ -27,6 +27,8 @@ THREADS = 512  # of plain methods; started when they are needed
 
 
 class Worker:
+    """Serves the calls of a pool."""
+
     def __init__(self, connection: Connection, seconds: float):
         """`seconds`: limit of each call of an environment."""
         self._connection, self._seconds = connection, seconds
@@ -156,6 +158,7 @@ class Worker:
 
 
 def main():
+    """Serves until the pool is gone, then ends at once, whatever threads are left."""
     connection = parent()
 
     async def serve():

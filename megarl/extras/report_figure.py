@@ -59,6 +59,8 @@ def _write_across(axes, text: str, **place: str) -> None:
 
 
 class Panel(NamedTuple):
+    """A panel of the figure; without any of its metrics it says so."""
+
     title: str
     names: Sequence[str]
     draw: Callable[[Any, list[dict]], None]
@@ -227,6 +229,7 @@ def set_title(axes, text: str) -> None:
 
 
 def not_recorded(axes) -> None:
+    """Mark a panel whose metric the run does not have."""
     _write_across(axes, "not recorded", va="center")
     axes.set_yticks([])
 

@@ -31,6 +31,7 @@ def table(settings: dict, other: dict | None) -> list[list]:
 
 
 def command_line(settings: dict) -> str | None:
+    """The command line of a run as text for a shell; None if its settings do not have it."""
     words = settings.get(COMMAND_LINE)
     return shlex.join(map(str, words)) if isinstance(words, list) and words else None
 

@@ -34,6 +34,7 @@ class WandbTracker:
         self._run = wandb.init(**arguments, id=run.id, resume=None if run.resume_step is None else "allow")
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
+        """One row of the run's history."""
         self._run.log(scalars, step=step, commit=True)
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ FACTORIES = (
 
 
 def has_cuda() -> bool:
+    """Returns whether this process has a CUDA device."""
     return torch.cuda.is_available()
 
 

@@ -48,6 +48,7 @@ def _on_all_ranks(flag: bool) -> bool:
 
 
 def use(name: str):
+    """Makes this process compute with these kernels from now on."""
     native.enable(name == COMPILED)
     linear.use_onednn(name != BLAS)
 

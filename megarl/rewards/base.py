@@ -43,6 +43,7 @@ class Sample:
 
 
 def only_turn(response: str) -> list[dict[str, Any]]:
+    """`Sample.turns` of a response without an environment."""
     return [{"text": response, "observation": "", "reward": 0.0}]
 
 

@@ -145,6 +145,7 @@ def program_of(response: str) -> str:
 
 
 def check_code(prompts: PromptSet):
+    """UsageError for the first line whose metadata holds no tests or malformed ones."""
     check_metadata("code", prompts, _tests)
 
 

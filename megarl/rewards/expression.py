@@ -119,6 +119,7 @@ def terms_of_run(settings) -> tuple[Term, ...]:
 
 
 def rewards_of(settings, entries: Sequence[MixtureEntry]) -> list[str]:
+    """The text of each entry's reward."""
     return [settings.reward if entry.reward is None else entry.reward for entry in entries]
 
 

@@ -101,6 +101,7 @@ def prepare(metadata: dict[str, Any] | None) -> None:
 
 
 def warm_up():
+    """Import the package and what it imports with the first expression."""
     score_inside(Sample("", "\\boxed{\\frac{1}{2}}", "0.5"))
 
 

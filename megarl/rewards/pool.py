@@ -35,6 +35,7 @@ class Workers:
             raise
 
     def close(self):
+        """Kill all workers and the processes they have started."""
         for worker in self._workers:
             worker.end()
         self._workers = []

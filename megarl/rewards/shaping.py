@@ -24,6 +24,8 @@ class CosineValues(NamedTuple):
 
 
 class Shaped(NamedTuple):
+    """What the terms read of a response."""
+
     share: float  # its length as a share of the limit
     is_finished: bool
     tokens: Sequence[int] = ()  # that the policy wrote
@@ -62,6 +64,8 @@ def repeated_share(tokens: Sequence[int], n: int) -> float:
 
 
 class ShapingTerms:
+    """The shaping terms of one expression."""
+
     def __init__(self, terms: Sequence[Term], cosine: CosineValues, n: int):
         """`cosine`: of `--reward-cosine`; `n`: of `--reward-ngram`."""
         self.terms, self.names = terms, [term.name for term in terms if term.name in SHAPING]

@@ -44,6 +44,7 @@ def reasoning_gym(seconds: float) -> Callable[[Sample], Score]:
 
 
 def score_inside(sample: Sample) -> Score:
+    """The score of a response; runs confined."""
     entry = {"answer": sample.answer, "metadata": sample.metadata}
     extracted = answer_text(sample.response)
     task = source_dataset(sample.metadata)
@@ -101,6 +102,7 @@ def task_scorer(task: str) -> Callable[[str | None, dict[str, Any]], float]:
 
 
 def source_dataset(metadata: dict[str, Any] | None) -> str:
+    """The name of a sample's task; ValueError without one."""
     task = (metadata or {}).get("source_dataset")
     if not isinstance(task, str) or not task:
         raise ValueError("metadata must hold source_dataset, the name of the reasoning_gym task")
@@ -151,6 +153,7 @@ def make_safe(task: str, scorer: Callable):
 
 
 def evaluates(function: Callable) -> bool:
+    """Whether the source of a function has a call that evaluates text."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return any(getattr(call, "id", getattr(call, "attr", None)) in EVALUATORS for call in calls)

@@ -45,6 +45,7 @@ class VerifierSet:
 
     @property
     def needs_whole_groups(self) -> bool:
+        """Whether a verifier gets all samples of a prompt together."""
         return any(verifier.grouped for verifier in self._verifiers.values())
 
     def score(
@@ -81,6 +82,7 @@ class VerifierSet:
         return {name: [self._fallback if isinstance(each, str) else each for each in outcomes[name]] for name in used}
 
     def close(self):
+        """Kill the workers and shut the threads down; these finish their current sample."""
         if self._workers is not None:
             self._workers.close()
         for threads in self._threads.values():

@@ -51,6 +51,8 @@ class RouteTable:
 
 
 class RouterState:
+    """State of the routers of a role's model on this rank."""
+
     def __init__(self, role: RoleSettings, role_groups: RoleGroups, stages):
         args = role.megatron
         self.role = role

@@ -33,6 +33,7 @@ class RoutingStatistics:
         return cls(load, routed, replayed, differs, sums)
 
     def add(self, routings: list[Routing]):
+        """Adds the micro-batches of one pass."""
         self.passes += 1
         for routing in routings:
             layers = torch.tensor(routing.layers, dtype=torch.int64, device=self.routed.device) - 1

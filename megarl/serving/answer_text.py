@@ -54,6 +54,7 @@ class AnswerText:
         return progress
 
     def feed(self, update: RequestUpdate) -> AnswerProgress:
+        """The progress that an update with generated tokens makes."""
         progress = AnswerProgress(finish=update.finish, fingerprint=update.fingerprint)
         for token in update.tokens:
             is_end = update.finish == "stop" and len(progress.tokens) == len(update.tokens) - 1
@@ -110,6 +111,7 @@ class StopStrings:
         return pending[: len(pending) - len(held)]
 
     def finish(self) -> str:
+        """The text held back, when none follows."""
         held, self._held = self._held, ""
         return held
 
@@ -141,9 +143,11 @@ class ToolCallParser:
         self._ids: set[str] = set()
 
     def feed(self, text: str) -> AnswerDelta:
+        """What the text adds."""
         return self._delta(self._reader.feed(text))
 
     def finish(self) -> AnswerDelta:
+        """What was held back, at the end of the text; a last call needs no end mark in most formats."""
         found = self._delta(self._reader.finish())
         return found._replace(content=found.content + self._content.held)
 
@@ -195,6 +199,7 @@ class _TrimmedText:
 
 
 def has_opened_thoughts(form: ToolFormat, vocabulary: Vocabulary, prompt: Sequence[int]) -> bool:
+    """Whether a prompt ends with the mark that begins thoughts."""
     if form.thoughts is None:
         return False
     last = "".join(vocabulary.token(token)[0] for token in prompt[-_LAST_TOKENS:])

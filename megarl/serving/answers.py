@@ -44,9 +44,11 @@ class OpenAIAnswer:
         raise NotImplementedError
 
     def merge(self, choice: dict[str, Any], part: dict[str, Any]):
+        """Appends a part to a choice."""
         choice |= {name: part[name] for name in ("finish_reason", "stop_reason") if name in part}
 
     async def whole(self) -> dict[str, Any]:
+        """The answer, when all of it is there."""
         choices = self.empty_choices()
         async with aclosing(self.parts()) as parts:
             async for part in parts:
@@ -54,6 +56,7 @@ class OpenAIAnswer:
         return self._envelope(self.kind, choices) | {"usage": self._usage}
 
     async def chunks(self) -> Parts:
+        """The objects of a stream."""
         async with aclosing(self.parts()) as parts:
             async for part in parts:
                 chunk = self._envelope(self.chunk_kind, [part])

@@ -46,6 +46,7 @@ _TOKENIZED: dict[int | str, dict[str, Any]] = {200: {"links": _LINKS}}
 
 
 def build_app(context: ServingContext):
+    """The ASGI application of the server."""
     config = context.config
     api = FastAPI(title="megarl", docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS)
     add_error_handlers(api)

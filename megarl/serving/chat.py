@@ -16,6 +16,7 @@ from megarl.serving.schemas import ChatCompletionRequest
 
 
 async def chat(context: ServingContext, request: ChatCompletionRequest) -> Response:
+    """Answers one request; RequestError if it is wrong or cannot run."""
     context.check_model(request.model)
     if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs: needs logprobs true", "top_logprobs")

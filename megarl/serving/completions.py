@@ -17,6 +17,7 @@ from megarl.serving.schemas import MAX_PROMPTS, CompletionRequest
 
 
 async def complete(context: ServingContext, request: CompletionRequest) -> Response:
+    """Answers one request; RequestError if it is wrong or cannot run."""
     context.check_model(request.model)
     prompts = await _prompts(context, request)
     return await context.respond(CompletionAnswer(context, request, prompts), request.stream)
@@ -83,6 +84,7 @@ class CompletionAnswer(OpenAIAnswer):
         super().merge(choice, part)
 
     async def parts(self) -> Parts:
+        """See OpenAIAnswer."""
         texts = [AnswerText(self._context.vocabulary, self._rules) for _ in range(len(self._prompts) * self._count)]
         scores = self._scored_from < len(self._requests)
         late: dict[int, list[AnswerProgress]] = {}  # of choices whose prompt has no scores yet

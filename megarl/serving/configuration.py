@@ -43,6 +43,8 @@ class FrontendConfig:
 
 
 class Keys(NamedTuple):
+    """The keys of `--api-key-file` and `--admin-key-file`."""
+
     api: list[str]
     admin: list[str]
 
@@ -76,6 +78,7 @@ def check_listening(settings: "Settings") -> list[str]:
 
 
 def frontend_config(config: "RunConfig", keys: Keys, encoder: Encoder) -> FrontendConfig:
+    """The configuration of a server with these flags. `encoder`: of the policy."""
     s = config.settings
     name = s.tool_call_parser if _is_built_in(s.tool_call_parser) else AUTO  # the HTTP process has no code of users
     form = name_of(name, encoder.template)

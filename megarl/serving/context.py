@@ -21,6 +21,8 @@ _LONG_TEXT = 20_000  # characters or ids; from here on work is done in a thread,
 
 
 class ServingContext:
+    """The state of the HTTP process."""
+
     def __init__(self, config: FrontendConfig):
         self.config, self.encoder = config, config.encoder
         self.vocabulary = Vocabulary(self.encoder.tokenizer)
@@ -39,6 +41,7 @@ class ServingContext:
         return self.config.max_model_length if capacity is None else min(capacity, self.config.max_model_length)
 
     def model_card(self) -> dict[str, Any]:
+        """The server's model, in OpenAI's words."""
         card = {"id": self.config.model_name, "object": "model", "created": self.created, "owned_by": "megarl"}
         return card | {"root": self.pool.weights.get("label", ""), "max_model_len": self.max_length}
 
@@ -61,6 +64,7 @@ class ServingContext:
         return [[*prefix, *ids] for ids in (await asyncio.to_thread(encode, texts) if is_long else encode(texts))]
 
     async def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
         decode = self.encoder.tokenizer.decode
         return await asyncio.to_thread(decode, ids) if len(ids) > _LONG_TEXT else decode(ids)
 
@@ -80,6 +84,7 @@ class ServingContext:
             raise invalid(str(error).removeprefix(f"{template.flag}: "), "messages") from None
 
     async def respond(self, answer: Any, streams: bool | None) -> Response:
+        """The answer to a request, of its `chunks` or `whole`."""
         if streams:
             return await start_stream(answer.chunks(), self.config.settings.request_timeout)
         return JSONResponse(await answer.whole())

@@ -18,6 +18,7 @@ class JSONResponse(responses.JSONResponse):
     """Starlette's, which raises for a lone surrogate, as chat templates may hold one; it becomes its escape in JSON."""
 
     def render(self, content: Any) -> bytes:
+        """The body."""
         written = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         return written.encode(errors="backslashreplace")
 
@@ -82,6 +83,7 @@ def unknown_path(path: str, known: Iterable[str]) -> RequestError:
 
 
 def wrong_method(method: str, path: str, allowed: str) -> RequestError:
+    """The error of a method that a path does not have, status 405."""
     return RequestError(405, f"{echo(method)} {echo(path)}: allowed is {allowed}", headers={"Allow": allowed})
 
 
@@ -120,6 +122,7 @@ def validation_error(errors: Sequence[Any], body: Any = None) -> RequestError:
 
 
 def add_error_handlers(api: Any):
+    """Has a FastAPI application answer all errors as OpenAI does."""
     from fastapi.exceptions import RequestValidationError  # not for agents' endpoints, which need no FastAPI
     from starlette.exceptions import HTTPException
 

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 
 class Frontend:
+    """The HTTP server, and the links to the leaders."""
+
     def __init__(self, context: ServingContext, http: socket.socket, listener: Listener, key: bytes):
         self.config, self.pool = context.config, context.pool
         self.status = 0
@@ -37,6 +39,7 @@ class Frontend:
         self._http = HttpServer(build_app(context), context.config.settings)
 
     async def serve(self, rank_0: Connection) -> int:
+        """Serves until told to end; returns the exit status."""
         links.follow_all(self._listener, self._key, links.kinds_of(ToFrontend), self._receive)
         asyncio.get_running_loop().add_reader(rank_0.fileno(), self._lost_rank_0, rank_0)
         await self._http.serve(sockets=self._sockets)
@@ -101,6 +104,7 @@ class Frontend:
 
 
 def main() -> int:
+    """Runs the process; returns its exit status."""
     rank_0 = parent(dies_with_thread=False)  # clients get an answer when rank 0 is gone
     sys.setswitchinterval(_SWITCH_SECONDS)
     return run_process(rank_0, "megarl.serving", lambda config: partial(_serve, ServingContext(config), rank_0))

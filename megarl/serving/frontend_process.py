@@ -29,6 +29,8 @@ _KINDS = links.kinds_of(ToReplica)
 
 
 class FrontendProcess:
+    """The HTTP process as the ranks see it. Leaders have links with it, and tell the other ranks of their replicas."""
+
     def __init__(
         self,
         url: str,
@@ -49,12 +51,14 @@ class FrontendProcess:
         self._signals: list[int] = []
 
     def announce(self, name: str):
+        """Says on rank 0 where the server is."""
         if self._child:
             print(f"megarl: serving {name} at {self._url}", flush=True)
 
     # -- signals -----------------------------------------------------------------------------------------------------
 
     def take_signals(self):
+        """From now on SIGTERM and SIGINT end the server."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note if self._child else signal.SIG_IGN)  # launchers send it to all ranks
 
@@ -104,6 +108,7 @@ class FrontendProcess:
             self._link.send(message)
 
     def close_link(self):
+        """Closes the leader's link after what was sent."""
         if self._link:
             self._link.close(FLUSH_SECONDS)
 

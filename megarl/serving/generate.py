@@ -13,6 +13,8 @@ from megarl.serving.schemas import GenerateRequest
 
 
 class GenerateAnswer:
+    """The answer to a request with one or several prompts: one response to each."""
+
     def __init__(self, context: ServingContext, request: GenerateRequest):
         self._context, self._request = context, request
         self._is_batch = bool(request.input_ids) and isinstance(request.input_ids[0], list)
@@ -61,6 +63,7 @@ class GenerateAnswer:
         return results if self._is_batch else results[0]
 
     async def chunks(self) -> Parts:
+        """The parts of all responses as they come."""
         with Submission(self._context.pool, self._requests, self._request.session) as running:
             async for index, update in running.updates():
                 if update.routes is not None:

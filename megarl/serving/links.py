@@ -37,10 +37,12 @@ def kinds_of(union: UnionType) -> Kinds:
 
 
 def packet(messages: Iterable[bytes]) -> bytes:
+    """Encoded messages as one text."""
     return b"[%b]" % b",".join(messages)
 
 
 def encode(message: Message) -> bytes:
+    """A message as JSON."""
     return json.dumps([type(message).__name__, *message], separators=(",", ":"), default=vars).encode()
 
 

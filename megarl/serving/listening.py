@@ -98,6 +98,8 @@ def max_connections(wanted: int) -> int:
 
 
 class LimitedProtocol(H11Protocol):
+    """uvicorn's protocol with limits: one connection."""
+
     def __init__(self, limit: int, seconds: float, *args: Any, **named: Any):
         """`limit`: of clients; `RESERVED` more are answered at `OPEN_PATHS` and below /admin alone.
 
@@ -109,6 +111,7 @@ class LimitedProtocol(H11Protocol):
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport):  # type: ignore[override]
+        """Closes the connection at once if there are too many."""
         super().connection_made(transport)
         if len(self.connections) > self._limit + RESERVED:
             transport.abort()

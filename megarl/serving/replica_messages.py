@@ -84,6 +84,7 @@ class RequestUpdate(NamedTuple):
 
     @property
     def is_last(self) -> bool:
+        """Whether nothing follows for this request."""
         return self.finish is not None or self.error is not None
 
     @property

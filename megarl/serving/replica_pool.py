@@ -16,6 +16,8 @@ from megarl.serving.routing import FairQueue, ReplicaRouter
 
 @dataclass
 class ReplicaState:
+    """What the frontend knows about one replica."""
+
     number: int
     link: Link
     max_requests: int
@@ -34,6 +36,8 @@ class _Control:
 
 
 class ReplicaPool:
+    """All replicas and all their requests."""
+
     def __init__(self, replicas: int, max_queue: int, seconds: float, metrics: ServerMetrics):
         """`seconds`: that a request or a command may take."""
         self.expected, self.max_queue, self.seconds, self.metrics = replicas, max_queue, seconds, metrics
@@ -58,6 +62,7 @@ class ReplicaPool:
 
     @property
     def weights(self) -> dict[str, Any]:
+        """Policy version and label of the first replica's weights; empty before it has connected."""
         first = self.replicas.get(0)
         return {"version": first.version, "label": first.label} if first else {}
 
@@ -246,9 +251,11 @@ class Submission:
         self._indices.clear()
 
     def take(self, came: messages.RequestUpdate | RequestError):
+        """Takes what a leader says about a request, or why one fails."""
         self._came.put_nowait(came)
 
     def end(self, index: int):
+        """Ends one request early, that with this index."""
         ended = [number for number, each in self._indices.items() if each == index]
         self._pool.abort(ended)
         for number in ended:

@@ -34,6 +34,8 @@ COUPLED_SECONDS = 0.01  # the same if other replicas may need this one's experts
 
 
 class ReplicaService:
+    """One replica of a generation service, on each of its ranks."""
+
     def __init__(
         self,
         engine: ServedEngine,
@@ -59,6 +61,7 @@ class ReplicaService:
         self._reported_blocks = engine.rollout_engine.free_blocks
 
     def open(self):
+        """Tells the HTTP process that this replica is there."""
         engine = self.engine.rollout_engine
         number, version = self.role_groups.dp_rank, self.engine.version
         assert number is not None  # the engine is on members of the role alone

@@ -41,6 +41,7 @@ class FairQueue[T]:
         return number, request
 
     def discard(self, number: int):
+        """Takes a request out if it waits."""
         name = self._client_of.pop(number, None)
         if name is not None:
             del self._of_client[name][number]
@@ -49,6 +50,8 @@ class FairQueue[T]:
 
 
 class ReplicaRouter:
+    """Remembers which replica has seen which sessions and prompts; its memory is bounded."""
+
     def __init__(self):
         self._sessions: collections.OrderedDict[str, int] = collections.OrderedDict()
         self._blocks: collections.OrderedDict[int, int] = collections.OrderedDict()  # hash -> bits of replicas
@@ -71,6 +74,7 @@ class ReplicaRouter:
         return chosen
 
     def forget(self):
+        """Forgets prompts, when new weights have emptied the caches."""
         self._blocks.clear()
 
     def _by_prompt(self, hashes: Sequence[int], outstanding: Mapping[int, int]) -> int:

@@ -34,6 +34,7 @@ def stop_rules(context: ServingContext, fields: OpenAIFields) -> StopRules:
 
 
 def check_stops(context: ServingContext, stops: Sequence[str]):
+    """RequestError 400 for too many stop strings."""
     if len(stops) > context.config.settings.max_stops:
         raise invalid(f"stop: at most {context.config.settings.max_stops} strings are allowed", "stop")
 
@@ -65,6 +66,7 @@ def choices(context: ServingContext, fields: OpenAIFields) -> int:
 
 
 def check_top_logprobs(context: ServingContext, count: int, param: str):
+    """RequestError 400 if more alternatives are wanted than the server gives."""
     if count > context.config.settings.max_top_logprobs:
         raise invalid(f"{param} {count}: allowed are at most {context.config.settings.max_top_logprobs}", param)
 

@@ -146,6 +146,7 @@ class OpenAIFields(SamplingFields):
 
     @property
     def stops(self) -> list[str]:
+        """The stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property

@@ -54,6 +54,7 @@ class ServedEngine:
 
     @property
     def is_paused(self) -> bool:
+        """Whether it generates nothing until `resume`."""
         return self._session is None
 
     @property
@@ -112,6 +113,7 @@ class ServedEngine:
         return chunks
 
     def resume(self):
+        """Goes on with all requests."""
         if self._session is None:
             session = self.rollout_engine.session(self._end_ids, SamplingSettings(), self._routes)
             self._session = self._leave_session.enter_context(session)

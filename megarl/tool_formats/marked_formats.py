@@ -14,6 +14,8 @@ from megarl.tool_formats.typed_arguments import TextCursor, Tools, argument, par
 
 
 class SectionMarks(NamedTuple):
+    """Marks of the section, and of each call in it."""
+
     section: str
     section_end: str
     call: str

@@ -102,11 +102,13 @@ class TurnReader:
         self._advance(None)
 
     def feed(self, text: str) -> list[Part]:
+        """The parts that the text adds."""
         self._text += text
         self._read(is_end=False)
         return self._taken()
 
     def finish(self) -> list[Part]:
+        """The parts that were held back, at the end of the text."""
         self._read(is_end=True)
         if self._has_too_many:
             self._parts.append(Calls("", [TOO_MANY]))
@@ -230,6 +232,7 @@ class TurnParts(NamedTuple):
 
 
 def joined(parts: Iterable[Part]) -> TurnParts:
+    """The turn of all parts that a `TurnReader` has found."""
     reasoning: list[str] = []
     segments: list[list[str]] = [[]]
     found: list[WrittenCall | str] = []

@@ -16,6 +16,8 @@ _LAST_TOKENS = 64  # of a prompt: enough for a mark, one character each, and whi
 
 
 class ThoughtReader:
+    """Whether the thoughts of a turn are open, in the format of the policy."""
+
     def __init__(self, vocabulary: Vocabulary, form: ToolFormat):
         self.marks, self._vocabulary, self._form = form.thought_marks, vocabulary, form
         self.encode = functools.lru_cache(16)(self._encode)  # a request to a server may have thousands of answers
@@ -37,6 +39,7 @@ class ThoughtReader:
 
     @property
     def default_text(self) -> str:
+        """What ends thoughts if nothing else is given."""
         marks = self.marks
         return f"\n\nMy time to think is over, so I answer with what I have.\n{marks.end}{marks.after}"
 

@@ -38,6 +38,7 @@ class ToolFormat:
 
     @property
     def all_marks(self) -> tuple[str, ...]:
+        """`marks` with those of thoughts."""
         return self.marks + (self.thoughts or ())
 
     @property
@@ -55,6 +56,7 @@ class ToolFormat:
         return TurnReader(self._grammar(tools, opened))
 
     def answer_reader(self, tools: Tools, opened: bool) -> TurnReader:
+        """A reader of one answer of the server."""
         return self.reader(tools, opened) if self.has_apart else TurnReader(self.rule(tools))
 
     def call_ids(self, calls: Iterable[WrittenCall], turn: int) -> list[str]:
@@ -68,6 +70,7 @@ class ToolFormat:
         return list(found)
 
     def call_id(self, turn: int, index: int) -> str:
+        """The id of a call to which the policy gave none."""
         return f"call_{turn}_{index}" if self.id_length is None else f"c{turn % 10**3:03}{index % 10**5:05}"
 
     def accepts_id(self, written: str | None) -> bool:

@@ -22,6 +22,8 @@ KINDS: dict[str, tuple[type, ...]] = {  # of JSON schemas
 
 
 class TextCursor:
+    """A place in a text, which moves from mark to mark."""
+
     def __init__(self, text: str):
         self._text, self._at = text, 0
 

@@ -8,10 +8,10 @@ from types import ModuleType
 import pytest
 
 from megarl.arguments import RunConfig, parse
-from megarl.errors import UsageError
 from megarl.flags import combinations
 from megarl.flags.settings import TOPICS
 from tests.helpers.models.tiny_models import SHAPES
+from tests.helpers.texts.refusals import refusal
 
 MODEL = SHAPES["llama"].split()
 
@@ -23,11 +23,7 @@ def parsed(flags: str | list[str], program: str = "rl", size: int = 4) -> RunCon
 
 def refused(flags: str | list[str], program: str = "rl", size: int = 4) -> str:
     """The one line that refuses these flags."""
-    with pytest.raises(UsageError) as caught:
-        parsed(flags, program, size)
-    message = str(caught.value)
-    assert message and "\n" not in message and "Traceback" not in message
-    return message
+    return refusal(parsed, flags, program, size)
 
 
 def check_refused(flags: str, start: str, program: str = "rl"):

@@ -9,7 +9,6 @@ import yaml
 
 from megarl.checkpoint import folders
 from megarl.data.prompts import load_prompts
-from megarl.errors import UsageError
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.models.lora_models import stored_tensors
 from tests.helpers.programs import (
@@ -30,6 +29,7 @@ from tests.helpers.programs import (
     write_lines,
 )
 from tests.helpers.texts.prompt_tables import write_parquet
+from tests.helpers.texts.refusals import refusal
 from tests.helpers.worlds import run_world
 
 
@@ -98,9 +98,7 @@ def test_a_filtered_run_is_the_run_on_the_rest(filtered_run, plain_run):
 
 
 def refused(rank: int, parsed) -> str:
-    with pytest.raises(UsageError) as caught:
-        in_world(rank, "rl", parsed)
-    return str(caught.value)
+    return refusal(in_world, rank, "rl", parsed)
 
 
 @pytest.mark.long

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from megarl.arguments import Settings
 from megarl.checkpoint import folders, manifest, resume
-from megarl.errors import UsageError
 from tests.helpers.checkpoints import WAITING
 from tests.helpers.models.lora_models import stored_tensors
 from tests.helpers.programs import (
@@ -24,6 +23,7 @@ from tests.helpers.programs import (
     train,
     write_lines,
 )
+from tests.helpers.texts.refusals import refusal
 from tests.helpers.worlds import run_world
 from tools.train_tokenizer import train as train_tokenizer
 
@@ -41,9 +41,7 @@ SCHEDULE = "--lr-decay-iters 4"
 
 def rejected(rank: int, name: str, parsed) -> str:
     """The message with which a run is rejected."""
-    with pytest.raises(UsageError) as caught:
-        in_world(rank, name, parsed)
-    return str(caught.value)
+    return refusal(in_world, rank, name, parsed)
 
 
 def message(argv: list[str], name: str = "sft") -> str:

@@ -22,6 +22,7 @@ from megarl.planning import ranks
 from tests.helpers.programs import environment
 from tests.helpers.worlds import wait_until, wait_until_gone
 
+pytestmark = pytest.mark.one_thread  # else the launcher executes torchrun
 PATIENCE = 300  # seconds of a wait that should be short; the tests are about order and outcome, not about time
 
 

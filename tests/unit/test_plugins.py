@@ -8,10 +8,12 @@ from megarl import plugins
 from megarl.arguments import parse
 from megarl.errors import UsageError
 from tests.helpers.models.tiny_models import SHAPES
+from tests.helpers.texts.refusals import refusal
 
 SOURCE = """
 import functools
 from megarl.algorithms.estimators import Advantages
+from tests.helpers.texts.refusals import refusal
 limit = 3
 def plain(step, options):
     return Advantages(step.token_rewards, None)
@@ -57,10 +59,7 @@ def program(*flags: str):
 
 
 def error_of(*flags: str) -> str:
-    with pytest.raises(UsageError) as caught:
-        program(*flags)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return refusal(program, *flags)
 
 
 def test_names_are_built_in_or_functions():

@@ -38,6 +38,7 @@ class GymnasiumEnvironment(BaseEnvironment):
         self.env: Any = None
 
     def reset(self, task: Task) -> Observation:
+        """Makes the environment and gives it the task's seed."""
         options = {**self._options, **self.options(task)}
         self.env = self._gymnasium.make(self._make, **options) if isinstance(self._make, str) else self._make(**options)
         observation, _ = self.env.reset(seed=task.seed & _SEEDS)
@@ -48,6 +49,7 @@ class GymnasiumEnvironment(BaseEnvironment):
         return {}
 
     def step(self, turn: Turn) -> Observation:
+        """Takes the turn's action."""
         try:
             action = self._parse(turn.content)
         except ValueError as error:
@@ -96,6 +98,7 @@ class FrozenLake(GymnasiumEnvironment):
         super().__init__("FrozenLake-v1", self.WORDS, render_text=self._position, is_slippery=False)
 
     def options(self, task: Task) -> dict[str, Any]:
+        """The map."""
         rows = task.metadata.get("map")
         return {"map_name": "4x4"} if rows is None else {"desc": _checked_map(rows)}
 

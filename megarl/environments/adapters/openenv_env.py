@@ -41,6 +41,7 @@ class OpenEnvEnvironment(BaseEnvironment):
         self._connection: Any = None
 
     async def reset(self, task: Task) -> Observation:
+        """Connects, and begins with the task's seed."""
         proxy = {"proxy": None} if self._local else {}
         self._connection = await self._websockets.connect(
             self._url, max_size=_MAX_MESSAGE_BYTES, additional_headers=self._headers, **proxy
@@ -65,6 +66,7 @@ class OpenEnvEnvironment(BaseEnvironment):
         return Observation(messages, float(data["reward"] or 0.0), done)
 
     async def close(self) -> None:
+        """Ends the session, if the server is still there."""
         if self._connection is None:
             return
         try:

@@ -27,6 +27,7 @@ class ReasoningGymEnvironment(BaseEnvironment):
         return Observation()
 
     def step(self, turn: Turn) -> Observation:
+        """Scores an answer."""
         question = self._task.messages[-1]["content"] if self._task.messages else ""
         sample = Sample(question, turn.content, answer=self._task.answer, metadata=self._task.metadata)
         score = self._verify(sample)

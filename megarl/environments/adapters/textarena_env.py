@@ -33,12 +33,14 @@ class TextArenaEnvironment(BaseEnvironment):
         self._states: tuple[Any, Any] = (None, None)
 
     def reset(self, task: Task) -> Observation:
+        """Starts the game with the task's seed."""
         with self._own_random(task.seed):
             self._env = self._textarena.make(self._game, **self._options)
             self._env.reset(num_players=1, seed=task.seed)
             return Observation(self._news())
 
     def step(self, turn: Turn) -> Observation:
+        """Plays the turn's text."""
         with self._own_random():
             done, _ = self._env.step(turn.content)
             if not done:

@@ -36,6 +36,7 @@ class VerifiersEnvironment(BaseEnvironment):
         self._run: asyncio.Task | None = None
 
     async def reset(self, task: Task) -> Observation:
+        """Begins the environment's run, up to its first question."""
         kind = self._env.taskset.task_type()
         if not isinstance(task.metadata.get("task"), dict):
             raise ValueError("metadata must hold task, the data of a task of verifiers (verifiers_prompt)")
@@ -44,10 +45,12 @@ class VerifiersEnvironment(BaseEnvironment):
         return await self._next()
 
     async def step(self, turn: Turn) -> Observation:
+        """Gives the turn to the environment as the agent's reply."""
         await self._replies.put(turn)
         return await self._next()
 
     async def close(self) -> None:
+        """Ends the environment's run."""
         if self._run is not None:
             self._run.cancel()
             await asyncio.wait({self._run})

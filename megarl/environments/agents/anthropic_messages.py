@@ -24,6 +24,8 @@ class _Block(StrictModel):
 
 
 class TextBlock(_Block):
+    """A text in a message."""
+
     type: Literal["text"]
     text: Text
     citations: list[Any] | None = None
@@ -38,6 +40,8 @@ class ThinkingBlock(_Block):
 
 
 class ToolUseBlock(_Block):
+    """A call that the assistant has made."""
+
     type: Literal["tool_use"]
     id: Name
     name: Name
@@ -68,11 +72,15 @@ class UserMessage(StrictModel):
 
 
 class AssistantTurn(StrictModel):
+    """What the assistant has said."""
+
     role: Literal["assistant"]
     content: Text | Annotated[list[_AssistantBlock], Field(max_length=1024)]
 
 
 class Tool(_Block):
+    """A tool that the assistant may use."""
+
     name: Annotated[str, Field(min_length=1, max_length=512)]
     description: Text | None = None
     parameters: FreeObject = Field(alias="input_schema")
@@ -84,12 +92,16 @@ class Tool(_Block):
 
 
 class ToolChoice(StrictModel):
+    """Whether the assistant may call tools."""
+
     type: Literal["auto", "none", "any", "tool"]
     name: Name | None = None
     disable_parallel_tool_use: Literal[False] | None = None
 
 
 class MessagesRequest(StrictModel):
+    """A request for /v1/messages."""
+
     model: Name
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
     messages: Annotated[
@@ -112,6 +124,7 @@ class MessagesRequest(StrictModel):
 
 
 async def complete_messages(session: Session, request: MessagesRequest) -> Response:
+    """Answers a request with the policy's next turn."""
     (reply,) = await turns(session, ask_of(request), request, _IGNORED, _choice(request))
     head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": request.model}
     stop = "max_tokens" if reply.finish == "length" else "tool_use" if reply.message.get("tool_calls") else "end_turn"

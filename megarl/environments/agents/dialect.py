@@ -59,6 +59,7 @@ def streamed(events: Iterable[dict[str, Any]], end: bytes = b"") -> Response:
 
 
 def error_response(error: RequestError, path: str) -> JSONResponse:
+    """An error as the clients of the path understand it."""
     if path != ANTHROPIC:
         return error.response
     found = error.content["error"]

@@ -41,6 +41,7 @@ class EpisodeTransport(_httpx.AsyncBaseTransport):
 
 
 def client_of(session: Session, address: Address) -> AsyncOpenAI:
+    """The client of an agent, which may close it."""
     http = DefaultAsyncHttpxClient(timeout=None, transport=EpisodeTransport(session, address.root))
     return AsyncOpenAI(base_url=address.url, api_key=address.key, timeout=None, max_retries=0, http_client=http)
 

@@ -26,6 +26,7 @@ class AgentChatRequest(ChatCompletionRequest):
 
 
 async def complete_chat(session: Session, request: AgentChatRequest) -> Response:
+    """Answers a request with the policy's next turns."""
     _check_logprobs(session, request)
     if request.stop_token_ids or request.ignore_eos:
         raise invalid("stop_token_ids and ignore_eos: not supported here", "stop_token_ids")
@@ -45,6 +46,8 @@ def ask_of(request: AgentChatRequest) -> Ask:
 
 
 class AgentChat(ChatAnswer):
+    """The answer to one request, of a turn for each choice."""
+
     def __init__(self, session: Session, request: AgentChatRequest, replies: Sequence[Reply]):
         super().__init__(request.model or "policy", request, len(replies))
         self._session, self._request, self._replies = session, request, replies
@@ -52,6 +55,7 @@ class AgentChat(ChatAnswer):
         self.generated_tokens = sum(len(reply.tokens) for reply in replies)
 
     async def parts(self) -> Parts:
+        """See OpenAIAnswer: of each choice its role, its thoughts, its text, its calls and its end."""
         for index, reply in enumerate(self._replies):
             message = reply.message
             yield chat_part(index, {"role": "assistant", "content": ""})

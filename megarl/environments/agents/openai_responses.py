@@ -35,6 +35,8 @@ _DETAILS = {"input_tokens_details": _CACHED, "output_tokens_details": _REASONED}
 
 
 class InputText(CacheFields):
+    """A text in a message."""
+
     type: Literal["input_text", "output_text"]
     text: Text
     annotations: list[Any] | None = None
@@ -43,6 +45,8 @@ class InputText(CacheFields):
 
 
 class InputMessage(TokenFields):
+    """A message."""
+
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
     content: Text | Annotated[list[InputText], Field(max_length=1024)]
@@ -52,6 +56,8 @@ class InputMessage(TokenFields):
 
 
 class CallItem(TokenFields):
+    """A call that the assistant has made."""
+
     type: Literal["function_call"]
     call_id: Name
     name: Name
@@ -65,6 +71,8 @@ class CallItem(TokenFields):
 
 
 class CallOutput(StrictModel):
+    """What a tool has returned."""
+
     type: Literal["function_call_output"]
     call_id: Name
     output: Text | Annotated[list[InputText], Field(max_length=1024)]
@@ -76,6 +84,8 @@ class CallOutput(StrictModel):
 
 
 class ReasoningText(StrictModel):
+    """A part of thoughts."""
+
     type: Literal["reasoning_text"]
     text: Text
 
@@ -101,10 +111,14 @@ Item = Annotated[_Texts | _Calls, Discriminator(_kind_of)]
 
 
 class FunctionTool(FunctionDefinition, CacheFields):
+    """A tool that the assistant may use."""
+
     type: Literal["function"]
 
 
 class ResponsesRequest(ServiceFields):
+    """A request for /v1/responses."""
+
     model: Name | None = None
     input: Text | Annotated[list[Item], Field(min_length=1, max_length=4096)]
     instructions: Text | None = None
@@ -129,6 +143,7 @@ class ResponsesRequest(ServiceFields):
 
 
 async def complete_response(session: Session, request: ResponsesRequest) -> Response:
+    """Answers a request with the policy's next turn."""
     (reply,) = await turns(session, ask_of(request), request, _IGNORED, request.tool_choice)
     answer = answer_of(request, reply)
     answer["output"][-1] |= token_fields(session, reply)  # where NeMo Gym looks for them

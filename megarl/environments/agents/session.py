@@ -22,6 +22,7 @@ class Address(NamedTuple):
 
     @property
     def root(self) -> str:
+        """The URL without /v1."""
         return self.url.removesuffix("/v1")
 
 
@@ -92,6 +93,7 @@ class Session:
             raise
 
     def receive(self, number: int, reply: Reply):
+        """Takes the reply to a request."""
         future = self._pending.pop(number, None)
         if future is not None and not future.done():
             future.set_result(reply)

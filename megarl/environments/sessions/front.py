@@ -56,6 +56,7 @@ class SessionsConfig:
 
 
 def sessions_config(settings: Any, api_keys: list[str]) -> SessionsConfig:
+    """The configuration of these flags. `api_keys`: of `--api-key-file`."""
     server = Serving(**{name: getattr(settings, name) for name in _NAMES})
     record = Path(settings.save) / "sessions.jsonl" if settings.save else None
     return SessionsConfig(server, api_keys, settings.environment_timeout, record, goes_on=settings.load is not None)
@@ -68,6 +69,8 @@ Place = tuple[Any, int]  # link of a leader, number of the episode there
 
 @dataclasses.dataclass
 class OpenSession:
+    """An episode that a driver has."""
+
     name: str  # in paths
     place: Place
     offer: Offer
@@ -75,6 +78,7 @@ class OpenSession:
 
     @property
     def facts(self) -> dict[str, Any]:
+        """Which episode it is: its group, its place in it, and whether it belongs to an evaluation."""
         group, _, sample = (self.offer.key or "").rpartition("/")
         return {"group": group or None, "sample": int(sample) if sample else None, "evaluation": self.offer.key is None}
 
@@ -97,6 +101,7 @@ class Registry:
     # -- leaders -----------------------------------------------------------------------------------------------------
 
     def receive(self, link: Any, message: Offer | Close | Replied):
+        """Takes a message of a leader."""
         place = link, message.number
         if isinstance(message, Offer):
             self._waiting[place] = message
@@ -142,6 +147,7 @@ class Registry:
         raise RequestError(404, "there is no such session", code="unknown_session")
 
     def finish(self, found: OpenSession, end: Observation | None, failure: str | None = None, retry: bool = True):
+        """Ends a session with its score, or with a failure."""
         _send_end(found.place, found.offer, end, retry, found.session.worked_seconds, failure)
         self._write("failed" if end is None else "finished", found, reward=None if end is None else end.reward)
         self._forget(found)
@@ -170,6 +176,7 @@ class Registry:
             self._waiting.clear()
 
     async def watch(self, tick: float):
+        """Expires for ever."""
         while True:
             await asyncio.sleep(tick)
             self.expire()
@@ -191,6 +198,8 @@ def _send_end(place: Place, offer: Offer, end: Observation | None, retry: bool, 
 
 
 class FinishRequest(StrictModel):
+    """The end of a session: its score, or why the driver has failed."""
+
     reward: Annotated[float, Field(ge=-MAX_VALUE, le=MAX_VALUE)] | None = None
     correct: bool | None = None
     parts: dict[str, float] | None = None  # under the rule of `measurements`
@@ -290,6 +299,7 @@ async def _serve(
 
 
 def main() -> int:
+    """Runs the process; returns its exit status."""
     rank_0 = parent()
 
     def prepare(config: SessionsConfig):

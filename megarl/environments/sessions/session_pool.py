@@ -60,10 +60,13 @@ class SessionPool:
         return Event(came.number, came.observation, came.failure, [], came.seconds, offer.failures, is_agent=True)
 
     def close(self):
+        """Closes the link."""
         self._link.close(1.0)
 
     def step(self, *_: Any) -> NoReturn:
+        """An environment would answer a turn."""
         raise AssertionError("a session has no environment that answers turns")
 
     def take_up(self, *_: Any) -> list[Turn]:
+        """An environment would go on with an episode."""
         raise AssertionError("a session has no environment that is restored")

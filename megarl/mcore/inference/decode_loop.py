@@ -121,6 +121,7 @@ class DecodeLoopEngine(DynamicInferenceEngine):
         self.state = EngineState.RUNNING
 
     def schedule_non_chunked_prefill(self):
+        """Adds the waiting requests that fit to the next step."""
         admission.add_waiting(self)
 
     @property

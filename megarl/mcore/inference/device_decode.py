@@ -30,6 +30,8 @@ _NUMBERS = 7
 
 
 class StepOutputs(NamedTuple):
+    """What a step computes."""
+
     computed: Tensor  # [2, B] float64: tokens and their log-probs; of stages before the last one hidden states
     routes: Tensor | None  # [B, L, k] int32 of this rank's tokens; None: not recorded, or no MoE layer on this rank
     hidden: tuple[Tensor, Tensor | None] | None = None  # as of `PagedContext.keep_hidden`
@@ -109,6 +111,7 @@ class DeviceDecode:
         self._ahead: StepOutputs | None = None  # of the next step, which was launched
 
     def drop_ahead(self):
+        """Drops a step that was launched ahead: another one comes."""
         self._ahead = None
 
     def begin(self):

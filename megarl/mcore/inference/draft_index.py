@@ -34,6 +34,8 @@ _MIXER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: spreads a hash ov
 
 
 class Guesses(NamedTuple):
+    """Predicted tokens."""
+
     tokens: np.ndarray  # [n] int64
     evidence: np.ndarray  # [n] kind of the n-gram and its count, below `EVIDENCES`
     rates: np.ndarray  # [n] share of right guesses with this evidence; −1 without a guess
@@ -120,6 +122,7 @@ class DraftSequences:
         self.guess_counts[row] = 0
 
     def rows_of(self, request_ids: np.ndarray) -> np.ndarray:
+        """Returns the rows of some requests."""
         return self._row_of[request_ids]
 
     def end(self, request_id: int, sequence: Sequence[int]):

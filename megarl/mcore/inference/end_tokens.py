@@ -79,6 +79,8 @@ class StopStates:
 
 
 class ForcedTokens:
+    """The requests of an engine that may get forced tokens."""
+
     def __init__(self, drawn_since: Callable[[int, int], Sequence[int]], max_requests: int):
         """`drawn_since`: (request id, n) -> tokens that the request drew in earlier steps, without the first n."""
         self._drawn_since = drawn_since
@@ -152,10 +154,12 @@ class EndTokens:
             self._own[request_id] = frozenset(ids)
 
     def clear(self):
+        """Forgets the own ones of all requests."""
         self._own.clear()
         self.stops.clear()
 
     def of(self, request_id: int) -> frozenset[int]:
+        """The end tokens of a request."""
         return self._own.get(request_id, self.ids)
 
     def contains(self, tokens: Tensor, request_ids: Tensor, positions: Tensor) -> Tensor:

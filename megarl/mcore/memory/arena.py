@@ -51,9 +51,11 @@ class TensorLayout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, offset: int) -> "TensorLayout":
+        """That of a tensor if it began at this offset."""
         return cls(dtype=tensor.dtype, offset=offset, shape=tensor.shape, stride=tensor.stride())
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
+        """Returns the tensor with this layout on a storage."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.shape, self.stride)
 

@@ -64,6 +64,7 @@ class JudgePrompts:
         return [message | {"content": filled(message["content"], values)} for message in self.config.messages]
 
     def text(self, tokens: list[int]) -> str:
+        """The text of a judgement."""
         return self._turns.text(tokens)
 
     def check(self, prompts: PromptSet, group_size: int = 1):

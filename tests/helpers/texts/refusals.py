@@ -11,5 +11,6 @@ def refusal(function: Callable, *args, **named) -> str:
     """The line with which a call is refused."""
     with pytest.raises(UsageError) as caught:
         function(*args, **named)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    message = str(caught.value)
+    assert message and "\n" not in message and "Traceback" not in message
+    return message

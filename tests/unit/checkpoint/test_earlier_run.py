@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.checkpoint import earlier_run, folders
-from megarl.errors import UsageError
 from megarl.observe.metrics_file import MetricsWriter
 from megarl.observe.samples import write_samples
 from tests.helpers.checkpoints import every_death, saved
 from tests.helpers.forked_programs import refusal
 from tests.helpers.programs import metrics, preference_argv, reward_argv, rl_argv, sft_argv, train
+from tests.helpers.texts import refusals
 from tests.helpers.tiers import long
 
 STORES = {"run.lock", "wandb", "mlflow"}  # in a run's folder, but not of one run
@@ -25,9 +25,7 @@ def config_of(**settings):
 
 
 def problem(**settings) -> str:
-    with pytest.raises(UsageError) as caught:
-        earlier_run.check(config_of(**settings))
-    return str(caught.value)
+    return refusals.refusal(earlier_run.check, config_of(**settings))
 
 
 def written_run(run):

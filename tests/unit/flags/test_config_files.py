@@ -5,6 +5,7 @@ import pytest
 from megarl.arguments import parse
 from megarl.errors import UsageError
 from tests.helpers.flag_rules import MODEL
+from tests.helpers.texts.refusals import refusal
 
 
 def from_configs(tmp_path, *texts: str, argv=(), program: str = "rl"):
@@ -16,10 +17,7 @@ def from_configs(tmp_path, *texts: str, argv=(), program: str = "rl"):
 
 
 def error_of(tmp_path, *texts: str) -> str:
-    with pytest.raises(UsageError) as caught:
-        from_configs(tmp_path, *texts)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return refusal(from_configs, tmp_path, *texts)
 
 
 def test_a_config_file_holds_the_same_names_and_the_command_line_wins(tmp_path):

@@ -42,10 +42,14 @@ def test_a_decode_step_has_one_launch_a_layer_two_copies_at_most_and_no_read_bef
         assert launches(step, ATTENTION) == LAYERS and step["launches"]["megarl.sample_rows"] == 1
         # Its inputs, and either the sampled tokens for Megatron's end of requests, or cache blocks to be cleared.
         assert sum(step["sends"].values()) <= 2
-        # Tokens with their log-probs, the routes, and the sampled tokens at the end of requests.
-        assert sum(step["reads"].values()) <= (2 if name == "experts" else 1) + any(
-            "end_tokens" in x for x in step["reads"]
-        )
+        # Tokens with their log-probs, the routes, and the sampled tokens for Megatron's end of requests.
+        assert sum(step["reads"].values()) <= (2 if name == "experts" else 1) + ends_requests(step)
+    assert not all(map(ends_requests, steps))
+
+
+def ends_requests(step: dict) -> bool:
+    """Whether Megatron's controller reads the sampled tokens in a step, as it does when requests may end."""
+    return any("inference/controller" in place for place in step["reads"])
 
 
 def test_a_layer_of_a_decode_step_launches_few_kernels(walked):

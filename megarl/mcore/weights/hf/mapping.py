@@ -65,6 +65,7 @@ class StackedExperts(NamedTuple):
     is_transposed: bool = False  # it is [E, columns, rows], or of biases [E, rows]
 
     def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
+        """The ranges of a weight of `rows` rows; `expert`: whose."""
         (name,), count, is_transposed = self
         each = rows // count
         return [RowRange(name, i * each, i, each, count, expert, is_transposed) for i in range(count)]
@@ -81,6 +82,7 @@ class Heads(NamedTuple):
         return len(self.names) > 3
 
     def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
+        """The ranges of a weight of `rows` rows."""
         if len(self.names) > 1:
             return _by_group(self.names, (0,) * len(self.names), heads)
         keys = heads.groups * heads.queries * heads.channels
@@ -108,6 +110,7 @@ class NeighbourHeads(NamedTuple):
     rotated: float = 1.0  # share of a head's channels
 
     def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
+        """The ranges of a weight of `rows` rows."""
         size, half = heads.channels, int(heads.channels * self.rotated) // 2
         found = []
         for each in _by_group(self.names, (0, 0, 0), heads):
@@ -131,6 +134,7 @@ class GatedHeads(NamedTuple):
     names: tuple[str, ...]
 
     def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
+        """The ranges of a weight of `rows` rows."""
         size, found = heads.channels, []
         for group in range(heads.groups):
             queries = range(group * heads.queries, (group + 1) * heads.queries)
@@ -153,6 +157,7 @@ class RecurrentPart(NamedTuple):
     by_key_head: bool = False
 
     def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
+        """The ranges of a weight of `rows` rows."""
         sizes = heads.recurrent.parts
         rows_of = [sizes[part] for part in self.parts]
         blocks = heads.recurrent.groups if self.by_key_head else 1

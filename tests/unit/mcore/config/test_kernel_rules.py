@@ -13,6 +13,7 @@ from megarl.mcore import device
 from megarl.mcore.config import kernel_rules
 from megarl.mcore.config.megatron_flags import transformer_config
 from tests.helpers.models.tiny_models import SHAPES, parse_roles
+from tests.helpers.texts import refusals
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2"
 RECURRENT = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2"
@@ -128,10 +129,7 @@ def installed(monkeypatch):
 
 
 def refusal(flags: str, shape: str = "llama") -> str:
-    with pytest.raises(UsageError) as error:
-        parse_roles(f"{TE} {flags}", 1, shape)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return refusals.refusal(parse_roles, f"{TE} {flags}", 1, shape)
 
 
 def test_without_a_device_and_the_package_both_are_asked_for(monkeypatch):

@@ -3,8 +3,8 @@
 import pytest
 
 from megarl.arguments import parse
-from megarl.errors import UsageError
 from megarl.mcore.config import megatron_flags
+from tests.helpers.texts.refusals import refusal
 
 SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 8"
@@ -13,9 +13,7 @@ OWN = {"train_iters": 10, "seed": 1, "seq_length": 48, "draws_weights": True}
 
 def line_of(flags: str, extra: frozenset[str] = frozenset()) -> str:
     """The line that refuses a role's flags."""
-    with pytest.raises(UsageError) as error:
-        megatron_flags.parse("actor", f"{SHAPE} {EXPERTS} {flags}".split(), 1, OWN, extra)
-    return str(error.value)
+    return refusal(megatron_flags.parse, "actor", f"{SHAPE} {EXPERTS} {flags}".split(), 1, OWN, extra)
 
 
 @pytest.mark.parametrize(

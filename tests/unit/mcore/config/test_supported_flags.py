@@ -8,6 +8,7 @@ from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.config import megatron_flags
 from megarl.mcore.config.supported_flags import ONLY
+from tests.helpers.texts.refusals import refusal
 
 SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 8"
@@ -28,9 +29,7 @@ OF_FAMILIES = [option for option in megatron_flags.destinations() if option.star
 
 def line_of(flags: str, extra: frozenset[str] = frozenset()) -> str:
     """The line that refuses a role's flags."""
-    with pytest.raises(UsageError) as error:
-        megatron_flags.parse("actor", f"{SHAPE} {EXPERTS} {flags}".split(), 1, OWN, extra)
-    return str(error.value)
+    return refusal(megatron_flags.parse, "actor", f"{SHAPE} {EXPERTS} {flags}".split(), 1, OWN, extra)
 
 
 @pytest.mark.parametrize("has_cuda", [False, True])

@@ -22,6 +22,7 @@ from megarl.roles.trainable_model import TrainableModel
 from tests.helpers.checkpoints import save_state
 from tests.helpers.models.tiny_models import VOCAB, farthest, join_actor, parse_roles, ragged_tokens, whole_tensor
 from tests.helpers.tiers import by_default, long
+from tests.helpers.waiting import wait_until
 from tests.helpers.worlds import on_each_rank, run_world
 
 LENGTHS = [7, 2, 11, 1, 4, 9, 3]
@@ -182,7 +183,7 @@ def held(tensors) -> int:
 
 
 def shares(rank):
-    """Bytes of the whole model; on this rank of parameters, gradients, moments; sharded layers; bytes after scoring."""
+    """Bytes of the model; here of parameters, gradients, moments; sharded layers; whether scoring frees all."""
     found = trainable_model(SHARDED)
     (part,), parameters = found.optimizer.chained_optimizers, list(found.model.parameters())
     first, second = found.model[0].decoder.layers
@@ -198,7 +199,9 @@ def shares(rank):
     bytes_here = held(parameters), held([p.grad for p in parameters]), held(moments)
     before = alive()
     found.forward_only([(part, None) for part in parts_of_batch()], scores)
-    return sum(p.numel() * 4 for p in parameters), bytes_here, seen, alive() - before
+    whole_bytes = sum(p.numel() * 4 for p in parameters)
+    # A collective that has ended may hold its buffers for a moment longer.
+    return whole_bytes, bytes_here, seen, wait_until(lambda: alive() - before < whole_bytes // 50)
 
 
 def parts_of_batch():
@@ -213,10 +216,10 @@ def scores(chunk, part):
 
 @pytest.mark.parametrize("size", [2, long(4)])
 def test_a_rank_holds_its_share_and_a_gathered_layer_is_freed_again(size):
-    for model_bytes, bytes_here, seen, left in run_world(shares, size):
+    for model_bytes, bytes_here, seen, is_freed in run_world(shares, size):
         assert bytes_here == (model_bytes // size, model_bytes // size, 2 * model_bytes // size)
         assert seen == [[True, False]] * 2  # within the second layer: the first one's shares, its own whole weights
-        assert left < model_bytes // 50
+        assert is_freed
 
 
 @on_each_rank(2)
