@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from megarl.mcore.kernels.batch_invariance import VECTOR
+from megarl.mcore.parallel.context_parallel import gather_for_attention
 
 NAME = "megarl"
 # What modules pass on that changes no score here: positions are in the rotary embeddings, and attention is causal.
@@ -97,7 +98,10 @@ class PackedPass(Pass):
     backend: Any = None  # a module of `attention.backends`
 
     def attend_tokens(self, slot, query, key, value, scale, options):
-        plan = self.layout.attention[slot.window is not None]
+        plan, order = self.layout.attention[slot.window is not None], self.layout.order
+        if order is not None:
+            key_value = gather_for_attention(torch.cat([key, value], dim=1), order, self.layout.cp_group)
+            key, value = key_value.chunk(2, dim=1)
         return self.backend.packed_attention(
             query.contiguous(), key.contiguous(), value.contiguous(), plan, scale, **options
         )

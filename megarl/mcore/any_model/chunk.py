@@ -112,6 +112,8 @@ class AnyChunk(MegatronModule):
         self.share_embeddings_and_output_weights = head.weight is self.hf.get_input_embeddings().weight
         if value_head is not None:
             self.share_embeddings_and_output_weights = False
+            names = {name for name, each in self.hf.named_modules() if each is head}
+            self.splits = {name: each for name, each in self.splits.items() if name.rpartition(".")[0] not in names}
             self.hf.set_output_embeddings(nn.Identity())
             self.output_layer = value_head
         else:
@@ -136,6 +138,10 @@ class AnyChunk(MegatronModule):
                     empty = torch.empty_like(parameter, device=device)
                     module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.is_floating_point())
         self.hf.tie_weights()
+        tensor_parallel.mark(self.hf, self.splits)
+        for part in (self.hf.get_input_embeddings(), self.hf.get_output_embeddings()):
+            for parameter in part.parameters():
+                parameter.is_embedding_or_output_parameter = True
         return self.to(device)
 
     def train(self, mode: bool = True):

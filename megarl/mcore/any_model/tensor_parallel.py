@@ -5,14 +5,16 @@ ranks, and what happens to a module's input and output; the modules themselves c
 a rank has. The vocabulary is split over the ranks in embedding and head, as megarl's head wants it (1909.08053 §3).
 """
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region as to_all,
 )
@@ -84,7 +86,7 @@ def splits_of(module: PreTrainedModel, ranks: int) -> dict[str, Split]:
     if unknown := sorted(set(plan.values()).difference(STYLES, ("embedding_rowwise",))):
         raise Unsupported(f"the plan of {type(module).__name__} for tensor parallelism has {unknown[0]}")
     found = {}
-    for name, weight in module.named_parameters(remove_duplicate=False):
+    for name, weight in _all_named(module):
         owner, _, last = name.rpartition(".")
         style = STYLES.get(_style(plan, name) or _style(plan, owner) or "", Style())
         if style.axis is None or style.axis == COLUMNS and last == "bias":
@@ -99,6 +101,10 @@ def splits_of(module: PreTrainedModel, ranks: int) -> dict[str, Split]:
         if size % (ranks * split.parts):
             raise Unsupported(f"{name} has {size} rows or columns, which {FLAG} {ranks} does not divide")
     return found
+
+
+def _all_named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return module.named_parameters(remove_duplicate=False)
 
 
 def _style(plan: dict[str, str], name: str) -> str | None:
@@ -123,13 +129,20 @@ def split(module: PreTrainedModel, splits: dict[str, Split], group):
     _split_embedding(ends[0], rank, group)
 
 
+def mark(module: PreTrainedModel, splits: dict[str, Split]):
+    """Tells Megarl's and Megatron's optimizers which weights of a module with memory are shares: the norm of all
+    gradients counts the others once."""
+    shares = {id(weight): (weight, splits[name].axis) for name, weight in _all_named(module) if name in splits}
+    for weight, axis in shares.values():  # a tied one once
+        set_tensor_model_parallel_attributes(weight, True, axis, 1)
+
+
 def _install(part: nn.Module, word: str, config, group):
     style = STYLES[word]
-    if style.sums_gradient:
-        for weight in part.parameters(recurse=False):
-            weight.register_hook(functools.partial(_sum_over, group=group))
     if word == "mla_kv_a_proj":
         part.forward = functools.partial(_with_shared_key, part.forward, config, group)
+    elif style.sums_gradient:
+        part.forward = functools.partial(_with_partial_gradients, part.forward, part, group)
     elif style.before or style.after:
         part.forward = functools.partial(_between, part.forward, part, style, group)
 
@@ -138,15 +151,10 @@ def _between(forward, part: nn.Module, style: Style, group, *args, **kwargs):
     """A module's forward pass between its style's functions; a bias is added once, after a sum."""
     if style.before:
         args = [style.before(x, group) if torch.is_tensor(x) and x.is_floating_point() else x for x in args]
-    bias = part._parameters.get("bias") if style.after is summed else None
-    if bias is not None:
-        part._parameters["bias"] = None
-    try:
+    with _parameters_as(part, lambda bias: None if style.after is summed else bias, "bias"):
         out = forward(*args, **kwargs)
-    finally:
-        if bias is not None:
-            part._parameters["bias"] = bias
     out = style.after(out, group) if style.after else out
+    bias = part._parameters.get("bias") if style.after is summed else None
     return out if bias is None else out + bias
 
 
@@ -158,10 +166,21 @@ def _with_shared_key(forward, config, group, *args, **kwargs) -> Tensor:
     return torch.cat([latent, to_all(key, group)], dim=-1)
 
 
-def _sum_over(grad: Tensor, group) -> Tensor:
-    grad = grad.contiguous()
-    dist.all_reduce(grad, group=group)
-    return grad
+def _with_partial_gradients(forward, part: nn.Module, group, *args, **kwargs):
+    """A module whose whole weights each rank uses for its own heads: their gradients are summed over the ranks."""
+    with _parameters_as(part, lambda weight: to_all(weight, group)):
+        return forward(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _parameters_as(part: nn.Module, changed: Callable[[Tensor], Tensor | None], *names: str):
+    """Context in which a module's own parameters, or those of these names, are other tensors."""
+    before = {n: p for n, p in part._parameters.items() if p is not None and n in (names or (n,))}
+    part._parameters.update({name: changed(each) for name, each in before.items()})
+    try:
+        yield
+    finally:
+        part._parameters.update(before)
 
 
 def _split_embedding(embedding: Any, rank: int, group):

@@ -13,7 +13,7 @@ def rules(args) -> list[Rule]:
     is_module = args.model_folder is not None
     recompute = args.recompute_granularity
     found = [
-        *(only(args, f"--{name}-parallel-size", 1) for name in ("pipeline-model", "context", "expert-model")),
+        *(only(args, f"--{name}-parallel-size", 1) for name in ("pipeline-model", "expert-model")),
         _tensor_parallel(args),
         allow("--recompute-granularity", recompute in (None, "full"), "full: single parts of a layer are unknown"),
         only(args, "--sequence-parallel", False),
@@ -31,8 +31,10 @@ def _tensor_parallel(args) -> Rule:
         from megarl.mcore.any_model.attention import Unsupported
 
         try:
-            tensor_parallel.splits_of(source.of_path(args.model_folder).module(torch.float32), ranks)
+            splits = tensor_parallel.splits_of(source.of_path(args.model_folder).module(torch.float32), ranks)
         except Unsupported as error:
-            problem = str(error)
-        problem = "no --use-torch-fsdp2 beside it" if problem is None and args.use_torch_fsdp2 else problem
+            problem, splits = str(error), {}
+        packed = [name for name, split in splits.items() if split.parts > 1 and split.axis > 0]
+        if packed and args.use_torch_fsdp2:
+            problem = f"--use-torch-fsdp2 shards {packed[0]} along another axis than that of its packed parts"
     return allow("--tensor-model-parallel-size", problem is None, f"1: {problem}")

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers.worlds import SAFETY
+
 FLAGS = "--model-source transformers"
 LENGTHS = (1, 30, 16, 17, 2, 5)  # of prompts: above and below blocks of the cache and windows
 COUNT = 24  # tokens of a response
@@ -103,3 +105,51 @@ def _changed(folder: Path, export: Path) -> list[str]:
     )
     assert stored.keys() == written.keys()
     return [name for name, each in stored.items() if not torch.equal(each, written[name])]
+
+
+class Gradients(NamedTuple):
+    """Of a sum of log-probs, over all ranks."""
+
+    norm: float  # as the optimizer sees it
+    by_name: dict[str, torch.Tensor]  # whole
+
+
+def gradients(rank: int, folder: Path, flags: str) -> Gradients:
+    """The gradients of a folder's model in a layout. A collective of the world; every rank finds the same."""
+    from megarl.checkpoint.pretrained import find_pretrained
+    from megarl.comm import role_mesh
+    from megarl.mcore.any_model.tensor_parallel import gathered_whole
+    from megarl.mcore.model import forward_pass, gpt
+    from megarl.mcore.parallel.fsdp import whole
+    from megarl.mcore.training import optimizer as optimizers
+    from megarl.roles.passes import run_microbatches
+    from tests.helpers.folders import hf_layouts
+    from tests.helpers.models.tiny_models import one_microbatch
+
+    torch.set_num_threads(1)
+    role = hf_layouts.role_of(folder, f"{FLAGS} {flags}", torch.distributed.get_world_size(), False, LONGEST)
+    groups = role_mesh.create_mesh({role.name: role}, SAFETY)[role.name]
+    vocabulary, pg = role.model_vocab_size(0), groups.pg_collection
+    stages = gpt.build_model(role.megatron, vocabulary, pg)
+    find_pretrained(role, vocabulary, value_head=False).load(stages, pg)
+    wrapped = optimizers.wrap_for_training(stages, role.megatron, pg)
+    optimizer = optimizers.build_optimizer(wrapped, role.megatron, pg)
+    rows = [request.prompt for request in _requests(vocabulary)]
+
+    def forward(chunk, part):
+        return forward_pass.token_scores(chunk, part.tokens, part.lengths, 1.0, vocabulary, part.routing)
+
+    def loss(scores, part):
+        return scores.logprobs.sum() / pg.dp.size(), None
+
+    run_microbatches(wrapped, one_microbatch(rows), forward, loss, pg, train=True)
+    optimizers.finish_gradients(wrapped, pg)
+    optimizer.prepare_grads()
+    splits, prefix = stages[0].splits, len("hf.")
+    return Gradients(
+        float(optimizer.get_grad_norm()),
+        {
+            name: gathered_whole(whole(parameter.main_grad), splits.get(name[prefix:]), pg.tp).clone()
+            for name, parameter in stages[0].named_parameters()
+        },
+    )

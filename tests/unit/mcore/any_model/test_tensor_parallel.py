@@ -21,3 +21,20 @@ def test_two_ranks_compute_what_one_computes(kind, tmp_path):
         assert max(found[kind].gaps) < 1e-5 and found[kind].changed == []
         for own, other in zip(found[kind].score_rows, alone[kind].score_rows, strict=True):
             assert torch.allclose(own, other, atol=1e-5)
+
+
+LAYOUTS = {"--tensor-model-parallel-size 2": 2, "--context-parallel-size 2": 2,
+           "--tensor-model-parallel-size 2 --use-torch-fsdp2": 4}  # fmt: skip
+
+
+# With norms of single heads whose weight all ranks have; with a tied head; with packed shares.
+@pytest.mark.parametrize("kind", by_default(("qwen3", "gemma2", "phi3", "gpt_oss", "gemma4_text"), ("qwen3",)))
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, list(LAYOUTS)[:2]))
+def test_the_gradients_of_several_ranks_are_those_of_one(layout, kind, tmp_path):
+    any_types.save(kind, tmp_path / kind)
+    (alone,) = run_world(any_measures.gradients, 1, tmp_path / kind, "")
+    for found in run_world(any_measures.gradients, LAYOUTS[layout], tmp_path / kind, layout):
+        assert found.norm == pytest.approx(alone.norm, rel=1e-5)
+        assert found.by_name.keys() == alone.by_name.keys() and len(alone.by_name) > 10
+        for name, grad in found.by_name.items():
+            assert torch.allclose(grad, alone.by_name[name], rtol=1e-4, atol=1e-5 * alone.norm), name
