@@ -332,7 +332,8 @@ def _megatron_namespace(
     if hf_model is None:
         return megatron_flags.parse(role, tokens, ranks, own, extra)
     described, folder = hf_model.tokens(), f"{hf_model.folder.flag} {hf_model.folder.path}"
-    tokens = megatron_flags.with_folder(role, described, folder, tokens)
+    is_module = hf_model.folder_of_module is not None
+    tokens = megatron_flags.with_folder(role, described, folder, tokens, is_module)
     try:
         return megatron_flags.parse(role, tokens, ranks, own, extra)
     except UsageError as error:

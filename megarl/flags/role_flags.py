@@ -256,6 +256,10 @@ def read_hf_models(
     if settings.judge_hf_model:
         paths["reward"], flags["reward"] = settings.judge_hf_model, "--judge-hf-model"
     sources = {role: own["actor" if role == "rollout" else role]["model_source"] for role in paths}
+    given = {role: source for role, source in sources.items() if source == "transformers"}
+    if given and not any(paths[role] for role in given):
+        prefix = "" if settings.model_source == "transformers" else f"{next(iter(given))}-"
+        raise UsageError(f"--{prefix}model-source transformers: needs --hf-model, a folder whose modules it computes")
     keys = {role: (sources[role], path, flags[role], lengths[role]) for role, path in paths.items()}
     read = {key: _read_model(settings, *key) for key in dict.fromkeys(keys.values()) if key[1] is not None}
     return {role: read.get(key) for role, key in keys.items()}
@@ -289,8 +293,9 @@ def with_hf_defaults(role: str, own: dict, values: dict[str, object], hf_model: 
 
 def check_models(settings, offloads: dict[str, bool], megatron: dict, lora: dict, hf_models: dict):
     """UsageError for models that a run's settings do not allow; all by role, `offloads` of those with a model."""
-    from megarl.mcore.config import kernel_rules, model_flags, recurrent_rules  # they import Megatron
+    from megarl.mcore.config import kernel_rules, model_flags, module_rules, recurrent_rules  # they import Megatron
 
+    module_rules.check_run(settings, hf_models)
     kernel_rules.check_lora(megatron, lora)
     recurrent_rules.check_run(settings, megatron)
     model_flags.check_prediction(settings, megatron, lora, hf_models)

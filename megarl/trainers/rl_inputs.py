@@ -66,7 +66,10 @@ class RLInputs:
         self.data = resume.data_fingerprints(encoder, s, self.prompt_sets) if is_compared else {}
         if s.load:
             factors.check_factors(s.load, saved)
-            shapes = {role.name: factors.resume_shapes(role, role.model_vocab_size(tokens)) for role in saved}
+            shapes = {
+                role.name: factors.resume_shapes(role, role.model_vocab_size(tokens), role.has_scalar_head)
+                for role in saved
+            }
             self.resume, self.manifest = resume.check_resume("train_rl", config, self.data, shapes)
             _check_stored_reference(s, config.roles, self.manifest)
             waiting_groups.check(self.manifest, s, "prompts" in resume.changed_data(self.manifest, self.data))

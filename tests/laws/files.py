@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.helpers.envs.judges import judge_flags, write
+from tests.helpers.folders import any_types
 from tests.helpers.programs import addition, inputs, preferences, sft_argv, train, write_lines
 from tests.helpers.rollout.thinkers import thinkers
 from tests.laws.plug_ins import REWARDS, SHORT
@@ -96,6 +97,12 @@ def _template() -> Path:
     return folder() / "template.txt"
 
 
+def _of_transformers(kind: str) -> Path:
+    """A small folder of a type of transformers."""
+    any_types.save(kind, folder() / kind)
+    return folder() / kind
+
+
 MAKERS: dict[str, Callable[[], Path | str]] = {
     "heldout": lambda: inputs() / "heldout.jsonl",
     "heldout_pairs": lambda: preferences() / "heldout-preferences.jsonl",
@@ -109,6 +116,7 @@ MAKERS: dict[str, Callable[[], Path | str]] = {
     "one": lambda: _mixture("one", many=f"{inputs()}/train.jsonl", few=f"{_few(6)}\n  samples-per-prompt: 1"),
     "eight": lambda: _mixture("eight", many=f"{inputs()}/train.jsonl", few=f"{_few(6)}\n  samples-per-prompt: 8"),
     "rewards": _rewards, "labelled": _labelled, "hinted": _hinted, "teacher": _teacher, "teachers": _teachers,
+    **{kind: functools.partial(_of_transformers, kind) for kind in ("gemma2", "gemma4_text", "qwen3_moe")},
     "judge": _judge, "template": _template, "thinkers": thinkers,
 }  # fmt: skip
 

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from megarl.mcore.any_model import attention, rows, source, tensor_parallel
 from megarl.mcore.any_model.attention import CachePass, PackedPass, Pass
 from megarl.mcore.attention import backends
+from megarl.mcore.config.optimizer_flags import MODULE as PREFIX
 from megarl.mcore.kernels.linear import matmul
 from megarl.mcore.parallel.fsdp import whole
 
-PREFIX = "hf."  # of the names of a module's weights
 SOFTCAP = "final_logit_softcapping"
 
 
@@ -122,7 +122,8 @@ class AnyChunk(MegatronModule):
         self._has_value_head = value_head is not None
         self._backend = backends.load(config)
         if config.recompute_granularity == "full":
-            for layer in self.decoder.layers:
+            is_block = config.recompute_method == "block"  # of Megatron: the first layers alone
+            for layer in self.decoder.layers[: config.recompute_num_layers if is_block else None]:
                 layer.forward = functools.partial(_recomputed, layer.forward)
 
     def __getattr__(self, name: str):
@@ -169,6 +170,13 @@ class AnyChunk(MegatronModule):
         }
         splits = {PREFIX + name: split for name, split in self.splits.items()}
         return tensor_parallel.described(state, splits, prefix, self.tp_group, metadata["dp_cp_group"])
+
+    def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
+        """As of other modules; a tied weight is in the state by its first name alone."""
+        first: dict[int, str] = {}
+        names = {name: first.setdefault(id(each), name) for name, each in self.state_dict(keep_vars=True).items()}
+        tied = {name: state_dict[of] for name, of in names.items() if name not in state_dict and of in state_dict}
+        return super().load_state_dict(state_dict | tied, strict, assign)
 
     def whole_weight(self, name: str) -> Tensor:
         """A weight of the module, gathered from all ranks that have a part of it; a collective of these."""

@@ -204,6 +204,14 @@ class ModuleMap:
             yield {SCORE: whole(chunk.output_layer.weight)}
 
 
+def parameter_names(path: str, value_head: bool) -> list[str]:
+    """The names of the parameters of a role with the folder at `path`, a tied one once."""
+    module = source.of_path(path).module(torch.float32)
+    if value_head:
+        module.set_output_embeddings(torch.nn.Identity())
+    return [name for name, _ in module.named_parameters()] + [HEAD] * value_head
+
+
 def checkpoint_shapes(role: str, path: str, value_head: bool) -> dict[str, tuple[int, ...]]:
     """The global shapes by key that a checkpoint of a role with the folder at `path` must have."""
     found = source.of_path(path)

@@ -103,6 +103,16 @@ def splits_of(module: PreTrainedModel, ranks: int) -> dict[str, Split]:
     return found
 
 
+def check_heads(module: PreTrainedModel, ranks: int):
+    """Unsupported if the plan splits projections of attention whose heads the ranks do not divide. The module has its
+    slots (`source.find_slots`)."""
+    for name, part in module.named_modules():
+        styles = {_style(module.tp_plan or {}, f"{name}.{child}") for child, _ in part.named_children()}
+        for slot in getattr(part, "attention_slots", ()) if "colwise" in styles else ():
+            if slot.heads % ranks or slot.groups % ranks:
+                raise Unsupported(f"{name} has {slot.heads} heads with {slot.groups} keys, which it does not divide")
+
+
 def _all_named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return module.named_parameters(remove_duplicate=False)
 

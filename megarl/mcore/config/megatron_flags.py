@@ -106,15 +106,23 @@ def _parsed(argv: tuple[str, ...]) -> argparse.Namespace:
     return _parser().parse_args([*DEFAULTS, *argv])
 
 
-def with_folder(role: str, described: list[str], folder: str, tokens: list[str]) -> list[str]:
+def with_folder(role: str, described: list[str], folder: str, tokens: list[str], is_module: bool) -> list[str]:
     """A role's Megatron tokens after those that describe its folder's model; UsageError if one contradicts the folder.
 
-    `described`: tokens of the folder's config.json; `folder`: flag and path, for messages.
+    Args:
+        described: tokens of the folder's config.json.
+        folder: flag and path, for messages.
+        is_module: transformers computes the model, so that no flag of Megatron's layers is read.
     """
     of_folder, given = parse_tokens(role, described), parse_tokens(role, tokens)
-    for option in (token.split("=", 1)[0] for token in tokens):
-        dest = destinations().get(option)
-        if dest in ARCHITECTURE and getattr(given, dest) != getattr(of_folder, dest):
+    options = (token.split("=", 1)[0] for token in tokens)
+    for option, dest in ((option, destinations()[option]) for option in options if option in destinations()):
+        if is_module and module_rules.is_of_layers(dest):
+            raise UsageError(
+                f"{role}: {option}: the modules of transformers that compute {folder} do not read it; leave the flag "
+                "out, or give it with another role's prefix"
+            )
+        if (dest in ARCHITECTURE or is_module and option in described) and getattr(given, dest) != getattr(of_folder, dest):
             raise UsageError(
                 f"{role}: {option} {getattr(given, dest)}: config.json of {folder} describes "
                 f"{getattr(of_folder, dest)}; leave the flag out"
@@ -154,10 +162,10 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
         if args.kv_channels is not None:
             raise UsageError(f"{role}: --kv-channels {args.kv_channels}: allowed is none with --multi-latent-attention")
         args.kv_channels = args.v_head_dim
+    require(role, args, module_rules.rules(args))  # first: others would advise flags of layers
     require(role, args, layout_rules.rules(role, args))
     require(role, args, model_flags.rules(args))
     require(role, args, recurrent_rules.rules(args))
-    require(role, args, module_rules.rules(args))
     optimizer_flags.check(role, args)
     kernel_rules.check(role, args)
     if args.overlap_grad_reduce is None:  # where several ranks hold whole gradients to be added

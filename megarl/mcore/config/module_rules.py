@@ -2,25 +2,50 @@
 
 import torch
 
-from megarl.errors import Rule
+from megarl.errors import Rule, UsageError
+from megarl.mcore.config.optimizer_flags import MUON
 from megarl.mcore.config.rules import allow, only
+from megarl.mcore.config.supported_flags import ARCHITECTURE
 
-WHERE = "with --model-source transformers "
+FLAG = "--model-source transformers"
+WHERE = f"with {FLAG} "
+# Beginnings of attributes that Megatron's layers read, besides `ARCHITECTURE`: a module has none of these parts.
+OF_LAYERS = (
+    "moe_", "mlp_chunks_", "init_method_std", "embedding_init_method_std", "perform_initialization",
+    "use_cpu_initialization", "clone_scatter_output_in_embedding", "account_for_", "make_vocab_size_divisible_by",
+    "apply_wd_to_qk_layernorm", "transformer_impl", "recompute_modules",
+)  # fmt: skip
+
+
+def is_of_layers(attribute: str) -> bool:
+    """Whether a Megatron flag is about layers that transformers' modules take the place of."""
+    return attribute in ARCHITECTURE or attribute.startswith(OF_LAYERS)
 
 
 def rules(args) -> list[Rule]:
     """Returns all rules for a role's parsed namespace; they hold for every model that is not of transformers."""
     is_module = args.model_folder is not None
-    recompute = args.recompute_granularity
+    recompute, method, count = args.recompute_granularity, args.recompute_method, args.recompute_num_layers
     found = [
         *(only(args, f"--{name}-parallel-size", 1) for name in ("pipeline-model", "expert-model")),
         _tensor_parallel(args),
         allow("--recompute-granularity", recompute in (None, "full"), "full: single parts of a layer are unknown"),
+        only(args, "--recompute-activations", False),
+        allow("--recompute-num-layers", method != "uniform" or count in (None, 1),
+              "1: each layer is recomputed from its own inputs"),
         only(args, "--sequence-parallel", False),
         only(args, "--fp16", False),
-        only(args, "--mtp-num-layers"),
+        allow("--mtp-train or --mtp-drafts", not args.predicts, "none: a module has no layer of it", value=True),
+        allow("--optimizer", args.optimizer != MUON, "adam or sgd: matrices of experts are stacked in a module"),
     ]  # fmt: skip
     return [rule._replace(is_broken=is_module and rule.is_broken, reason=WHERE + rule.reason) for rule in found]
+
+
+def check_run(settings, hf_models: dict):
+    """UsageError for settings that a run's exported model cannot have; `hf_models`: folders of roles."""
+    exported = hf_models.get("actor", hf_models.get("reward"))
+    if settings.hf_mtp == "drop" and exported is not None and exported.folder_of_module is not None:
+        raise UsageError(f"--hf-mtp drop: {WHERE}allowed is keep: an export has all tensors of the folder")
 
 
 def _tensor_parallel(args) -> Rule:
@@ -30,8 +55,12 @@ def _tensor_parallel(args) -> Rule:
         from megarl.mcore.any_model import source, tensor_parallel  # needs transformers
         from megarl.mcore.any_model.attention import Unsupported
 
+        found = source.of_path(args.model_folder)
+        module = found.module(torch.float32)
+        source.find_slots(module, found.text.vocab_size)
         try:
-            splits = tensor_parallel.splits_of(source.of_path(args.model_folder).module(torch.float32), ranks)
+            tensor_parallel.check_heads(module, ranks)
+            splits = tensor_parallel.splits_of(module, ranks)
         except Unsupported as error:
             problem, splits = str(error), {}
         packed = [name for name, split in splits.items() if split.parts > 1 and split.axis > 0]

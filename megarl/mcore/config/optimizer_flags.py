@@ -38,6 +38,7 @@ OFFLOAD = "--optimizer-cpu-offload"
 UNTRAINED = ("reference", "rollout", "teacher")  # roles that have it if it has no prefix
 FREEZE, LEARNING_RATES, WEIGHT_DECAYS = "freeze", "lr_multipliers", "weight_decay_multipliers"
 ATTRIBUTES = frozenset({FREEZE, LEARNING_RATES, WEIGHT_DECAYS})
+MODULE = "hf."  # of names of weights in a module of transformers
 _EXPERT = re.compile(r"\.local_experts\.\d+")
 
 
@@ -160,8 +161,9 @@ def patterns_of(args, attribute: str) -> list[str]:
 
 
 def layout_free(name: str) -> str:
-    """The name that patterns are matched with, of one with layers numbered over the whole model."""
-    return _EXPERT.sub("", name)
+    """The name that patterns are matched with, of one with layers numbered over the whole model; in a module of
+    transformers that of its own."""
+    return _EXPERT.sub("", name).removeprefix(MODULE)
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
