@@ -35,7 +35,7 @@ def check(found: Source):
     source.find_slots(module, small.text.vocab_size)
     tokens = torch.randint(small.text.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(SEED))
     run = Runner(module, small.text)
-    with torch.no_grad():
+    with torch.no_grad(), source.one_line_errors(type(module)):
         whole = run.packed(tokens, [TOKENS])
         wanted = own(input_ids=tokens[None], position_ids=torch.arange(TOKENS)[None], use_cache=False).logits[0].float()
         _compare(type(module), "its own attention and experts", whole, wanted)

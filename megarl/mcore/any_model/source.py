@@ -24,6 +24,7 @@ from megarl.mcore.any_model.attention import FirstPass, Slot, Unsupported
 from megarl.mcore.weights.hf.folder import HFFolder
 
 FLAG = "--model-source transformers"
+NO_INTERFACE = "does not call transformers' attention interface"
 PROBED = 4  # tokens of the first pass
 # Entries of config.json that a model of transformers reads as the longest sequence that its attention sees whole.
 LIMITS = ("attention_chunk_size",)
@@ -46,10 +47,13 @@ class Source(NamedTuple):
         Args:
             attention_name: name of the attention function that its modules call; also of the experts function, unless
                 it is `eager`.
+
+        Raises:
+            Unsupported: transformers cannot build it so.
         """
         config = copy.deepcopy(self.config)
         experts = "eager" if attention_name == "eager" else rows.NAME
-        with _parameters_on_meta(), initialization.no_init_weights():
+        with _parameters_on_meta(), initialization.no_init_weights(), one_line_errors(self.kind, "be built"):
             module = self.kind._from_config(
                 config, dtype=dtype, attn_implementation=attention_name, experts_implementation=experts
             )
@@ -72,12 +76,19 @@ def read(folder: HFFolder) -> Source:
     try:
         config = config_class.from_dict(copy.deepcopy(folder.config))
     except Exception as error:  # whatever a class of transformers raises for a wrong entry
-        raise folder.error(f"config.json: transformers refuses it ({one_line(str(error))[:300]})") from None
+        raise folder.error(f"config.json: transformers refuses it ({_in_one_line(str(error))})") from None
     config.dtype = None
     if hasattr(config.get_text_config(), "is_decoder"):
         config.get_text_config().is_decoder = True
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-    return Source(config, found[0] if isinstance(found, tuple) else found)
+    return of_config(config)
+
+
+def of_config(config: Any) -> Source:
+    """The class that `AutoModelForCausalLM` takes for a config, with the part of a composite config that it takes."""
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind = found[0] if isinstance(found, tuple) else found
+    text = config.sub_configs.get("text_config")
+    return Source(config.get_text_config() if text is not None and kind.config_class is text else config, kind)
 
 
 def find_slots(module: PreTrainedModel, vocab_size: int) -> tuple[Slot, ...]:
@@ -89,15 +100,30 @@ def find_slots(module: PreTrainedModel, vocab_size: int) -> tuple[Slot, ...]:
     probe = FirstPass(tokens=PROBED)
     with torch.no_grad(), _without_memory(module), attention.running(probe), rows.installed(_no_product):
         tokens = torch.arange(PROBED)[None] % vocab_size
-        try:
+        indexer = [name for name, value in vars(module.config.get_text_config()).items() if name.startswith("index") and value]
+        with one_line_errors(type(module), f"run without its sparse indexer, {indexer[0]}" if indexer else "run"):
             module(input_ids=tokens, position_ids=torch.arange(PROBED)[None], use_cache=False)
-        except Unsupported:
-            raise
-        except Exception as error:
-            raise Unsupported(f"{type(module).__name__} cannot run: {one_line(str(error))[:200]}") from None
     if not probe.found:
-        raise Unsupported(f"{type(module).__name__} does not call transformers' attention interface")
+        raise Unsupported(f"{type(module).__name__} {NO_INTERFACE}")
     return tuple(probe.found)
+
+
+@contextlib.contextmanager
+def one_line_errors(kind: type, what: str = "run") -> Iterator[None]:
+    """Context in which an error of transformers' code is one line for the user: Unsupported."""
+    try:
+        yield
+    except Unsupported:
+        raise
+    except Exception as error:  # whatever a module raises
+        if error.args == (attention.NAME,):  # looked up in a table of its own
+            raise Unsupported(f"{kind.__name__} {NO_INTERFACE}") from None
+        text = _in_one_line(f"{type(error).__name__}: {error}")
+        raise Unsupported(f"{kind.__name__} cannot {what} ({text})") from None
+
+
+def _in_one_line(text: str) -> str:
+    return one_line(" ".join(text.split()))[:300]
 
 
 def flags_of(source: Source, slots: Sequence[Slot], error: Callable[[str], UsageError]) -> dict[str, object]:
