@@ -36,6 +36,7 @@ language models of transformers {version}. Each is tried on a small model that s
 **mapped**: without the flag, Megarl's own layers compute a folder of this type. An encoder counts as a decoder here, as
 transformers' `is_decoder` makes it one.
 """
+LONGEST = 128  # tokens: more than the windows of small models
 CACHES = "caches of several shapes"
 
 
@@ -57,9 +58,11 @@ def judge(kind: str) -> Found:
         found = source.of_config(config)
         module = found.module(torch.float32)
         slots = source.find_slots(module, found.text.vocab_size)
-        self_check.check(found)
+        self_check.check(found, LONGEST)
         source.flags_of(found, slots, UsageError)
     except (Unsupported, UsageError) as error:
+        if "ImportError" in str(error):
+            return Found(kind, "not judged", one_line(str(error)))
         return Found(kind, "refused", one_line(str(error)))
     return Found(kind, "runs", ", ".join(features(module, slots)))
 

@@ -98,7 +98,7 @@ def find_slots(module: PreTrainedModel, vocab_size: int) -> tuple[Slot, ...]:
         Unsupported: attention in another way, or the module needs what megarl does not hand over.
     """
     probe = FirstPass(tokens=PROBED)
-    with torch.no_grad(), _without_memory(module), attention.running(probe), rows.installed(_no_product):
+    with torch.no_grad(), _without_memory(module), attention.running(probe), rows.installed(_no_product, _no_matmul):
         tokens = torch.arange(PROBED)[None] % vocab_size
         indexer = [name for name, value in vars(module.config.get_text_config()).items() if name.startswith("index") and value]
         with one_line_errors(type(module), f"run without its sparse indexer, {indexer[0]}" if indexer else "run"):
@@ -204,6 +204,13 @@ def _without_memory(module: nn.Module) -> Iterator[None]:
 
 def _no_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return x.new_zeros(*x.shape[:-1], len(weight))
+
+
+_matmul = torch.matmul
+
+
+def _no_matmul(x: Tensor, y: Tensor) -> Tensor:
+    return x.new_zeros(_matmul(x.to("meta"), y.to("meta")).shape)
 
 
 @functools.lru_cache(maxsize=8)

@@ -48,7 +48,7 @@ SIZES = {
 SMALL = {name: value for value, names in SIZES.items() for name in names.split()}
 SMALL |= dict(use_sliding_window=True, max_window_layers=3, use_qk_norm=True, qk_layernorm=True)
 NONE_BY_DEFAULT = "num_key_value_heads", "head_dim", "sliding_window"
-TOWER = dict(num_hidden_layers=2, depth=2, num_key_value_heads=4, out_hidden_size=64, intermediate_size=64)
+TOWER = dict(adapter_input_size=64, num_hidden_layers=2, depth=2, num_key_value_heads=4, out_hidden_size=64, intermediate_size=64)
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # Types whose entries depend on each other in another way.
 OWN = {
@@ -67,6 +67,7 @@ OWN = {
     ),
     "codegen": dict(rotary_dim=8),
     "deepseek_v2": dict(head_dim=8, moe_layer_freq=1, num_experts_per_tok=2),
+    "dots3_note_vision_encoder": dict(num_hidden_layers=42, adapter_in_dim=64, adapter_out_dim=64),
     "ernie4_5_moe": dict(moe_layer_start_index=1, moe_layer_end_index=5),
     "gemma2": dict(query_pre_attn_scalar=16),
     "gpt_neo": dict(attention_types=[[["global", "local"], 3]], window_size=8),
@@ -78,7 +79,6 @@ OWN = {
     "lfm2": dict(layer_types=["conv", "full_attention"] * 3),
     "lfm2_moe": dict(num_dense_layers=1, layer_types=["conv", "full_attention"] * 3),
     "mamba2": dict(num_heads=8, head_dim=16),
-    "dots3_note_vision_encoder": dict(per_layer_config={}, mlp_layer_types=["dense"] * 2),
     "qwen4_exp_text": dict(
         indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4
     ),
@@ -90,6 +90,7 @@ OWN = {
         index_local_blocks=1,
     ),
     "nemotron_h": dict(num_hidden_layers=4, hybrid_override_pattern="M*-E"),
+    "phimoe": dict(sliding_window=131072),  # of published folders; the module's attention does not read it
     "olmo": dict(clip_qkv=8.0),
     "stablelm": dict(use_parallel_residual=True),
     "vaultgemma": dict(query_pre_attn_scalar=16),
@@ -109,9 +110,11 @@ WHOLE = {
         enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32
     ),
     "gemma4_unified_text": GEMMA | GLOBAL,
+    "gemma4_assistant": dict(
+        text_config=GEMMA | GLOBAL | dict(model_type="gemma4_text", hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)
+    ),
     "gemma3n_text": GEMMA | PER_LAYER | dict(laurel_rank=4, activation_sparsity_pattern=[0.95, 0.95, 0.0, 0.0, 0.0, 0.0]),
 }  # fmt: skip
-WHOLE["gemma4_assistant"] = dict(text_config=WHOLE["gemma4_unified_text"] | {"model_type": "gemma4_text"})
 # Entries that some types refuse together; the first that goes without is taken.
 LEFT_OUT = ((), ("qk_head_dim", "head_dim"), ("q_lora_rank",), ("head_dim",), ("num_key_value_heads",),
             ("num_hidden_layers", "num_layers"), ("max_position_embeddings", "n_positions"), ("v_head_dim",))  # fmt: skip
@@ -164,6 +167,8 @@ def small_module(kind: str, seed: int = 1):
     config = small_config(kind)
     found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     made = found[0] if isinstance(found, tuple) else found
+    if made.config_class is config.sub_configs.get("text_config"):  # as `AutoModelForCausalLM` does
+        config = config.get_text_config()
     torch.manual_seed(seed)
     module = made._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
@@ -183,4 +188,6 @@ def save(kind: str, folder: Path, seed: int = 1):
     module = small_module(kind, seed)
     small_tokenizers.characters(folder)
     module.save_pretrained(folder)
+    if module.config.model_type != kind:  # the language model's part
+        small_config(kind).save_pretrained(folder)
     return module
