@@ -7,7 +7,8 @@ of a tensor, or of a thread's share, by another exp or tanh.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +22,7 @@ from megarl.mcore.kernels.linear import at_least_rows, linear
 NAME = "megarl"
 ROWS = 2 * VECTOR
 _of_torch, _matmul = functional.linear, torch.matmul
-# Where modules find what multiplies matrices.
-LINEAR = ((functional, "linear"),)
+# Where modules find what multiplies matrices without `linear`.
 MATMUL = ((torch, "matmul"), (torch, "bmm"), (Tensor, "matmul"), (Tensor, "__matmul__"), (Tensor, "bmm"))
 
 
@@ -47,18 +47,21 @@ def matrix_product(x: Tensor, y: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def installed(linear_function: Callable = product, matmul: Callable = matrix_product) -> Iterator[None]:
-    """Context in which torch's products of matrices are these functions, which the layers of a module call."""
-    replaced = [(*place, function) for places, function in ((LINEAR, linear_function), (MATMUL, matmul))
-                for place in places]  # fmt: skip
-    before = [getattr(owner, name) for owner, name, _ in replaced]
-    for owner, name, function in replaced:
-        setattr(owner, name, function)
+def replaced(functions: Sequence[tuple[Any, str, Callable]]) -> Iterator[None]:
+    """Context in which attributes are other functions: (owner, name, function) of each."""
+    before = [getattr(owner, name) for owner, name, _ in functions]
+    for each in functions:
+        setattr(*each)
     try:
         yield
     finally:
-        for (owner, name, _), function in zip(replaced, before, strict=True):
+        for (owner, name, _), function in zip(functions, before, strict=True):
             setattr(owner, name, function)
+
+
+def installed(linear_function: Callable = product, matmul: Callable = matrix_product):
+    """Context in which torch's products of matrices are these functions, which the layers of a module call."""
+    return replaced([(functional, "linear", linear_function), *((*place, matmul) for place in MATMUL)])
 
 
 def experts(self, hidden: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:

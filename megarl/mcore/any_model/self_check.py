@@ -180,6 +180,7 @@ def _kinds(found: Source) -> list[tuple]:
     source.find_slots(module, found.text.vocab_size)
     layers = layers_of(module)
     lists = [each for each in vars(found.text).values() if isinstance(each, list) and len(each) == len(layers)]
+    lists = [each for each in lists if type(each[0]) is not int or each != sorted(set(each))]  # not numbers of layers
     return [
         (
             tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters()),

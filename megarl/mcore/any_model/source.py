@@ -25,6 +25,7 @@ from megarl.mcore.weights.hf.folder import HFFolder
 
 FLAG = "--model-source transformers"
 NO_INTERFACE = "does not call transformers' attention interface"
+LARGE = 2**22  # elements of a tensor of three dimensions, which is a parameter
 PROBED = 4  # tokens of the first pass
 # Entries of config.json that a model of transformers reads as the longest sequence that its attention sees whole.
 LIMITS = ("attention_chunk_size",)
@@ -136,7 +137,7 @@ def flags_of(source: Source, slots: Sequence[Slot], error: Callable[[str], Usage
     if len(windows) > 1:
         sizes = ", ".join(map(str, sorted(windows)))
         raise error(f"has attention windows of {len(windows)} sizes ({sizes}), not of one")
-    hidden = source.text.hidden_size
+    hidden, inner = source.text.hidden_size, getattr(source.text, "intermediate_size", None)
     flags: dict[str, object] = {
         "num-layers": len(slots),
         "hidden-size": hidden,
@@ -144,7 +145,7 @@ def flags_of(source: Source, slots: Sequence[Slot], error: Callable[[str], Usage
         "kv-channels": max(slot.channels for slot in slots),
         "group-query-attention": True,
         "num-query-groups": max(slot.groups for slot in slots),
-        "ffn-hidden-size": getattr(source.text, "intermediate_size", None) or 4 * hidden,
+        "ffn-hidden-size": max(inner) if isinstance(inner, list) else inner or 4 * hidden,
         "normalization": "RMSNorm",
         "disable-bias-linear": True,
         "swiglu": True,
@@ -176,11 +177,16 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = on_meta
-    try:
+    def without_memory(make):  # what some modules make of experts: gigabytes of zeros
+        def made(*sizes, **kwargs):
+            is_large = len(sizes) > 2 and math.prod(sizes) > LARGE
+            return make(*sizes, **kwargs | {"device": "meta"} if is_large else kwargs)
+
+        return made
+
+    makers = [(torch, name, without_memory(getattr(torch, name))) for name in ("zeros", "ones", "randn")]
+    with rows.replaced([(nn.Module, "register_parameter", on_meta), *makers]):
         yield
-    finally:
-        nn.Module.register_parameter = register
 
 
 @contextlib.contextmanager
