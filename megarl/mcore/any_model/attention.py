@@ -24,8 +24,8 @@ from megarl.mcore.parallel.context_parallel import gather_for_attention
 NAME = "megarl"
 # What modules pass on that changes no score here: positions are in the rotary embeddings, and attention is causal.
 UNREAD = {
-    "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "output_attentions",
-    "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "use_cache",
+    "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "logits_to_keep", "max_length_k", "max_length_q",
+    "output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "use_cache",
 }  # fmt: skip
 
 
@@ -81,7 +81,7 @@ class Pass:
         options = {"softcap": scores.softcap, "sinks": scores.sinks} if slot.has_score_options else {}
         out = self.attend_tokens(slot, query, key, value, scale, options)
         out = out.view(1, self.tokens, slot.heads, slot.channels)[..., : slot.value_channels]
-        return pad(out, (0, 0, 0, 0, 0, rows - self.tokens))
+        return pad(out, (0, 0, 0, 0, 0, rows - self.tokens)).contiguous()  # some modules view it in another shape
 
     def attend_tokens(
         self, slot: Slot, query: Tensor, key: Tensor, value: Tensor, scale: float, options: dict

@@ -67,7 +67,7 @@ def read_model(path: str, flag: str, longest: int) -> AnyModel:
     folder = HFFolder(path, flag)
     found = source.read(folder)
     try:
-        slots = _checked_slots(str(folder.path))
+        slots = _checked_slots(str(folder.path), longest)
     except Unsupported as error:
         raise folder.error(f"{error}, which {source.FLAG} does not compute") from None
     source.check_length(found, longest, folder.error)
@@ -81,11 +81,12 @@ def read_model(path: str, flag: str, longest: int) -> AnyModel:
 
 
 @functools.lru_cache(maxsize=8)
-def _checked_slots(path: str) -> tuple[Slot, ...]:
-    """The slots of the folder's module, which computes alone what it computes here. Raises Unsupported."""
+def _checked_slots(path: str, longest: int) -> tuple[Slot, ...]:
+    """The slots of the folder's module, which computes alone what it computes here. Raises Unsupported. Argument as of
+    `read_model`."""
     found = source.of_path(path)
     slots = source.find_slots(found.module(torch.float32), found.text.vocab_size)
-    self_check.check(found)
+    self_check.check(found, longest)
     return tuple(slots)
 
 
@@ -140,9 +141,10 @@ class ModuleMap:
 
     def read(self, weights: LocalWeights) -> Iterator[tuple[Tensor, Tensor, str]]:
         """Yields (a view of this rank's weights, what the folder has for it, the tensor's name)."""
-        by_name = {}
+        by_name, tied = {}, self._conversions.tied  # a tied weight has one of its names here, another in the folder
         for shard in weights.description().shards:
-            by_name.setdefault(shard.key.removeprefix(PREFIX), []).append(shard)
+            name = shard.key.removeprefix(PREFIX)
+            by_name.setdefault(tied.get(name, name), []).append(shard)
         reader = FolderReader(self.model.folder)
 
         def stored(name: str) -> Tensor:
@@ -150,13 +152,13 @@ class ModuleMap:
             return reader[name][tuple(slice(0, size) for size in shape)]
 
         for group in self._conversions.groups:
-            wanted = group.weights.keys() & by_name.keys()
+            wanted = [name for name in group.weights if tied.get(name, name) in by_name]
             if not wanted:
                 continue
             first = next(iter(group.weights))
             made = converted(group.conversion, first, group.sources, stored, self._module)
             for name in wanted:
-                for shard in by_name[name]:
+                for shard in by_name[tied.get(name, name)]:
                     box = tuple(slice(at, at + size) for at, size in zip(shard.offset, shard.shape, strict=True))
                     yield weights.view(shard), made[name][box], next(iter(group.sources))
         if self.model.has_scalar_head and HEAD in by_name:

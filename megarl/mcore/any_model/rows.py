@@ -1,13 +1,14 @@
 """What makes the modules of transformers batch-invariant on a CPU: a token's bits do not depend on the rows beside it.
 
-Three rules, in addition to `kernels.batch_invariance`. Every product is megarl's, also those that a module makes by
-`torch.nn.functional.linear`. Experts are computed one after the other, and a token adds its experts' outputs in
+Three rules, in addition to `kernels.batch_invariance`. Every product with a weight is megarl's, also those that a
+module makes by `torch.nn.functional.linear` and `torch.matmul`. Experts are computed one after the other, and a token adds its experts' outputs in
 ascending order. A pass has a multiple of `ROWS` rows: torch computes two vectors of 16 numbers at a time, and the rest
 of a tensor, or of a thread's share, by another exp or tanh.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ from megarl.mcore.kernels.linear import at_least_rows, linear
 
 NAME = "megarl"
 ROWS = 2 * VECTOR
-_of_torch = functional.linear
+_of_torch, _matmul = functional.linear, torch.matmul
+# Where modules find what multiplies matrices without `linear`.
+MATMUL = ((torch, "matmul"), (torch, "bmm"), (Tensor, "matmul"), (Tensor, "__matmul__"), (Tensor, "bmm"))
 
 
 def missing_rows(tokens: int) -> int:
@@ -33,17 +36,32 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.dtype is not weight.dtype or x.numel() == 0:
         return _of_torch(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
-    return at_least_rows(linear, rows, weight, bias).view(*x.shape[:-1], len(weight))
+    return at_least_rows(linear, rows, weight.contiguous(), bias).view(*x.shape[:-1], len(weight))
+
+
+def matrix_product(x: Tensor, y: Tensor) -> Tensor:
+    """`torch.matmul`, by megarl's kernels if y is a matrix [K, N], as some modules multiply by their experts."""
+    if y.dim() == 2 and x.dim() >= 2 and x.is_floating_point():
+        return product(x, y.t())
+    return _matmul(x, y)
 
 
 @contextlib.contextmanager
-def installed(linear_function: Callable = product) -> Iterator[None]:
-    """Context in which `torch.nn.functional.linear` is this function, which every linear layer of a module calls."""
-    functional.linear = linear_function
+def replaced(functions: Sequence[tuple[Any, str, Callable]]) -> Iterator[None]:
+    """Context in which attributes are other functions: (owner, name, function) of each."""
+    before = [getattr(owner, name) for owner, name, _ in functions]
+    for each in functions:
+        setattr(*each)
     try:
         yield
     finally:
-        functional.linear = _of_torch
+        for (owner, name, _), function in zip(functions, before, strict=True):
+            setattr(owner, name, function)
+
+
+def installed(linear_function: Callable = product, matmul: Callable = matrix_product):
+    """Context in which torch's products of matrices are these functions, which the layers of a module call."""
+    return replaced([(functional, "linear", linear_function), *((*place, matmul) for place in MATMUL)])
 
 
 def experts(self, hidden: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
@@ -82,7 +100,7 @@ def _one_expert(x: Tensor, self, expert: int) -> Tensor:
 def _with_expert(x: Tensor, self, expert: int, weight: str, bias: str) -> Tensor:
     matrix = getattr(self, weight)[expert]
     added = getattr(self, bias)[expert] if self.has_bias else None
-    return functional.linear(x, matrix.t().contiguous() if self.is_transposed else matrix, added)
+    return functional.linear(x, matrix.t() if self.is_transposed else matrix, added)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts)

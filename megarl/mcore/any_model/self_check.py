@@ -19,25 +19,38 @@ from megarl.mcore.any_model.source import Source
 from megarl.mcore.attention.backends import eager
 from megarl.mcore.attention.packing import pack_sequences
 
-TOKENS, FIRST = 40, 13  # of the sequence; of the first of two packed ones, and of the prefill
+TOKENS, FIRST = 40, 13  # of the sequence; of the first of two packed ones
+STEPS = [FIRST, TOKENS - FIRST - 3, 1, 1, 1]  # tokens of each step: a prefill in two parts, and a decode
 WINDOW = 8  # at most, so that the sequence is longer
 TOLERANCE = 1e-3  # of a logit, beside the largest
 SEED, SPREAD = 7, 0.1
+# Entries of a config that say how wide something is, and no more; and what is enough to see whether it is right.
+WIDTHS = (
+    "vocab_size", "vocab_size_per_layer_input", "intermediate_size", "intermediate_size_mlp", "moe_intermediate_size",
+    "expert_ffn_hidden_size", "shared_expert_intermediate_size", "shared_intermediate_size", "ffn_hidden_size",
+)  # fmt: skip
+WIDTH = 256
 EXPERT_STEP = 7  # between the numbers with which two experts' matrices begin
 
 
-def check(found: Source):
-    """Raises Unsupported, with what differs, if a module does not compute alone what it computes under megarl."""
-    small = shortened(found)
+def check(found: Source, longest: int):
+    """Raises Unsupported, with what differs, if a module does not compute alone what it computes under megarl.
+
+    Args:
+        longest: maximum length of a sequence, in tokens; a window that holds it whole is as none.
+    """
+    small = shortened(found, longest)
     own, module = small.module(torch.float32, "eager"), small.module(torch.float32)
+    if getattr(type(module.get_output_embeddings()), "forward", None) is not nn.Linear.forward:
+        raise Unsupported(f"{type(module).__name__} does not compute its logits by one linear layer")
     for each in (own, module):
         fill(each)
     source.find_slots(module, small.text.vocab_size)
     tokens = torch.randint(small.text.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(SEED))
     run = Runner(module, small.text)
-    with torch.no_grad():
+    with torch.no_grad(), source.one_line_errors(type(module)):
         whole = run.packed(tokens, [TOKENS])
-        wanted = own(input_ids=tokens[None], position_ids=torch.arange(TOKENS)[None], use_cache=False).logits[0].float()
+        wanted = own(input_ids=tokens[None], use_cache=False).logits[0].float()  # with positions of its own, too
         _compare(type(module), "its own attention and experts", whole, wanted)
         apart = torch.cat([run.packed(part, [len(part)]) for part in tokens.split([FIRST, TOKENS - FIRST])])
         _compare(type(module), "two sequences packed together", run.packed(tokens, [FIRST, TOKENS - FIRST]), apart)
@@ -67,10 +80,9 @@ class Runner:
         return self._logits(tokens, layout.positions, PackedPass(layout=layout, backend=eager))
 
     def in_steps(self, tokens: Tensor) -> Tensor:
-        """Tokens [T] of one sequence -> logits [T, V]: of its first tokens together, and of each other one alone."""
+        """Tokens [T] of one sequence -> logits [T, V]: of two parts of a prefill, and of the last tokens one by one."""
         held, positions = HeldKeys(), torch.arange(len(tokens))
-        parts = [FIRST, *[1] * (len(tokens) - FIRST)]
-        rows = zip(tokens.split(parts), positions.split(parts), strict=True)
+        rows = zip(tokens.split(STEPS), positions.split(STEPS), strict=True)
         return torch.cat([self._logits(each, at, HeldPass(held=held)) for each, at in rows])
 
     def _logits(self, tokens: Tensor, positions: Tensor, each: Pass) -> Tensor:
@@ -114,21 +126,29 @@ def _slots(module: nn.Module) -> list[Slot]:
 # -- a small model -----------------------------------------------------------------------------------------------------
 
 
-def shortened(found: Source) -> Source:
-    """The same model with its first layers alone, as many as show each kind of layer, and with short windows."""
+def shortened(found: Source, longest: int) -> Source:
+    """The same model with its first layers alone, as many as show each kind of layer, and with short windows.
+    Argument as of `check`."""
     config = copy.deepcopy(found.config)
     text = config.get_text_config()
-    if isinstance(getattr(text, "sliding_window", None), int):
+    if isinstance(getattr(text, "sliding_window", None), int) and text.sliding_window < longest:
         text.sliding_window = min(text.sliding_window, WINDOW)
     for name in source.LIMITS:
         if isinstance(getattr(text, name, None), int):
             setattr(text, name, max(getattr(text, name), TOKENS))
-    small = found._replace(config=config)
-    kinds = _kinds(small)
+    for candidate in (_narrowed(config), config):
+        small = found._replace(config=candidate)
+        try:
+            kinds = _kinds(small)
+        except Unsupported:  # a width that others have to fit
+            if candidate is config:
+                raise
+        else:
+            break
     count = max(kinds.index(kind) for kind in kinds) + 1
     if count == len(kinds):
         return small
-    cut = copy.deepcopy(config)
+    cut = copy.deepcopy(small.config)
     text = cut.get_text_config()
     for name, value in vars(text).items():
         if isinstance(value, list) and len(value) == len(kinds):
@@ -143,12 +163,24 @@ def shortened(found: Source) -> Source:
         return small
 
 
+def _narrowed(config):
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for name in WIDTHS:
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, min(getattr(text, name), WIDTH))
+    if (getattr(text, "pad_token_id", None) or 0) >= WIDTH:
+        text.pad_token_id = 0
+    return config
+
+
 def _kinds(found: Source) -> list[tuple]:
     """What tells each layer from others: its weights' names and shapes, its attention, its entries in lists."""
     module = found.module(torch.float32)
     source.find_slots(module, found.text.vocab_size)
     layers = layers_of(module)
     lists = [each for each in vars(found.text).values() if isinstance(each, list) and len(each) == len(layers)]
+    lists = [each for each in lists if type(each[0]) is not int or each != sorted(set(each))]  # not numbers of layers
     return [
         (
             tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters()),

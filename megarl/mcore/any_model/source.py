@@ -24,6 +24,8 @@ from megarl.mcore.any_model.attention import FirstPass, Slot, Unsupported
 from megarl.mcore.weights.hf.folder import HFFolder
 
 FLAG = "--model-source transformers"
+NO_INTERFACE = "does not call transformers' attention interface"
+LARGE = 2**22  # elements of a tensor of three dimensions, which is a parameter
 PROBED = 4  # tokens of the first pass
 # Entries of config.json that a model of transformers reads as the longest sequence that its attention sees whole.
 LIMITS = ("attention_chunk_size",)
@@ -46,10 +48,13 @@ class Source(NamedTuple):
         Args:
             attention_name: name of the attention function that its modules call; also of the experts function, unless
                 it is `eager`.
+
+        Raises:
+            Unsupported: transformers cannot build it so.
         """
         config = copy.deepcopy(self.config)
         experts = "eager" if attention_name == "eager" else rows.NAME
-        with _parameters_on_meta(), initialization.no_init_weights():
+        with _parameters_on_meta(), initialization.no_init_weights(), one_line_errors(self.kind, "be built"):
             module = self.kind._from_config(
                 config, dtype=dtype, attn_implementation=attention_name, experts_implementation=experts
             )
@@ -72,12 +77,19 @@ def read(folder: HFFolder) -> Source:
     try:
         config = config_class.from_dict(copy.deepcopy(folder.config))
     except Exception as error:  # whatever a class of transformers raises for a wrong entry
-        raise folder.error(f"config.json: transformers refuses it ({one_line(str(error))[:300]})") from None
+        raise folder.error(f"config.json: transformers refuses it ({_in_one_line(str(error))})") from None
     config.dtype = None
     if hasattr(config.get_text_config(), "is_decoder"):
         config.get_text_config().is_decoder = True
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-    return Source(config, found[0] if isinstance(found, tuple) else found)
+    return of_config(config)
+
+
+def of_config(config: Any) -> Source:
+    """The class that `AutoModelForCausalLM` takes for a config, with the part of a composite config that it takes."""
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind = found[0] if isinstance(found, tuple) else found
+    text = config.sub_configs.get("text_config")
+    return Source(config.get_text_config() if text is not None and kind.config_class is text else config, kind)
 
 
 def find_slots(module: PreTrainedModel, vocab_size: int) -> tuple[Slot, ...]:
@@ -87,17 +99,32 @@ def find_slots(module: PreTrainedModel, vocab_size: int) -> tuple[Slot, ...]:
         Unsupported: attention in another way, or the module needs what megarl does not hand over.
     """
     probe = FirstPass(tokens=PROBED)
-    with torch.no_grad(), _without_memory(module), attention.running(probe), rows.installed(_no_product):
+    with torch.no_grad(), _without_memory(module), attention.running(probe), rows.installed(_no_product, _no_matmul):
         tokens = torch.arange(PROBED)[None] % vocab_size
-        try:
+        indexer = [name for name, value in vars(module.config.get_text_config()).items() if name.startswith("index") and value]
+        with one_line_errors(type(module), f"run without its sparse indexer, {indexer[0]}" if indexer else "run"):
             module(input_ids=tokens, position_ids=torch.arange(PROBED)[None], use_cache=False)
-        except Unsupported:
-            raise
-        except Exception as error:
-            raise Unsupported(f"{type(module).__name__} cannot run: {one_line(str(error))[:200]}") from None
     if not probe.found:
-        raise Unsupported(f"{type(module).__name__} does not call transformers' attention interface")
+        raise Unsupported(f"{type(module).__name__} {NO_INTERFACE}")
     return tuple(probe.found)
+
+
+@contextlib.contextmanager
+def one_line_errors(kind: type, what: str = "run") -> Iterator[None]:
+    """Context in which an error of transformers' code is one line for the user: Unsupported."""
+    try:
+        yield
+    except Unsupported:
+        raise
+    except Exception as error:  # whatever a module raises
+        if error.args == (attention.NAME,):  # looked up in a table of its own
+            raise Unsupported(f"{kind.__name__} {NO_INTERFACE}") from None
+        text = _in_one_line(f"{type(error).__name__}: {error}")
+        raise Unsupported(f"{kind.__name__} cannot {what} ({text})") from None
+
+
+def _in_one_line(text: str) -> str:
+    return one_line(" ".join(text.split()))[:300]
 
 
 def flags_of(source: Source, slots: Sequence[Slot], error: Callable[[str], UsageError]) -> dict[str, object]:
@@ -110,7 +137,7 @@ def flags_of(source: Source, slots: Sequence[Slot], error: Callable[[str], Usage
     if len(windows) > 1:
         sizes = ", ".join(map(str, sorted(windows)))
         raise error(f"has attention windows of {len(windows)} sizes ({sizes}), not of one")
-    hidden = source.text.hidden_size
+    hidden, inner = source.text.hidden_size, getattr(source.text, "intermediate_size", None)
     flags: dict[str, object] = {
         "num-layers": len(slots),
         "hidden-size": hidden,
@@ -118,7 +145,7 @@ def flags_of(source: Source, slots: Sequence[Slot], error: Callable[[str], Usage
         "kv-channels": max(slot.channels for slot in slots),
         "group-query-attention": True,
         "num-query-groups": max(slot.groups for slot in slots),
-        "ffn-hidden-size": getattr(source.text, "intermediate_size", None) or 4 * hidden,
+        "ffn-hidden-size": max(inner) if isinstance(inner, list) else inner or 4 * hidden,
         "normalization": "RMSNorm",
         "disable-bias-linear": True,
         "swiglu": True,
@@ -150,11 +177,16 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = on_meta
-    try:
+    def without_memory(make):  # what some modules make of experts: gigabytes of zeros
+        def made(*sizes, **kwargs):
+            is_large = len(sizes) > 2 and math.prod(sizes) > LARGE
+            return make(*sizes, **kwargs | {"device": "meta"} if is_large else kwargs)
+
+        return made
+
+    makers = [(torch, name, without_memory(getattr(torch, name))) for name in ("zeros", "ones", "randn")]
+    with rows.replaced([(nn.Module, "register_parameter", on_meta), *makers]):
         yield
-    finally:
-        nn.Module.register_parameter = register
 
 
 @contextlib.contextmanager
@@ -178,6 +210,13 @@ def _without_memory(module: nn.Module) -> Iterator[None]:
 
 def _no_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return x.new_zeros(*x.shape[:-1], len(weight))
+
+
+_matmul = torch.matmul
+
+
+def _no_matmul(x: Tensor, y: Tensor) -> Tensor:
+    return x.new_zeros(_matmul(x.to("meta"), y.to("meta")).shape)
 
 
 @functools.lru_cache(maxsize=8)

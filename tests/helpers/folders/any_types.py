@@ -22,10 +22,12 @@ VOCAB, LAYERS = 160, 6
 SIZES = {
     VOCAB: "vocab_size vocab_size_per_layer_input",
     64: "hidden_size d_model n_embd embedding_size word_embed_proj_dim mamba_d_ssm lru_width",
-    96: "intermediate_size ffn_hidden_size ffn_dim n_inner d_ff dim_ff intermediate_size_mlp",
-    LAYERS: "num_hidden_layers n_layer n_layers num_layers",
+    96: "intermediate_size ffn_hidden_size ffn_dim n_inner d_ff dim_ff intermediate_size_mlp encoder_ffn_dim"
+        " decoder_ffn_dim",
+    LAYERS: "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers",
     4: "num_attention_heads n_head n_heads num_heads num_experts num_local_experts n_routed_experts moe_num_experts"
-       " linear_num_value_heads mamba_n_heads mamba_num_heads swa_num_attention_heads laurel_rank",
+       " linear_num_value_heads mamba_n_heads mamba_num_heads swa_num_attention_heads laurel_rank encoder_attention_heads decoder_attention_heads num_encoder_attention_heads"
+       " num_decoder_attention_heads",
     2: "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token moe_k moe_topk experts_per_token"
        " num_kv_shared_layers num_global_key_value_heads zero_expert_num index_n_heads linear_num_key_heads hc_mult"
        " swa_num_key_value_heads o_groups mamba_expand eos_token_id",
@@ -44,17 +46,43 @@ SIZES = {
     30.0: "final_logit_softcapping",
 }  # fmt: skip
 SMALL = {name: value for value, names in SIZES.items() for name in names.split()}
+SMALL |= dict(use_sliding_window=True, max_window_layers=3, use_qk_norm=True, qk_layernorm=True)
+NONE_BY_DEFAULT = "num_key_value_heads", "head_dim", "sliding_window"
+TOWER = dict(adapter_input_size=64, num_hidden_layers=2, depth=2, num_key_value_heads=4, out_hidden_size=64, intermediate_size=64)
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # Types whose entries depend on each other in another way.
 OWN = {
+    "bamba": dict(mamba_n_heads=8, mamba_d_head=16, attn_layer_indices=[1, 3]),
+    "cohere_compass_text": dict(
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        rope_parameters={"sliding_attention": ROPE, "full_attention": ROPE},
+    ),
+    "dbrx": dict(
+        attn_config=dict(kv_n_heads=2, clip_qkv=8, rope_theta=10000.0),
+        ffn_config=dict(ffn_hidden_size=96, moe_num_experts=4, moe_top_k=2),
+    ),
+    "dots1": dict(
+        moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, n_group=1,
+        topk_group=1, layer_types=["sliding_attention", "full_attention"] * 3,
+    ),
     "codegen": dict(rotary_dim=8),
-    "deepseek_v2": dict(head_dim=8, moe_layer_freq=1),
+    "deepseek_v2": dict(head_dim=8, moe_layer_freq=1, num_experts_per_tok=2),
+    "dots3_note_vision_encoder": dict(num_hidden_layers=42, adapter_in_dim=64, adapter_out_dim=64),
     "ernie4_5_moe": dict(moe_layer_start_index=1, moe_layer_end_index=5),
     "gemma2": dict(query_pre_attn_scalar=16),
-    "gpt_neo": dict(num_layers=4, attention_types=[[["global", "local"], 2]], window_size=8),
+    "gpt_neo": dict(attention_types=[[["global", "local"], 3]], window_size=8),
+    "granitemoehybrid": dict(
+        mamba_n_heads=8, mamba_d_head=16, layer_types=["mamba", "attention"] * 3, position_embedding_type="rope"
+    ),
     "gptj": dict(rotary_dim=8),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1),
     "lfm2": dict(layer_types=["conv", "full_attention"] * 3),
-    "lfm2_moe": dict(num_dense_layers=1),
+    "lfm2_moe": dict(num_dense_layers=1, layer_types=["conv", "full_attention"] * 3),
+    "mamba2": dict(num_heads=8, head_dim=16),
+    "qwen4_exp_text": dict(
+        indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4
+    ),
+    "reformer": dict(axial_pos_embds_dim=[32, 32], axial_pos_shape=[8, 16]),
     "llama4_text": dict(interleave_moe_layer_step=2, floor_scale=8, attention_chunk_size=128),
     "longcat_flash": dict(num_layers=3, head_dim=8),
     "minimax_m3_vl_text": dict(
@@ -62,7 +90,11 @@ OWN = {
         index_local_blocks=1,
     ),
     "nemotron_h": dict(num_hidden_layers=4, hybrid_override_pattern="M*-E"),
+    "phimoe": dict(sliding_window=131072),  # of published folders; the module's attention does not read it
+    "olmo": dict(clip_qkv=8.0),
+    "stablelm": dict(use_parallel_residual=True),
     "vaultgemma": dict(query_pre_attn_scalar=16),
+    "zamba2": dict(layers_block_type=["mamba", "hybrid"] * 3, layer_types=["mamba", "hybrid"] * 3),
     "zaya": dict(num_experts_per_tok=1),
 }  # fmt: skip
 GEMMA = dict(
@@ -71,14 +103,21 @@ GEMMA = dict(
     final_logit_softcapping=30.0, max_position_embeddings=128,
 )  # fmt: skip
 PER_LAYER = dict(vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=8, num_kv_shared_layers=2)
+GLOBAL = dict(global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True)
 # Types whose defaults cannot be read without their sizes.
 WHOLE = {
-    "gemma4_text": GEMMA | PER_LAYER | dict(global_head_dim=32, num_global_key_value_heads=1),
-    "gemma4_unified_text": GEMMA | dict(global_head_dim=32, num_global_key_value_heads=1),
-    "gemma3n_text": GEMMA | PER_LAYER | dict(laurel_rank=4, activation_sparsity_pattern=[0.0] * LAYERS),
-}
+    "gemma4_text": GEMMA | PER_LAYER | GLOBAL | dict(
+        enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32
+    ),
+    "gemma4_unified_text": GEMMA | GLOBAL,
+    "gemma4_assistant": dict(
+        text_config=GEMMA | GLOBAL | dict(model_type="gemma4_text", hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)
+    ),
+    "gemma3n_text": GEMMA | PER_LAYER | dict(laurel_rank=4, activation_sparsity_pattern=[0.95, 0.95, 0.0, 0.0, 0.0, 0.0]),
+}  # fmt: skip
 # Entries that some types refuse together; the first that goes without is taken.
-LEFT_OUT = ((), ("qk_head_dim", "head_dim"), ("q_lora_rank",), ("head_dim",), ("num_key_value_heads",))
+LEFT_OUT = ((), ("qk_head_dim", "head_dim"), ("q_lora_rank",), ("head_dim",), ("num_key_value_heads",),
+            ("num_hidden_layers", "num_layers"), ("max_position_embeddings", "n_positions"), ("v_head_dim",))  # fmt: skip
 
 
 def small_config(kind: str):
@@ -90,6 +129,9 @@ def small_config(kind: str):
     sizes = {name: value for name, value in SMALL.items() if _has(default, name)}
     if {"qk_rope_head_dim", "kv_lora_rank"} <= sizes.keys():
         sizes |= {"head_dim": 8, "num_key_value_heads": 4}
+    for name in getattr(made, "sub_configs", ()):
+        if (part := getattr(default, name, None)) is not None:
+            sizes[name] = _small_part(part)
     sizes |= OWN.get(kind, {})
     for names in LEFT_OUT:
         try:
@@ -103,13 +145,21 @@ def small_config(kind: str):
     raise problem
 
 
+def _small_part(default) -> dict:
+    """Entries of a small part of a composite configuration: its language model, or a tower."""
+    if default.model_type in TYPES:
+        return small_config(default.model_type).to_dict()
+    sizes = {name: value for name, value in (SMALL | TOWER).items() if _has(default, name)}
+    return sizes | {"model_type": default.model_type} | OWN.get(default.model_type, {})
+
+
 def _has(config, name: str) -> bool:
     """Whether a configuration has an entry, with a value or as one of these that are None by default."""
     try:
         value = getattr(config, name, None)
     except Exception:  # an entry that differs by layer has no value for all
         return True
-    return value is not None or name in ("num_key_value_heads", "head_dim") and hasattr(config, name)
+    return value is not None or name in NONE_BY_DEFAULT and hasattr(config, name)
 
 
 def small_module(kind: str, seed: int = 1):
@@ -117,6 +167,8 @@ def small_module(kind: str, seed: int = 1):
     config = small_config(kind)
     found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     made = found[0] if isinstance(found, tuple) else found
+    if made.config_class is config.sub_configs.get("text_config"):  # as `AutoModelForCausalLM` does
+        config = config.get_text_config()
     torch.manual_seed(seed)
     module = made._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
@@ -136,4 +188,6 @@ def save(kind: str, folder: Path, seed: int = 1):
     module = small_module(kind, seed)
     small_tokenizers.characters(folder)
     module.save_pretrained(folder)
+    if module.config.model_type != kind:  # the language model's part
+        small_config(kind).save_pretrained(folder)
     return module
