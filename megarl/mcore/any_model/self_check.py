@@ -20,7 +20,9 @@ from megarl.mcore.attention.backends import eager
 from megarl.mcore.attention.packing import pack_sequences
 
 TOKENS, FIRST = 40, 13  # of the sequence; of the first of two packed ones, and of the prefill
+STEPS = FIRST, 1, 1, TOKENS - FIRST - 2  # tokens of a prefill, of decode steps, and of a chunk after them
 WINDOW = 8  # at most, so that the sequence is longer
+VOCABULARY = 1000  # at most: the projection of a whole one would take most of the time
 TOLERANCE = 1e-3  # of a logit, beside the largest
 SEED, SPREAD = 7, 0.1
 EXPERT_STEP = 7  # between the numbers with which two experts' matrices begin
@@ -67,10 +69,9 @@ class Runner:
         return self._logits(tokens, layout.positions, PackedPass(layout=layout, backend=eager))
 
     def in_steps(self, tokens: Tensor) -> Tensor:
-        """Tokens [T] of one sequence -> logits [T, V]: of its first tokens together, and of each other one alone."""
+        """Tokens [T] of one sequence -> logits [T, V], in `STEPS`."""
         held, positions = HeldKeys(), torch.arange(len(tokens))
-        parts = [FIRST, *[1] * (len(tokens) - FIRST)]
-        rows = zip(tokens.split(parts), positions.split(parts), strict=True)
+        rows = zip(tokens.split(STEPS), positions.split(STEPS), strict=True)
         return torch.cat([self._logits(each, at, HeldPass(held=held)) for each, at in rows])
 
     def _logits(self, tokens: Tensor, positions: Tensor, each: Pass) -> Tensor:
@@ -104,7 +105,7 @@ class HeldPass(Pass):
             mask &= at - places < slot.window
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
         out = eager.attend(query, key, value, mask[None, None], scale, options.get("softcap"), options.get("sinks"))
-        return out[0].transpose(0, 1)
+        return out[0].transpose(0, 1).contiguous()
 
 
 def _slots(module: nn.Module) -> list[Slot]:
@@ -115,11 +116,15 @@ def _slots(module: nn.Module) -> list[Slot]:
 
 
 def shortened(found: Source) -> Source:
-    """The same model with its first layers alone, as many as show each kind of layer, and with short windows."""
+    """The same model with its first layers alone, as many as show each kind of layer, short windows and few tokens."""
     config = copy.deepcopy(found.config)
     text = config.get_text_config()
     if isinstance(getattr(text, "sliding_window", None), int):
         text.sliding_window = min(text.sliding_window, WINDOW)
+    if text.vocab_size > VOCABULARY:
+        text.vocab_size = VOCABULARY
+        if isinstance(text.pad_token_id, int):
+            text.pad_token_id = min(text.pad_token_id, VOCABULARY - 1)
     for name in source.LIMITS:
         if isinstance(getattr(text, name, None), int):
             setattr(text, name, max(getattr(text, name), TOKENS))
@@ -130,30 +135,36 @@ def shortened(found: Source) -> Source:
         return small
     cut = copy.deepcopy(config)
     text = cut.get_text_config()
-    for name, value in vars(text).items():
-        if isinstance(value, list) and len(value) == len(kinds):
-            setattr(text, name, value[:count])
+    lists = [name for name, value in vars(text).items() if isinstance(value, list) and len(value) == len(kinds)]
+    for name in lists:
+        setattr(text, name, getattr(text, name)[:count])
     for name in ("num_layers", "num_hidden_layers"):  # some types count parts of a layer in the second
         if getattr(text, name, None) == len(kinds):
             setattr(text, name, count)
     shorter = found._replace(config=cut)
     try:
-        return shorter if _kinds(shorter) == kinds[:count] else small
+        return shorter if _kinds(shorter, lists) == kinds[:count] else small
     except Unsupported:  # a number of layers by another name
         return small
 
 
-def _kinds(found: Source) -> list[tuple]:
-    """What tells each layer from others: its weights' names and shapes, its attention, its entries in lists."""
+def _kinds(found: Source, lists: list[str] | None = None) -> list[tuple]:
+    """What tells each layer from others: its weights' names and shapes, its attention, its entries in lists.
+
+    Args:
+        lists: names of the config's entries with a value for each layer; None: all lists of so many values.
+    """
     module = found.module(torch.float32)
     source.find_slots(module, found.text.vocab_size)
     layers = layers_of(module)
-    lists = [each for each in vars(found.text).values() if isinstance(each, list) and len(each) == len(layers)]
+    of_config = {name: each for name, each in vars(found.text).items() if isinstance(each, list)}
+    names = of_config if lists is None else lists
+    by_layer = [of_config[name] for name in names if len(of_config[name]) == len(layers)]
     return [
         (
             tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters()),
             tuple(slot._replace(number=0) for slot in _slots(layer)),
-            tuple(str(each[number]) for each in lists),
+            tuple(str(each[number]) for each in by_layer),
         )
         for number, layer in enumerate(layers)
     ]
