@@ -139,7 +139,7 @@ def shortened(found: Source, longest: int) -> Source:
     for candidate in (_narrowed(config), config):
         small = found._replace(config=candidate)
         try:
-            kinds = _kinds(small)
+            kinds, lists = _kinds(small)
         except Unsupported:  # a width that others have to fit
             if candidate is config:
                 raise
@@ -150,15 +150,14 @@ def shortened(found: Source, longest: int) -> Source:
         return small
     cut = copy.deepcopy(small.config)
     text = cut.get_text_config()
-    for name, value in vars(text).items():
-        if isinstance(value, list) and len(value) == len(kinds):
-            setattr(text, name, value[:count])
+    for name in lists:
+        setattr(text, name, getattr(text, name)[:count])
     for name in ("num_layers", "num_hidden_layers"):  # some types count parts of a layer in the second
         if getattr(text, name, None) == len(kinds):
             setattr(text, name, count)
     shorter = found._replace(config=cut)
     try:
-        return shorter if _kinds(shorter) == kinds[:count] else small
+        return shorter if _kinds(shorter, lists)[0] == kinds[:count] else small
     except Unsupported:  # a number of layers by another name
         return small
 
@@ -174,21 +173,34 @@ def _narrowed(config):
     return config
 
 
-def _kinds(found: Source) -> list[tuple]:
-    """What tells each layer from others: its weights' names and shapes, its attention, its entries in lists."""
+def _kinds(found: Source, names: list[str] | None = None) -> tuple[list[tuple], list[str]]:
+    """What tells each layer from others: its weights' names and shapes, its attention, its entries in the config's lists.
+
+    Args:
+        names: of the lists that have an entry for each layer; None: all of that length.
+
+    Returns:
+        the kind of each layer, and the names of the lists.
+    """
     module = found.module(torch.float32)
     source.find_slots(module, found.text.vocab_size)
-    layers = layers_of(module)
-    lists = [each for each in vars(found.text).values() if isinstance(each, list) and len(each) == len(layers)]
-    lists = [each for each in lists if type(each[0]) is not int or each != sorted(set(each))]  # not numbers of layers
-    return [
+    layers, entries = layers_of(module), vars(found.text)
+    if names is None:
+        names = [name for name, each in entries.items() if isinstance(each, list) and len(each) == len(layers)]
+        counted = [
+            name for name in names if type(entries[name][0]) is int and entries[name] == sorted(set(entries[name]))
+        ]
+        names = [name for name in names if name not in counted]  # numbers of layers
+    kinds = [
         (
             tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters()),
             tuple(slot._replace(number=0) for slot in _slots(layer)),
-            tuple(str(each[number]) for each in lists),
+            tuple(str(entries[name][number]) for name in names),
         )
         for number, layer in enumerate(layers)
+        if all(number < len(entries[name]) for name in names)
     ]
+    return kinds, names
 
 
 def fill(module: nn.Module):
