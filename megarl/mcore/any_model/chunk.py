@@ -22,7 +22,7 @@ from megarl.mcore.attention import backends
 from megarl.mcore.kernels.linear import matmul
 from megarl.mcore.parallel.fsdp import whole
 
-PREFIX = "hf."  # of the names of a module's weights
+PREFIX, ADAPTER = "hf.", "adapter."  # of the names of a module's weights, and of low-rank factors
 SOFTCAP = "final_logit_softcapping"
 
 
@@ -154,12 +154,12 @@ class AnyChunk(MegatronModule):
         return self.output_layer.weight
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
-        """Parameters and persistent buffers by the module's own names, whole on each rank; a tied one once."""
+        """Parameters and persistent buffers by the module's own names; a tied one once, low-rank factors not."""
         seen: dict[int, str] = {}
         state = {
             name: tensor
             for name, tensor in self.state_dict(keep_vars=True).items()
-            if torch.is_tensor(tensor) and seen.setdefault(id(tensor), name) == name
+            if torch.is_tensor(tensor) and not name.startswith(ADAPTER) and seen.setdefault(id(tensor), name) == name
         }
         splits = {PREFIX + name: split for name, split in self.splits.items()}
         return tensor_parallel.described(state, splits, prefix, self.tp_group, metadata["dp_cp_group"])

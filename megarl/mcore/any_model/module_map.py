@@ -16,6 +16,7 @@ from megarl.mcore.any_model.chunk import PREFIX
 from megarl.mcore.any_model.conversions import Conversions, converted
 from megarl.mcore.model.weight_table import HEAD
 from megarl.mcore.parallel.fsdp import whole
+from megarl.mcore.weights.hf.family import Family
 from megarl.mcore.weights.hf.folder import READABLE, FolderReader, HFFolder
 from megarl.mcore.weights.hf.hf_model import CLASSIFIER
 from megarl.mcore.weights.reshard_plan import LocalWeights
@@ -32,6 +33,8 @@ class AnyModel(NamedTuple):
     has_scalar_head: bool
     notes: tuple[str, ...] = ()
 
+    family = Family("", {}, lambda _: {})  # of adapters: the module itself names what they adapt
+
     @property
     def folder_of_module(self) -> str:
         """The folder whose module of transformers computes the model."""
@@ -46,8 +49,7 @@ class AnyModel(NamedTuple):
         """Passes: a folder like each one that is read can be written."""
 
     def check_adapters(self, flag: str):
-        """UsageError: adapters are not read."""
-        raise self.folder.error(f"{source.FLAG} has no low-rank factors yet, which {flag} needs")
+        """Passes: adapters name the module's own linear layers."""
 
     def weight_map(self, args, value_head: bool) -> "ModuleMap":
         """The tensors of a role's weights. Arguments as of `WeightMap`."""
