@@ -23,8 +23,20 @@ RENAMED = (".gate_proj", ".up_proj", ".down_proj", ".gate", ".w1", ".w2", ".w3")
 
 @functools.lru_cache(maxsize=8)
 def linear_sizes(path: str) -> dict[str, tuple[int, int]]:
-    """(rows, columns) by name of the linear layers of a folder's module: as PEFT's `all-linear`, without the head."""
-    return {name: tuple(layer.weight.shape) for name, layer in _linears(_module(path)).items()}
+    """(rows, columns) by name of the linear layers of a folder's module that can have factors: as PEFT's `all-linear`,
+    without the head, and without routers whose weight is used beside the layer, which PEFT's factors do not reach."""
+    module, called, bypassed = _module(path), set(), set()
+    found = _linears(module)
+
+    def product(x, weight, bias=None):
+        bypassed.update(name for name, each in found.items() if each.weight is weight and each not in called)
+        return source.no_product(x, weight, bias)
+
+    hooks = [each.register_forward_pre_hook(lambda layer, _: called.add(layer)) for each in found.values()]
+    source.find_slots(module, source.of_path(path).text.vocab_size, product)
+    for hook in hooks:
+        hook.remove()
+    return {name: tuple(each.weight.shape) for name, each in found.items() if name not in bypassed}
 
 
 def renamed_by_peft(path: str) -> tuple[str, ...]:
@@ -110,12 +122,13 @@ class AdaptedModule(AdaptedLinear):
         return rows.view(*x.shape[:-1], len(weight))
 
 
-def adapted_modules(chunk, lora: LoRASettings, seed: int) -> list[AdaptedModule]:
-    """Draws the factors of a chunk's layers that the targets name."""
+def adapted_modules(chunk, lora: LoRASettings, path: str, seed: int) -> list[AdaptedModule]:
+    """Draws the factors of the layers that the targets name, of a chunk of the folder at `path`."""
     found = []
-    for name, layer in _linears(chunk.hf).items():
+    for name in linear_sizes(path):
         if not _is_named(name, lora.targets):
             continue
+        layer = chunk.hf.get_submodule(name)
         split = chunk.splits.get(f"{name}.weight")
         if split is not None and split.parts > 1:
             raise ValueError(f"{name} packs {split.parts} parts, each over several ranks: it can have no factors")

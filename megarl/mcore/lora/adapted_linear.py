@@ -148,6 +148,7 @@ class AdaptedLinear(torch.nn.Module):
         """
         super().__init__()
         self._layer = (layer,)  # in a tuple: the model already has it as a module
+        self._sharded: tuple[Tensor, ...] = ()
         self.whole_name, weight = name, layer.weight
         axis = _split_axis(layer, projections[0])
         self.is_row_parallel, self.is_replicated = axis == 1, axis is None
@@ -184,6 +185,7 @@ class AdaptedLinear(torch.nn.Module):
 
     def keep_base(self):
         """Keeps a copy of W if the layer's weight will have the factors merged; after FSDP has sharded the weight."""
+        self._sharded = (self.layer.weight,)
         if self.product.is_merged:
             self.base = torch.nn.Parameter(rows_here(self.layer.weight).data.clone(), requires_grad=False)
 
@@ -191,6 +193,11 @@ class AdaptedLinear(torch.nn.Module):
     def layer(self):
         """Megatron's linear layer."""
         return self._layer[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """The layer's weight; under FSDP the sharded one, also while a layer outside of the decoder is gathered."""
+        return self._sharded[0] if self._sharded else self.layer.weight
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """(A, B) of each projection."""
@@ -240,14 +247,14 @@ class AdaptedLinear(torch.nn.Module):
     @torch.no_grad()
     def merge(self):
         """Sets the layer's weight to W + s·B·A; does nothing in 16 bits, where they stay apart."""
-        weight, here = rows_here(self.layer.weight)
+        weight, here = rows_here(self.weight)
         for rows, change in () if self.base is None else self.change(here):
             weight[rows] = self.base.data[rows] + change
 
     @torch.no_grad()
     def fold(self):
         """Adds s·B·A to a weight that does not contain it; in 16 bits with rounding."""
-        weight, here = rows_here(self.layer.weight)
+        weight, here = rows_here(self.weight)
         for rows, change in self.change(here):
             weight[rows] += change
 

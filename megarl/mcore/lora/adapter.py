@@ -29,7 +29,7 @@ class Adapter(torch.nn.Module):
         if args.model_folder is not None:
             from megarl.mcore.any_model.adapters import adapted_modules  # needs transformers
 
-            self.linears = torch.nn.ModuleList(adapted_modules(chunk, lora, args.seed))
+            self.linears = torch.nn.ModuleList(adapted_modules(chunk, lora, args.model_folder, args.seed))
             return
         found = []
         for name, layer in chunk.decoder.named_modules(prefix="decoder"):

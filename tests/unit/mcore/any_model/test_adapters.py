@@ -37,6 +37,7 @@ class Found(NamedTuple):
     gradients: dict[str, torch.Tensor]  # by the name of a tensor in an adapter's file; of the sum of log-probs
     base: list[torch.Tensor]  # log-probs without the factors
     gap: float = 0.0
+    errors: dict[str, float] = {}  # of PEFT's gradients in fp32, relative to those in fp64
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def folder_of(tmp_path_factory):
 def of_sequences(model, sequences) -> list[torch.Tensor]:
     found = []
     for ids in map(torch.tensor, sequences):
-        rows = model(ids.unsqueeze(0), use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        rows = model(ids.unsqueeze(0), use_cache=False).logits[0, :-1].log_softmax(-1)
         found.append(rows.gather(1, ids[1:, None])[:, 0])
     return found
 
@@ -56,7 +57,8 @@ def of_sequences(model, sequences) -> list[torch.Tensor]:
 def loaded(folder: Path):
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    own = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **own).eval()
 
 
 def made_by_peft(_, folder: Path, target: Path, targets, rslora: bool) -> Found:
@@ -74,10 +76,17 @@ def made_by_peft(_, folder: Path, target: Path, targets, rslora: bool) -> Found:
             if "lora_" in name:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(target)
-    rows = of_sequences(model, SEQUENCES)
-    torch.cat(rows).sum().backward()
-    named = {name.replace(".default", ""): each.grad for name, each in model.named_parameters() if "lora_" in name}
-    return Found([row.detach() for row in rows], named, without)
+    rows, rounded = of_sequences(model, SEQUENCES), gradients(model)
+    exact = gradients(model.double())
+    errors = {name: float((rounded[name] - each).norm() / each.norm()) for name, each in exact.items()}
+    return Found([row.detach() for row in rows], exact, without, errors=errors)
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    torch.cat(of_sequences(model, SEQUENCES)).sum().backward()
+    named = [(name.replace(".default", ""), each) for name, each in model.named_parameters() if "lora_" in name]
+    return {name: each.grad.clone() for name, each in named}
 
 
 def read_by_peft(_, folder: Path, adapter: Path) -> list[torch.Tensor]:
@@ -129,7 +138,9 @@ def rollout_gap(model, place, vocabulary: int) -> float:
     engine = RolloutEngine(model.model[0], place.pg_collection, vocabulary, 64, 0.02, 8)
     asked = [GenerationRequest(prompt, key, 12) for key, prompt in enumerate(SEQUENCES)]
     done = engine.generate(asked, (), SamplingSettings())
-    rows = logprobs(model.model, place, [a.prompt + each.tokens for a, each in zip(asked, done, strict=True)], vocabulary)
+    rows = logprobs(
+        model.model, place, [a.prompt + each.tokens for a, each in zip(asked, done, strict=True)], vocabulary
+    )
     pairs = [(row[-len(each.tokens) :], torch.tensor(each.logprobs)) for row, each in zip(rows, done, strict=True)]
     return float(torch.cat([(one - other).abs() for one, other in pairs]).max())
 
@@ -181,8 +192,8 @@ def test_an_adapter_of_peft_computes_as_in_peft(kind, layout, folder_of, tmp_pat
         assert ours.gap == 0
         assert ours.gradients.keys() == theirs.gradients.keys()
         for name, grad in ours.gradients.items():
-            expected = theirs.gradients[name]
-            assert (grad - expected).norm() <= 1e-5 * expected.norm().clamp_min(1e-6), name
+            expected, allowed = theirs.gradients[name], max(1e-5, 5 * theirs.errors[name])
+            assert (grad - expected).norm() <= allowed * expected.norm(), name
     read, written = (load_file(tmp_path / each / EXPORT) for each in ("peft", "out"))
     assert read.keys() == written.keys() and all(torch.equal(each, written[name]) for name, each in read.items())
 
