@@ -1,4 +1,4 @@
-"""Low-rank factors of transformers' modules, against PEFT: adapters in and out, log-probs, gradients, and a gap of 0."""
+"""Low-rank factors of transformers' modules, against PEFT: adapters in and out, log-probs, gradients; a gap of 0."""
 
 import functools
 import importlib.util
@@ -204,3 +204,28 @@ def test_peft_reads_what_is_written(kind, folder_of, tmp_path):
     (ours,) = run_world(in_megarl, 1, folder_of(kind), flags, tmp_path / "out", True)
     (theirs,) = run_world(read_by_peft, 1, folder_of(kind), tmp_path / "out")
     assert farthest(ours.logprobs, theirs) < 2e-5 and farthest(ours.base, ours.logprobs) > 0.05 and ours.gap == 0
+
+
+# What is refused, and what the line says, by flags.
+REFUSED = {
+    "--lora-rank 2 --lora-targets q_proj,nothing": "no linear layer of {folder} is nothing; allowed are all-linear",
+    "--lora-rank 2 --lora-targets lm_head": "no linear layer of {folder} is lm_head",
+    "--lora-adapter {experts}": "trains modules that have no factors in megarl: model.layers.*.mlp.experts",
+}
+
+
+def with_experts(_, folder: Path, target: Path):
+    import peft
+
+    names = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}
+    peft.get_peft_model(loaded(folder), peft.LoraConfig(r=2, task_type="CAUSAL_LM", **names)).save_pretrained(target)
+
+
+@pytest.mark.parametrize("flags", by_default(REFUSED, [flags for flags in REFUSED if "adapter" not in flags]))
+def test_what_has_no_factors_is_refused_in_a_line(flags, folder_of, tmp_path):
+    folder = folder_of("ernie4_5_moe" if "adapter" in flags else "granite")
+    if "adapter" in flags:
+        run_world(with_experts, 1, folder, tmp_path)
+    argv = f"--hf-model {folder} {any_measures.FLAGS} --max-prompt-length 8 --max-response-length 8 --prompts {folder}"
+    says = refusal([*argv.split(), *flags.format(experts=tmp_path).split()])
+    assert REFUSED[flags].format(folder=folder) in says
