@@ -24,19 +24,17 @@ RENAMED = (".gate_proj", ".up_proj", ".down_proj", ".gate", ".w1", ".w2", ".w3")
 @functools.lru_cache(maxsize=8)
 def linear_sizes(path: str) -> dict[str, tuple[int, int]]:
     """(rows, columns) by name of the linear layers of a folder's module that can have factors: as PEFT's `all-linear`,
-    without the head, and without routers whose weight is used beside the layer, which PEFT's factors do not reach."""
-    module, called, bypassed = _module(path), set(), set()
-    found = _linears(module)
-
-    def product(x, weight, bias=None):
-        bypassed.update(name for name, each in found.items() if each.weight is weight and each not in called)
-        return source.no_product(x, weight, bias)
-
-    hooks = [each.register_forward_pre_hook(lambda layer, _: called.add(layer)) for each in found.values()]
-    source.find_slots(module, source.of_path(path).text.vocab_size, product)
+    without the head, and without those that a part uses but does not call, which PEFT's factors do not reach either."""
+    module, called = _module(path), set()
+    hooks = [each.register_forward_pre_hook(lambda part, _: called.add(part)) for each in module.modules()]
+    source.find_slots(module, source.of_path(path).text.vocab_size)
     for hook in hooks:
         hook.remove()
-    return {name: tuple(each.weight.shape) for name, each in found.items() if name not in bypassed}
+    return {
+        name: tuple(each.weight.shape)
+        for name, each in _linears(module).items()
+        if each in called or module.get_submodule(name.rpartition(".")[0]) not in called
+    }
 
 
 def renamed_by_peft(path: str) -> tuple[str, ...]:

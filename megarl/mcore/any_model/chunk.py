@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from megarl.mcore.any_model import attention, rows, source, tensor_parallel
+from megarl.mcore.any_model import attention, routing, rows, source, tensor_parallel
 from megarl.mcore.any_model.attention import CachePass, PackedPass, Pass, Unsupported
 from megarl.mcore.attention import backends
 from megarl.mcore.kernels.linear import matmul
@@ -106,7 +106,9 @@ class AnyChunk(MegatronModule):
             self.splits = tensor_parallel.splits_of(self.hf, dist.get_world_size(pg_collection.tp))
             tensor_parallel.split(self.hf, self.splits, pg_collection.tp)
         self.slots = source.find_slots(self.hf, self.vocab_size)
-        self.routers = _routers(self.hf, self.vocab_size)
+        self.routers: list[routing.ModuleRouter] = []
+        with contextlib.suppress(Unsupported):  # a run that replays routes was refused before
+            self.routers = routing.install(self.hf, layers_of(self.hf), self.vocab_size)
         if self.routers:
             config.moe_router_topk = self.routers[0].topk  # the engine's tables of routes
         self._logit_inputs = LogitInputs(self.hf)
@@ -220,15 +222,6 @@ def layers_of(module: nn.Module) -> nn.ModuleList:
         each for each in lists if any(hasattr(part, "attention_slots") for layer in each for part in layer.modules())
     ]
     return max(with_slots, key=lambda each: sum(1 for _ in each.parameters()))
-
-
-def _routers(module: PreTrainedModel, vocab_size: int) -> list:
-    """The routers of a module that can record and replay routes; [] without experts, or if they cannot."""
-    from megarl.mcore.any_model import routing  # imports this module
-
-    with contextlib.suppress(Unsupported):
-        return routing.install(module, vocab_size)
-    return []
 
 
 def _recomputed(forward, *args, **kwargs):

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from megarl.mcore.any_model import attention, source
 from megarl.mcore.any_model.attention import Unsupported
-from megarl.mcore.any_model.chunk import layers_of
-from megarl.mcore.model.pipeline_layout import RoutedLayers
 from megarl.mcore.moe.router import RouteRecorder
 
 _topk = torch.topk
@@ -88,16 +86,19 @@ def _of_rows(scores: Tensor, topk: int, **_) -> tuple[Tensor, Tensor]:
     return tuple(_topk(scores, topk, dim=-1))
 
 
-def install(module: nn.Module, vocab_size: int) -> list[ModuleRouter]:
+def install(module: nn.Module, layers: nn.ModuleList, vocab_size: int) -> list[ModuleRouter]:
     """The routers of a module whose slots were found, in the order of its layers; [] for a dense one, or one whose
     experts are not called by transformers' interface.
+
+    Args:
+        layers: the module's, one after the other.
 
     Raises:
         Unsupported: what keeps the routers from replaying routes; the module is as before.
     """
     blocks = [
         (number, block, each)
-        for number, layer in enumerate(layers_of(module), 1)
+        for number, layer in enumerate(layers, 1)
         for block in layer.modules()
         for each in block.children()
         if hasattr(each, "_is_expert_parallel")  # of transformers' interface
@@ -127,18 +128,3 @@ def install(module: nn.Module, vocab_size: int) -> list[ModuleRouter]:
             hook.remove()
             router.is_planting = False
     return routers
-
-
-@functools.lru_cache(maxsize=8)
-def of_folder(path: str) -> tuple[RoutedLayers, str | None]:
-    """The layers of a folder's module whose routes can be replayed, and why those of its experts cannot."""
-    found = source.of_path(path)
-    module = found.module(torch.float32)
-    source.find_slots(module, found.text.vocab_size)
-    try:
-        routers = install(module, found.text.vocab_size)
-    except Unsupported as problem:
-        return RoutedLayers((), 0, 0), f"{type(module).__name__}: {problem}"
-    if not routers:
-        return RoutedLayers((), 0, 0), f"{type(module).__name__} calls no experts by transformers' interface"
-    return RoutedLayers(tuple(x.layer_number for x in routers), routers[0].experts, routers[0].topk), None

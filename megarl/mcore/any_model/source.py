@@ -80,21 +80,14 @@ def read(folder: HFFolder) -> Source:
     return Source(config, found[0] if isinstance(found, tuple) else found)
 
 
-def no_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Zeros of the shape of `torch.nn.functional.linear`."""
-    return x.new_zeros(*x.shape[:-1], len(weight))
-
-
-def find_slots(module: PreTrainedModel, vocab_size: int, product: Callable = no_product) -> tuple[Slot, ...]:
+def find_slots(module: PreTrainedModel, vocab_size: int) -> tuple[Slot, ...]:
     """The slots of a module's attention, in the order of a pass, which are also set on its parts.
-
-    `product`: computes what linear layers do in the pass.
 
     Raises:
         Unsupported: attention in another way, or the module needs what megarl does not hand over.
     """
     probe = FirstPass(tokens=PROBED)
-    with torch.no_grad(), _without_memory(module), attention.running(probe), rows.installed(product):
+    with torch.no_grad(), _without_memory(module), attention.running(probe), rows.installed(_no_product):
         tokens = torch.arange(PROBED)[None] % vocab_size
         try:
             module(input_ids=tokens, position_ids=torch.arange(PROBED)[None], use_cache=False)
@@ -181,6 +174,10 @@ def _without_memory(module: nn.Module) -> Iterator[None]:
     finally:
         for (each, name), parameter in before.items():
             each._parameters[name] = parameter
+
+
+def _no_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_zeros(*x.shape[:-1], len(weight))
 
 
 @functools.lru_cache(maxsize=8)
