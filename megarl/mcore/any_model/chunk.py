@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from megarl.mcore.any_model import attention, rows, source, tensor_parallel
-from megarl.mcore.any_model.attention import CachePass, PackedPass, Pass
+from megarl.mcore.any_model import attention, routing, rows, source, tensor_parallel
+from megarl.mcore.any_model.attention import CachePass, PackedPass, Pass, Unsupported
 from megarl.mcore.attention import backends
 from megarl.mcore.config.optimizer_flags import MODULE as PREFIX
 from megarl.mcore.kernels.linear import matmul
 from megarl.mcore.parallel.fsdp import whole
 
+ADAPTER = "adapter."  # of the names of low-rank factors
 SOFTCAP = "final_logit_softcapping"
 
 
@@ -106,6 +107,11 @@ class AnyChunk(MegatronModule):
             self.splits = tensor_parallel.splits_of(self.hf, dist.get_world_size(pg_collection.tp))
             tensor_parallel.split(self.hf, self.splits, pg_collection.tp)
         self.slots = source.find_slots(self.hf, self.vocab_size)
+        self.routers: list[routing.ModuleRouter] = []
+        with contextlib.suppress(Unsupported):  # a run that replays routes was refused before
+            self.routers = routing.install(self.hf, layers_of(self.hf), self.vocab_size)
+        if self.routers:
+            config.moe_router_topk = self.routers[0].topk  # the engine's tables of routes
         self._logit_inputs = LogitInputs(self.hf)
         config.final_logit_softcapping = None if value_head else self._logit_inputs.softcap
         head = self.hf.get_output_embeddings()
@@ -161,12 +167,12 @@ class AnyChunk(MegatronModule):
         return self.output_layer.weight
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
-        """Parameters and persistent buffers by the module's own names, whole on each rank; a tied one once."""
+        """Parameters and persistent buffers by the module's own names; a tied one once, low-rank factors not."""
         seen: dict[int, str] = {}
         state = {
             name: tensor
             for name, tensor in self.state_dict(keep_vars=True).items()
-            if torch.is_tensor(tensor) and seen.setdefault(id(tensor), name) == name
+            if torch.is_tensor(tensor) and not name.startswith(ADAPTER) and seen.setdefault(id(tensor), name) == name
         }
         splits = {PREFIX + name: split for name, split in self.splits.items()}
         return tensor_parallel.described(state, splits, prefix, self.tp_group, metadata["dp_cp_group"])

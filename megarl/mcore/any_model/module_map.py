@@ -10,12 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.mcore.any_model import self_check, source
+from megarl.mcore.any_model import routing, self_check, source
 from megarl.mcore.any_model.attention import Slot, Unsupported
-from megarl.mcore.any_model.chunk import PREFIX
+from megarl.mcore.any_model.chunk import PREFIX, layers_of
 from megarl.mcore.any_model.conversions import Conversions, converted
+from megarl.mcore.model.pipeline_layout import RoutedLayers
 from megarl.mcore.model.weight_table import HEAD
 from megarl.mcore.parallel.fsdp import whole
+from megarl.mcore.weights.hf.family import Family
 from megarl.mcore.weights.hf.folder import READABLE, FolderReader, HFFolder
 from megarl.mcore.weights.hf.hf_model import CLASSIFIER
 from megarl.mcore.weights.reshard_plan import LocalWeights
@@ -32,6 +34,8 @@ class AnyModel(NamedTuple):
     has_scalar_head: bool
     notes: tuple[str, ...] = ()
 
+    family = Family("", {}, lambda _: {})  # of adapters: the module itself names what they adapt
+
     @property
     def folder_of_module(self) -> str:
         """The folder whose module of transformers computes the model."""
@@ -46,8 +50,7 @@ class AnyModel(NamedTuple):
         """Passes: a folder like each one that is read can be written."""
 
     def check_adapters(self, flag: str):
-        """UsageError: adapters are not read."""
-        raise self.folder.error(f"{source.FLAG} has no low-rank factors yet, which {flag} needs")
+        """Passes: adapters name the module's own linear layers."""
 
     def weight_map(self, args, value_head: bool) -> "ModuleMap":
         """The tensors of a role's weights. Arguments as of `WeightMap`."""
@@ -223,3 +226,19 @@ def checkpoint_shapes(role: str, path: str, value_head: bool) -> dict[str, tuple
     once = {id(each): (name, each) for name, each in reversed(module.state_dict(keep_vars=True).items())}
     shapes = {f"{role}.{PREFIX}{name}": tuple(each.shape) for name, each in once.values()}
     return shapes | ({f"{role}.{HEAD}": (1, found.text.hidden_size)} if value_head else {})
+
+
+@functools.lru_cache(maxsize=8)
+def routed_layers(path: str) -> tuple[RoutedLayers, str | None]:
+    """The layers of the module of the folder at `path` whose routes can be replayed; why those of its experts cannot
+    be, if there are none."""
+    found = source.of_path(path)
+    module = found.module(torch.float32)
+    source.find_slots(module, found.text.vocab_size)
+    problem = "calls no experts by transformers' interface"
+    try:
+        if routers := routing.install(module, layers_of(module), found.text.vocab_size):
+            return RoutedLayers(tuple(x.layer_number for x in routers), routers[0].experts, routers[0].topk), None
+    except Unsupported as error:
+        problem = str(error)
+    return RoutedLayers((), 0, 0), f"{type(module).__name__}: {problem}"

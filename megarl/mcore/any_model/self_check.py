@@ -174,7 +174,7 @@ def _narrowed(config):
 
 
 def _kinds(found: Source, names: list[str] | None = None) -> tuple[list[tuple], list[str]]:
-    """What tells each layer from others: its weights' names and shapes, its attention, its entries in the config's lists.
+    """What tells each layer from others: its weights' names and shapes, its attention, its entries in the config.
 
     Args:
         names: of the lists that have an entry for each layer; None: all of that length.

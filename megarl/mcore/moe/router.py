@@ -111,7 +111,8 @@ class Router(BalancedRouter):
 
 def routers_of(stages) -> list[Router]:
     """Returns the routers of a model's chunks on this rank, or of one chunk, in layer order."""
-    return [module.router for module in stages.modules() if isinstance(module, MoELayer)]
+    of_modules = (router for module in stages.modules() for router in vars(module).get("routers", ()))
+    return [module.router for module in stages.modules() if isinstance(module, MoELayer)] or list(of_modules)
 
 
 def moe_layers_of(stages) -> tuple[int, ...]:
