@@ -87,7 +87,7 @@ def find_slots(module: PreTrainedModel, vocab_size: int) -> tuple[Slot, ...]:
         Unsupported: attention in another way, or the module needs what megarl does not hand over.
     """
     probe = FirstPass(tokens=PROBED)
-    with torch.no_grad(), _without_memory(module), attention.running(probe), rows.installed(_no_product):
+    with torch.no_grad(), without_memory(module), attention.running(probe), rows.installed(no_product):
         tokens = torch.arange(PROBED)[None] % vocab_size
         try:
             module(input_ids=tokens, position_ids=torch.arange(PROBED)[None], use_cache=False)
@@ -158,7 +158,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_memory(module: nn.Module) -> Iterator[None]:
+def without_memory(module: nn.Module) -> Iterator[None]:
     """Context in which the parameters on the meta device are zeros of one number each."""
     before = {
         (each, name): parameter
@@ -176,7 +176,8 @@ def _without_memory(module: nn.Module) -> Iterator[None]:
             each._parameters[name] = parameter
 
 
-def _no_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def no_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Zeros of the shape of x · weightᵀ."""
     return x.new_zeros(*x.shape[:-1], len(weight))
 
 

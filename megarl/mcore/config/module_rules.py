@@ -3,6 +3,7 @@
 import torch
 
 from megarl.errors import Rule
+from megarl.mcore.config.kernel_rules import EXACT_ROLLOUT, is_exact
 from megarl.mcore.config.rules import allow, only
 
 WHERE = "with --model-source transformers "
@@ -19,8 +20,19 @@ def rules(args) -> list[Rule]:
         only(args, "--sequence-parallel", False),
         only(args, "--fp16", False),
         only(args, "--mtp-num-layers"),
+        _exact(args),
     ]  # fmt: skip
     return [rule._replace(is_broken=is_module and rule.is_broken, reason=WHERE + rule.reason) for rule in found]
+
+
+def _exact(args) -> Rule:
+    """No number of an exact rollout on CUDA depends on what else is in the batch."""
+    problem = None
+    if args.model_folder is not None and is_exact(args):
+        from megarl.mcore.any_model import source, walk  # need transformers
+
+        problem = walk.inexact_part(source.of_path(args.model_folder))
+    return allow(EXACT_ROLLOUT, problem is None, f"none on CUDA: {problem}")
 
 
 def _tensor_parallel(args) -> Rule:

@@ -81,16 +81,17 @@ WHOLE = {
 LEFT_OUT = ((), ("qk_head_dim", "head_dim"), ("q_lora_rank",), ("head_dim",), ("num_key_value_heads",))
 
 
-def small_config(kind: str):
-    """A small configuration of a type, as a decoder. Raises what the type's class raises if no set of sizes fits."""
+def small_config(kind: str, **entries):
+    """A small configuration of a type, as a decoder, with these entries in place of its own. Raises what the type's
+    class raises if no set of sizes fits."""
     made = CONFIG_MAPPING[kind]
     if kind in WHOLE:
-        return made(**WHOLE[kind])
+        return made(**WHOLE[kind] | entries)
     default = made()
     sizes = {name: value for name, value in SMALL.items() if _has(default, name)}
     if {"qk_rope_head_dim", "kv_lora_rank"} <= sizes.keys():
         sizes |= {"head_dim": 8, "num_key_value_heads": 4}
-    sizes |= OWN.get(kind, {})
+    sizes |= OWN.get(kind, {}) | entries
     for names in LEFT_OUT:
         try:
             config = made(**{name: value for name, value in sizes.items() if name not in names})
@@ -112,9 +113,10 @@ def _has(config, name: str) -> bool:
     return value is not None or name in ("num_key_value_heads", "head_dim") and hasattr(config, name)
 
 
-def small_module(kind: str, seed: int = 1):
-    """A module of a type with random weights, in evaluation mode, with transformers' own attention."""
-    config = small_config(kind)
+def small_module(kind: str, seed: int = 1, **entries):
+    """A module of a type with random weights, in evaluation mode, with transformers' own attention. `entries`: as of
+    `small_config`."""
+    config = small_config(kind, **entries)
     found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     made = found[0] if isinstance(found, tuple) else found
     torch.manual_seed(seed)
@@ -131,9 +133,9 @@ def small_module(kind: str, seed: int = 1):
     return module
 
 
-def save(kind: str, folder: Path, seed: int = 1):
-    """Writes a small folder of a type, with a tokenizer; returns its module."""
-    module = small_module(kind, seed)
+def save(kind: str, folder: Path, seed: int = 1, **entries):
+    """Writes a small folder of a type, with a tokenizer; returns its module. `entries`: as of `small_config`."""
+    module = small_module(kind, seed, **entries)
     small_tokenizers.characters(folder)
     module.save_pretrained(folder)
     return module
