@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from megarl.mcore import device
 from megarl.mcore.any_model import attention, routing, rows, source, tensor_parallel
 from megarl.mcore.any_model.attention import CachePass, PackedPass, Pass, Unsupported
+from megarl.mcore.any_model.walk import walk
 from megarl.mcore.attention import backends
 from megarl.mcore.config.optimizer_flags import MODULE as PREFIX
-from megarl.mcore.kernels.linear import matmul
+from megarl.mcore.kernels.batch_invariance import is_exact
+from megarl.mcore.kernels.linear import logits_with, matmul
 from megarl.mcore.parallel.fsdp import whole
 
 ADAPTER = "adapter."  # of the names of low-rank factors
@@ -126,30 +129,40 @@ class AnyChunk(MegatronModule):
             head.tp_group = pg_collection.tp
             self._head = (head,)  # not a second name of its weights
         self._has_value_head = value_head is not None
-        self._backend = backends.load(config)
+        self._backend, self._product = backends.load(config), rows.product_of(config)
+        self._waits = walk(self.hf).waits if device.has_cuda() else None
+        if is_exact(config):
+            rows.use_row_norms(self.hf)
         if config.recompute_granularity == "full":
             is_block = config.recompute_method == "block"  # of Megatron: the first layers alone
             for layer in self.decoder.layers[: config.recompute_num_layers if is_block else None]:
-                layer.forward = functools.partial(_recomputed, layer.forward)
+                layer.forward = functools.partial(_recomputed, layer.forward, self._product)
 
     def __getattr__(self, name: str):
         if name == "output_layer" and "_head" in self.__dict__:
             return self.__dict__["_head"][0]
         return super().__getattr__(name)
 
-    def to_empty_weights(self, device: torch.device):
+    def to_empty_weights(self, place: torch.device):
         """Gives the parameters memory on a device, without values, and moves the buffers there; returns itself."""
         for module in self.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.device.type == "meta":
-                    empty = torch.empty_like(parameter, device=device)
+                    empty = torch.empty_like(parameter, device=place)
                     module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.is_floating_point())
         self.hf.tie_weights()
         tensor_parallel.mark(self.hf, self.splits)
         for part in (self.hf.get_input_embeddings(), self.hf.get_output_embeddings()):
             for parameter in part.parameters():
                 parameter.is_embedding_or_output_parameter = True
-        return self.to(device)
+        if self.share_embeddings_and_output_weights:
+            self.shared_embedding_or_output_weight().zero_out_wgrad = True  # autograd adds the embedding's gradient
+        return self.to(place)
+
+    @property
+    def reads_host(self) -> bool:
+        """Whether the host reads numbers of the device within a pass."""
+        return self._waits is not None or rows.reads_host(self.hf)
 
     def train(self, mode: bool = True):
         """Modules of transformers stay in evaluation mode: dropout and the noise of routers are off."""
@@ -210,7 +223,7 @@ class AnyChunk(MegatronModule):
         each.tokens = tokens.shape[1]
         if missing := rows.missing_rows(each.tokens):
             tokens, positions = (nn.functional.pad(x, (0, missing)) for x in (tokens, positions))
-        with attention.running(each), rows.installed():
+        with attention.running(each), rows.installed(self._product):
             if self._has_value_head:
                 hidden = self.hf.base_model(input_ids=tokens, position_ids=positions, use_cache=False)[0].squeeze(0)
             else:
@@ -226,7 +239,9 @@ class AnyChunk(MegatronModule):
         hidden = hidden if plan.dedup is None else hidden.index_select(0, plan.dedup.inverse)
         context.keep_hidden(hidden.unsqueeze(1), None)
         last = context.last_token_logits(hidden.unsqueeze(0))
-        logits = matmul(*head_inputs(self.output_layer, last))
+        last, weight = head_inputs(self.output_layer, last)
+        is_other = last.is_cuda or is_exact(self.config)
+        logits = logits_with(weight, is_exact(self.config))(last) if is_other else matmul(last, weight)
         return gather_from_tensor_model_parallel_region(logits, group=self.tp_group).unsqueeze(0)
 
 
@@ -239,19 +254,19 @@ def layers_of(module: nn.Module) -> nn.ModuleList:
     return max(with_slots, key=lambda each: sum(1 for _ in each.parameters()))
 
 
-def _recomputed(forward, *args, **kwargs):
+def _recomputed(forward, product, *args, **kwargs):
     """A layer's forward pass, repeated in the backward pass instead of keeping what it made."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     each = attention.current()
 
     def contexts():
-        return contextlib.nullcontext(), _again(each)
+        return contextlib.nullcontext(), _again(each, product)
 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 @contextlib.contextmanager
-def _again(each: Pass):
-    with attention.running(each), rows.installed():
+def _again(each: Pass, product):
+    with attention.running(each), rows.installed(product):
         yield

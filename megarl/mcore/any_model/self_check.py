@@ -2,7 +2,8 @@
 
 A gap of 0 between rollout and training does not show it: both would be wrong alike. The module is cut to the layers
 that show each kind, and gets weights of little memory. Its logits with transformers' own attention and experts are
-compared with megarl's: of one sequence, of two packed ones, and of a prefill with steps after it.
+compared with megarl's: of one sequence, of two packed ones, and of a prefill with steps after it. All of it runs on the
+CPU: the flags of a run are read before its devices are used.
 """
 
 import copy
@@ -13,11 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from megarl.mcore.any_model import attention, source
-from megarl.mcore.any_model.attention import PackedPass, Pass, Slot, Unsupported
+from megarl.mcore.any_model.attention import Pass, Slot, Unsupported
 from megarl.mcore.any_model.chunk import LogitInputs, head_inputs, layers_of
 from megarl.mcore.any_model.source import Source
 from megarl.mcore.attention.backends import eager
-from megarl.mcore.attention.packing import pack_sequences
 
 TOKENS, FIRST = 40, 13  # of the sequence; of the first of two packed ones
 STEPS = [FIRST, TOKENS - FIRST - 3, 1, 1, 1]  # tokens of each step: a prefill in two parts, and a decode
@@ -75,9 +75,9 @@ class Runner:
 
     def packed(self, tokens: Tensor, lengths: list[int]) -> Tensor:
         """Tokens [T] of sequences of these lengths -> logits [T, V]."""
-        window = next((slot.window for slot in _slots(self._module) if slot.window), None)
-        layout = pack_sequences(torch.tensor(lengths), window=window, plan=eager.plan_attention)
-        return self._logits(tokens, layout.positions, PackedPass(layout=layout, backend=eager))
+        sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        return self._logits(tokens, positions, HeldPass(sequence=sequence))
 
     def in_steps(self, tokens: Tensor) -> Tensor:
         """Tokens [T] of one sequence -> logits [T, V]: of two parts of a prefill, and of the last tokens one by one."""
@@ -100,9 +100,10 @@ class HeldKeys(dict):
 
 @dataclass
 class HeldPass(Pass):
-    """A step whose keys and values are held in plain tensors."""
+    """A step whose keys and values are held in plain tensors, or a pass over packed sequences."""
 
     held: HeldKeys = field(default_factory=HeldKeys)
+    sequence: Tensor | None = None  # [T] number of each token's sequence; None: all are of one
 
     def attend_tokens(self, slot, query, key, value, scale, options):
         before = self.held.get(slot.number)
@@ -112,6 +113,8 @@ class HeldPass(Pass):
         places = torch.arange(len(key))
         at = places[-len(query) :, None]
         mask = places <= at
+        if self.sequence is not None:
+            mask &= self.sequence[:, None] == self.sequence
         if slot.window is not None:
             mask &= at - places < slot.window
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))

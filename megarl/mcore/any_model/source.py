@@ -99,9 +99,11 @@ def find_slots(module: PreTrainedModel, vocab_size: int) -> tuple[Slot, ...]:
         Unsupported: attention in another way, or the module needs what megarl does not hand over.
     """
     probe = FirstPass(tokens=PROBED)
-    with torch.no_grad(), _without_memory(module), attention.running(probe), rows.installed(_no_product, _no_matmul):
+    with torch.no_grad(), without_memory(module), attention.running(probe), rows.installed(no_product, no_matmul):
         tokens = torch.arange(PROBED)[None] % vocab_size
-        indexer = [name for name, value in vars(module.config.get_text_config()).items() if name.startswith("index") and value]
+        indexer = [
+            name for name, value in vars(module.config.get_text_config()).items() if name.startswith("index") and value
+        ]
         with one_line_errors(type(module), f"run without its sparse indexer, {indexer[0]}" if indexer else "run"):
             module(input_ids=tokens, position_ids=torch.arange(PROBED)[None], use_cache=False)
     if not probe.found:
@@ -177,20 +179,20 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    def without_memory(make):  # what some modules make of experts: gigabytes of zeros
+    def on_meta_if_large(make):  # what some modules make of experts: gigabytes of zeros
         def made(*sizes, **kwargs):
             is_large = len(sizes) > 2 and math.prod(sizes) > LARGE
             return make(*sizes, **kwargs | {"device": "meta"} if is_large else kwargs)
 
         return made
 
-    makers = [(torch, name, without_memory(getattr(torch, name))) for name in ("zeros", "ones", "randn")]
+    makers = [(torch, name, on_meta_if_large(getattr(torch, name))) for name in ("zeros", "ones", "randn")]
     with rows.replaced([(nn.Module, "register_parameter", on_meta), *makers]):
         yield
 
 
 @contextlib.contextmanager
-def _without_memory(module: nn.Module) -> Iterator[None]:
+def without_memory(module: nn.Module) -> Iterator[None]:
     """Context in which the parameters on the meta device are zeros of one number each."""
     before = {
         (each, name): parameter
@@ -208,14 +210,15 @@ def _without_memory(module: nn.Module) -> Iterator[None]:
             each._parameters[name] = parameter
 
 
-def _no_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def no_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Zeros of the shape of x · weightᵀ."""
     return x.new_zeros(*x.shape[:-1], len(weight))
 
 
 _matmul = torch.matmul
 
 
-def _no_matmul(x: Tensor, y: Tensor) -> Tensor:
+def no_matmul(x: Tensor, y: Tensor) -> Tensor:
     return x.new_zeros(_matmul(x.to("meta"), y.to("meta")).shape)
 
 

@@ -55,8 +55,7 @@ def _automatic_attention(args) -> str:
         return "sdpa"
     if is_exact(args):
         return INVARIANT
-    is_half = args.bf16 or args.fp16
-    return "varlen" if device.has_cuda() and is_half and not args.multi_latent_attention else "sdpa"
+    return "sdpa" if _refused_varlen(args) else "varlen"
 
 
 def _refused_varlen(args) -> str | None:
@@ -65,7 +64,13 @@ def _refused_varlen(args) -> str | None:
         return "a CUDA device"
     if not args.bf16 and not args.fp16:
         return "--bf16 or --fp16"
-    return "a model without --multi-latent-attention" if args.multi_latent_attention else None
+    if args.multi_latent_attention:
+        return "a model without --multi-latent-attention"
+    return None if _channels(args) <= MAX_CHANNELS else f"heads of at most {MAX_CHANNELS} channels"
+
+
+def _channels(args) -> int:
+    return args.kv_channels or args.hidden_size // args.num_attention_heads
 
 
 # -- exact rollout -----------------------------------------------------------------------------------------------
@@ -78,7 +83,7 @@ def is_exact(args) -> bool:
 
 def exact_rules(args) -> list[Rule]:
     """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant."""
-    backend, channels = args.attention_kernel, args.kv_channels or args.hidden_size // args.num_attention_heads
+    backend, channels = args.attention_kernel, _channels(args)
     return [
         allow("--bf16", args.bf16 or args.fp16, "--bf16 or --fp16"),
         only(args, "--transformer-impl", "local"),

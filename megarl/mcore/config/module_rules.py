@@ -3,6 +3,7 @@
 import torch
 
 from megarl.errors import Rule, UsageError
+from megarl.mcore.config.kernel_rules import EXACT_ROLLOUT, is_exact
 from megarl.mcore.config.optimizer_flags import MUON
 from megarl.mcore.config.rules import allow, only
 from megarl.mcore.config.supported_flags import ARCHITECTURE
@@ -37,6 +38,7 @@ def rules(args) -> list[Rule]:
         only(args, "--fp16", False),
         allow("--mtp-train or --mtp-drafts", not args.predicts, "none: a module has no layer of it", value=True),
         allow("--optimizer", args.optimizer != MUON, "adam or sgd: matrices of experts are stacked in a module"),
+        _exact(args),
     ]  # fmt: skip
     return [rule._replace(is_broken=is_module and rule.is_broken, reason=WHERE + rule.reason) for rule in found]
 
@@ -46,6 +48,14 @@ def check_run(settings, hf_models: dict):
     exported = hf_models.get("actor", hf_models.get("reward"))
     if settings.hf_mtp == "drop" and exported is not None and exported.folder_of_module is not None:
         raise UsageError(f"--hf-mtp drop: {WHERE}allowed is keep: an export has all tensors of the folder")
+def _exact(args) -> Rule:
+    """No number of an exact rollout on CUDA depends on what else is in the batch."""
+    problem = None
+    if args.model_folder is not None and is_exact(args):
+        from megarl.mcore.any_model import source, walk  # need transformers
+
+        problem = walk.inexact_part(source.of_path(args.model_folder))
+    return allow(EXACT_ROLLOUT, problem is None, f"none on CUDA: {problem}")
 
 
 def _tensor_parallel(args) -> Rule:

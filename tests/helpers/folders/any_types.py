@@ -48,7 +48,9 @@ SIZES = {
 SMALL = {name: value for value, names in SIZES.items() for name in names.split()}
 SMALL |= dict(use_sliding_window=True, max_window_layers=3, use_qk_norm=True, qk_layernorm=True)
 NONE_BY_DEFAULT = "num_key_value_heads", "head_dim", "sliding_window"
-TOWER = dict(adapter_input_size=64, num_hidden_layers=2, depth=2, num_key_value_heads=4, out_hidden_size=64, intermediate_size=64)
+TOWER = dict(
+    adapter_input_size=64, num_hidden_layers=2, depth=2, num_key_value_heads=4, out_hidden_size=64, intermediate_size=64
+)
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # Types whose entries depend on each other in another way.
 OWN = {
@@ -120,11 +122,12 @@ LEFT_OUT = ((), ("qk_head_dim", "head_dim"), ("q_lora_rank",), ("head_dim",), ("
             ("num_hidden_layers", "num_layers"), ("max_position_embeddings", "n_positions"), ("v_head_dim",))  # fmt: skip
 
 
-def small_config(kind: str):
-    """A small configuration of a type, as a decoder. Raises what the type's class raises if no set of sizes fits."""
+def small_config(kind: str, **entries):
+    """A small configuration of a type, as a decoder, with these entries in place of its own. Raises what the type's
+    class raises if no set of sizes fits."""
     made = CONFIG_MAPPING[kind]
     if kind in WHOLE:
-        return made(**WHOLE[kind])
+        return made(**WHOLE[kind] | entries)
     default = made()
     sizes = {name: value for name, value in SMALL.items() if _has(default, name)}
     if {"qk_rope_head_dim", "kv_lora_rank"} <= sizes.keys():
@@ -132,7 +135,7 @@ def small_config(kind: str):
     for name in getattr(made, "sub_configs", ()):
         if (part := getattr(default, name, None)) is not None:
             sizes[name] = _small_part(part)
-    sizes |= OWN.get(kind, {})
+    sizes |= OWN.get(kind, {}) | entries
     for names in LEFT_OUT:
         try:
             config = made(**{name: value for name, value in sizes.items() if name not in names})
@@ -162,9 +165,10 @@ def _has(config, name: str) -> bool:
     return value is not None or name in NONE_BY_DEFAULT and hasattr(config, name)
 
 
-def small_module(kind: str, seed: int = 1):
-    """A module of a type with random weights, in evaluation mode, with transformers' own attention."""
-    config = small_config(kind)
+def small_module(kind: str, seed: int = 1, **entries):
+    """A module of a type with random weights, in evaluation mode, with transformers' own attention. `entries`: as of
+    `small_config`."""
+    config = small_config(kind, **entries)
     found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     made = found[0] if isinstance(found, tuple) else found
     if made.config_class is config.sub_configs.get("text_config"):  # as `AutoModelForCausalLM` does
@@ -183,9 +187,9 @@ def small_module(kind: str, seed: int = 1):
     return module
 
 
-def save(kind: str, folder: Path, seed: int = 1):
-    """Writes a small folder of a type, with a tokenizer; returns its module."""
-    module = small_module(kind, seed)
+def save(kind: str, folder: Path, seed: int = 1, **entries):
+    """Writes a small folder of a type, with a tokenizer; returns its module. `entries`: as of `small_config`."""
+    module = small_module(kind, seed, **entries)
     small_tokenizers.characters(folder)
     module.save_pretrained(folder)
     if module.config.model_type != kind:  # the language model's part
