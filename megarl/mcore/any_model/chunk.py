@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from megarl.mcore.any_model import attention, rows, source, tensor_parallel
+from megarl.mcore.any_model import attention, fused, rows, source, tensor_parallel
 from megarl.mcore.any_model.attention import CachePass, PackedPass, Pass
 from megarl.mcore.attention import backends
 from megarl.mcore.kernels.linear import matmul
@@ -101,6 +101,7 @@ class AnyChunk(MegatronModule):
         found = source.of_path(args.model_folder)
         self.hf = found.module(config.params_dtype)
         self.vocab_size = found.text.vocab_size
+        fused.fuse(self.hf, self.vocab_size)
         self.splits = {}
         if dist.get_world_size(pg_collection.tp) > 1:
             self.splits = tensor_parallel.splits_of(self.hf, dist.get_world_size(pg_collection.tp))
@@ -168,6 +169,10 @@ class AnyChunk(MegatronModule):
         """A weight of the module, gathered from all ranks that have a part of it; a collective of these."""
         share = whole(self.state_dict(keep_vars=True)[PREFIX + name])
         return tensor_parallel.gathered_whole(share, self.splits.get(name), self.tp_group)
+
+    def products(self) -> tuple:
+        """As of `fused.products`: what a rollout's prepacked weights are copies of."""
+        return fused.products(self.hf)
 
     def set_input_tensor(self, tensor):
         """Does nothing: there are no pipeline stages before it."""
