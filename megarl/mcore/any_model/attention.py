@@ -65,6 +65,7 @@ class Pass:
 
     tokens: int = 0  # rows of the pass that are tokens; those after them fill it up to whole vectors
     calls: Counter = field(default_factory=Counter)  # of each module
+    rotations: dict = field(default_factory=dict)  # of `fused.rotation`
 
     def slot(self, module: nn.Module) -> Slot:
         """The slot of a module's present call. Calls of a recomputed layer begin again at its first slot."""
@@ -76,12 +77,13 @@ class Pass:
         """query [1, H, T, D], key [1, G, T, D], value [1, G, T, V] -> [1, T, H, V]."""
         slot, rows = self.slot(module), query.shape[2]
         tokens = (x.squeeze(0).transpose(0, 1)[: self.tokens] for x in (query, key, value))
-        query, key, value = (pad(x, (0, slot.channels - x.shape[-1])) for x in tokens)
+        query, key, value = (_padded(x, slot.channels) for x in tokens)
         scale = slot.key_channels**-0.5 if scores.scale is None else scores.scale
         options = {"softcap": scores.softcap, "sinks": scores.sinks} if slot.has_score_options else {}
         out = self.attend_tokens(slot, query, key, value, scale, options)
         out = out.view(1, self.tokens, slot.heads, slot.channels)[..., : slot.value_channels]
-        return pad(out, (0, 0, 0, 0, 0, rows - self.tokens)).contiguous()  # some modules view it in another shape
+        out = out if rows == self.tokens else pad(out, (0, 0, 0, 0, 0, rows - self.tokens))
+        return out.contiguous()  # some modules view it in another shape
 
     def attend_tokens(
         self, slot: Slot, query: Tensor, key: Tensor, value: Tensor, scale: float, options: dict
@@ -143,6 +145,10 @@ class FirstPass(Pass):
         module.attention_slots.append(slot)
         self.found.append(slot)
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def _padded(x: Tensor, channels: int) -> Tensor:
+    return x if x.shape[-1] == channels else pad(x, (0, channels - x.shape[-1]))
 
 
 _current: Pass | None = None

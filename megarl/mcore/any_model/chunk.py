@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from megarl.mcore import device
-from megarl.mcore.any_model import attention, routing, rows, source, tensor_parallel
+from megarl.mcore.any_model import attention, fused, routing, rows, source, tensor_parallel
 from megarl.mcore.any_model.attention import CachePass, PackedPass, Pass, Unsupported
 from megarl.mcore.any_model.walk import walk
 from megarl.mcore.attention import backends
@@ -105,6 +105,7 @@ class AnyChunk(MegatronModule):
         found = source.of_path(args.model_folder)
         self.hf = found.module(config.params_dtype)
         self.vocab_size = found.text.vocab_size
+        fused.fuse(self.hf, self.vocab_size)
         self.splits = {}
         if dist.get_world_size(pg_collection.tp) > 1:
             self.splits = tensor_parallel.splits_of(self.hf, dist.get_world_size(pg_collection.tp))
@@ -201,6 +202,10 @@ class AnyChunk(MegatronModule):
         """A weight of the module, gathered from all ranks that have a part of it; a collective of these."""
         share = whole(self.state_dict(keep_vars=True)[PREFIX + name])
         return tensor_parallel.gathered_whole(share, self.splits.get(name), self.tp_group)
+
+    def products(self) -> tuple:
+        """As of `fused.products`: what a rollout's prepacked weights are copies of."""
+        return fused.products(self.hf)
 
     def set_input_tensor(self, tensor):
         """Does nothing: there are no pipeline stages before it."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from megarl.mcore.any_model import attention, source
+from megarl.mcore.any_model import attention, fused, source
 from megarl.mcore.any_model.attention import Pass, Slot, Unsupported
 from megarl.mcore.any_model.chunk import LogitInputs, head_inputs, layers_of
 from megarl.mcore.any_model.source import Source
@@ -23,14 +23,13 @@ TOKENS, FIRST = 40, 13  # of the sequence; of the first of two packed ones
 STEPS = [FIRST, TOKENS - FIRST - 3, 1, 1, 1]  # tokens of each step: a prefill in two parts, and a decode
 WINDOW = 8  # at most, so that the sequence is longer
 TOLERANCE = 1e-3  # of a logit, beside the largest
-SEED, SPREAD = 7, 0.1
+SEED = 7
 # Entries of a config that say how wide something is, and no more; and what is enough to see whether it is right.
 WIDTHS = (
     "vocab_size", "vocab_size_per_layer_input", "intermediate_size", "intermediate_size_mlp", "moe_intermediate_size",
     "expert_ffn_hidden_size", "shared_expert_intermediate_size", "shared_intermediate_size", "ffn_hidden_size",
 )  # fmt: skip
 WIDTH = 256
-EXPERT_STEP = 7  # between the numbers with which two experts' matrices begin
 
 
 def check(found: Source, longest: int):
@@ -46,6 +45,7 @@ def check(found: Source, longest: int):
     for each in (own, module):
         fill(each)
     source.find_slots(module, small.text.vocab_size)
+    fused.fuse(module, small.text.vocab_size)
     tokens = torch.randint(small.text.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(SEED))
     run = Runner(module, small.text)
     with torch.no_grad(), source.one_line_errors(type(module)):
@@ -207,22 +207,10 @@ def _kinds(found: Source, names: list[str] | None = None) -> tuple[list[tuple], 
 
 
 def fill(module: nn.Module):
-    """Gives the parameters on the meta device values that depend on their names and shapes alone. A matrix repeats the
-    numbers of a vector, one place further in each row, so that it needs no memory."""
+    """Gives the parameters on the meta device `spread_values`."""
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         if parameter.device.type == "meta":
             owner, _, last = name.rpartition(".")
-            values = _values(name, tuple(parameter.shape), parameter.dtype)
+            values = source.spread_values(name, tuple(parameter.shape), parameter.dtype)
             module.get_submodule(owner)._parameters[last] = nn.Parameter(values, requires_grad=False)
     module.tie_weights()
-
-
-def _values(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(map(ord, name)) * 1000 + len(shape))
-    if len(shape) < 2:
-        centre = 1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0
-        return (centre + SPREAD * torch.randn(shape, generator=generator)).to(dtype)
-    strides = [EXPERT_STEP] * (len(shape) - 2) + [1, 1]
-    size = 1 + sum(stride * (length - 1) for stride, length in zip(strides, shape, strict=True))
-    vector = torch.randn(size, generator=generator) * shape[-1] ** -0.5
-    return vector.to(dtype).as_strided(shape, strides)

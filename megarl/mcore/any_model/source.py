@@ -27,6 +27,8 @@ FLAG = "--model-source transformers"
 NO_INTERFACE = "does not call transformers' attention interface"
 LARGE = 2**22  # elements of a tensor of three dimensions, which is a parameter
 PROBED = 4  # tokens of the first pass
+SPREAD = 0.1  # of the values of vectors
+EXPERT_STEP = 7  # between the numbers with which two experts' matrices begin
 # Entries of config.json that a model of transformers reads as the longest sequence that its attention sees whole.
 LIMITS = ("attention_chunk_size",)
 
@@ -92,20 +94,21 @@ def of_config(config: Any) -> Source:
     return Source(config.get_text_config() if text is not None and kind.config_class is text else config, kind)
 
 
-def find_slots(module: PreTrainedModel, vocab_size: int) -> tuple[Slot, ...]:
+def find_slots(module: PreTrainedModel, vocab_size: int, positions: Sequence[int] = ()) -> tuple[Slot, ...]:
     """The slots of a module's attention, in the order of a pass, which are also set on its parts.
+
+    `positions`: of the tokens; default: the first ones.
 
     Raises:
         Unsupported: attention in another way, or the module needs what megarl does not hand over.
     """
     probe = FirstPass(tokens=PROBED)
-    with torch.no_grad(), without_memory(module), attention.running(probe), rows.installed(no_product, no_matmul):
-        tokens = torch.arange(PROBED)[None] % vocab_size
-        indexer = [
-            name for name, value in vars(module.config.get_text_config()).items() if name.startswith("index") and value
-        ]
+    with torch.no_grad(), values_in(module), attention.running(probe), rows.installed(no_product, no_matmul):
+        tokens, at = torch.arange(PROBED)[None] % vocab_size, torch.tensor([positions or range(PROBED)])
+        entries = vars(module.config.get_text_config()).items()
+        indexer = [name for name, value in entries if name.startswith("index") and value]
         with one_line_errors(type(module), f"run without its sparse indexer, {indexer[0]}" if indexer else "run"):
-            module(input_ids=tokens, position_ids=torch.arange(PROBED)[None], use_cache=False)
+            module(input_ids=tokens, position_ids=at, use_cache=False)
     if not probe.found:
         raise Unsupported(f"{type(module).__name__} {NO_INTERFACE}")
     return tuple(probe.found)
@@ -191,23 +194,39 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
 
 
+def _zeros(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.zeros((), dtype=dtype).expand(shape)
+
+
 @contextlib.contextmanager
-def without_memory(module: nn.Module) -> Iterator[None]:
-    """Context in which the parameters on the meta device are zeros of one number each."""
-    before = {
-        (each, name): parameter
-        for each in module.modules()
-        for name, parameter in each._parameters.items()
-        if parameter is not None and parameter.device.type == "meta"
-    }
-    for (each, name), parameter in before.items():
-        zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-        each._parameters[name] = nn.Parameter(zeros, requires_grad=False)
+def values_in(module: nn.Module, values: Callable[[str, torch.Size, torch.dtype], Tensor] = _zeros) -> Iterator[None]:
+    """Context in which the parameters on the meta device have values, which need not fill memory: `values` of their
+    name, shape and type."""
+    before, names = {}, {id(each): name for name, each in module.named_modules()}
+    for each in module.modules():
+        for name, parameter in each._parameters.items():
+            if parameter is not None and parameter.device.type == "meta":
+                before[each, name] = parameter
+                made = values(f"{names[id(each)]}.{name}", parameter.shape, parameter.dtype)
+                each._parameters[name] = nn.Parameter(made, requires_grad=False)
     try:
         yield
     finally:
         for (each, name), parameter in before.items():
             each._parameters[name] = parameter
+
+
+def spread_values(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Values of a parameter that depend on its name and shape alone. A matrix repeats the numbers of a vector, one
+    place further in each row, so that it needs no memory."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)) * 1000 + len(shape))
+    if len(shape) < 2:
+        centre = 1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0
+        return (centre + SPREAD * torch.randn(shape, generator=generator)).to(dtype)
+    strides = [EXPERT_STEP] * (len(shape) - 2) + [1, 1]
+    size = 1 + sum(stride * (length - 1) for stride, length in zip(strides, shape, strict=True))
+    vector = torch.randn(size, generator=generator) * shape[-1] ** -0.5
+    return vector.to(dtype).as_strided(shape, strides)
 
 
 def no_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -60,7 +60,7 @@ def walk(module: PreTrainedModel) -> Walk:
     found, fake = Walk(), FakeTensorMode(allow_non_fake_inputs=True)
     stubs = rows.installed(source.no_product, source.no_matmul, lambda self, hidden, *_: torch.zeros_like(hidden))
     probe = attention.running(FirstPass(tokens=source.PROBED))
-    with torch.no_grad(), source.without_memory(module), probe, stubs, fake, found:
+    with torch.no_grad(), source.values_in(module), probe, stubs, fake, found:
         tokens = torch.zeros(1, source.PROBED, dtype=torch.long)
         try:
             module(input_ids=tokens, position_ids=tokens, use_cache=False)

@@ -7,6 +7,7 @@ forward passes multiply by tiles of fixed size (`kernels.cuda.fixed_tiles`). Oth
 
 import contextlib
 import functools
+import itertools
 import types
 from collections.abc import Callable
 
@@ -74,16 +75,17 @@ def prepacked_weights(model, prediction=None):
     """
     kinds = ColumnParallelLinear, RowParallelLinear, ReplicatedLinear
     modules = (model,) if prediction is None else (model, prediction)
-    layers = [layer for module in modules for layer in module.modules() if isinstance(layer, kinds)]
-    if hasattr(model, "slots"):  # of transformers
-        layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    single, merged = [layer.weight for module in modules for layer in module.modules() if isinstance(layer, kinds)], ()
+    if hasattr(model, "products"):  # of transformers
+        single, merged = model.products()
     is_tied = model.post_process and model.share_embeddings_and_output_weights
     tied = model.shared_embedding_or_output_weight() if is_tied else None
-    weights = [w for w in (tied, *(layer.weight for layer in layers)) if w is not None]
+    weights = [w for w in (tied, *single) if w is not None]
     packed = {}
     try:
         with torch.no_grad():
-            packed |= {id(w): copy for w in weights if (copy := _pack(w.data)) is not None}
+            pairs = itertools.chain(((w, w.data) for w in weights), merged)
+            packed |= {id(owner): copy for owner, w in pairs if (copy := _pack(w)) is not None}
             _prepacked.update(packed)
         yield
     finally:
@@ -91,8 +93,8 @@ def prepacked_weights(model, prediction=None):
             _prepacked.pop(number, None)
 
 
-def prepacked(weight: Tensor) -> Tensor | None:
-    """The copy of a weight inside `prepacked_weights`; None if it has none."""
+def prepacked(weight) -> Tensor | None:
+    """The copy of a weight, or of what has a merged one, inside `prepacked_weights`; None if it has none."""
     return _prepacked.get(id(weight))
 
 

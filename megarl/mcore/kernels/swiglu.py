@@ -47,7 +47,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """[…, 2F] -> […, F]; differentiable only through `SwiGLUMLP`."""
+    """[…, 2F] -> […, F]; differentiable only through `activated`."""
     if native.supports(x):
         return native.ops.swiglu(x.contiguous())
     if x.is_cuda:
@@ -56,6 +56,11 @@ def swiglu(x: Tensor) -> Tensor:
         return swiglu_rows(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], x.shape[-1] // 2)
     gate, up = x.chunk(2, dim=-1)
     return silu(gate).mul_(up)
+
+
+def activated(x: Tensor) -> Tensor:
+    """As `swiglu`, differentiable once."""
+    return _SwiGLU.apply(x) if torch.is_grad_enabled() else swiglu(x)
 
 
 def is_plain_swiglu(config) -> bool:
@@ -80,7 +85,7 @@ class SwiGLUMLP(MLP):
         if not self.is_plain_swiglu or not is_called_plainly:
             return super().forward(hidden, *args, **kwargs)
         both, _ = apply_linear(self.linear_fc1, hidden)
-        return apply_linear(self.linear_fc2, _SwiGLU.apply(both) if torch.is_grad_enabled() else swiglu(both))
+        return apply_linear(self.linear_fc2, activated(both))
 
 
 # -- experts, one after another ------------------------------------------------------------------------------------
