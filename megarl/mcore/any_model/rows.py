@@ -74,12 +74,14 @@ def installed(
 ) -> Iterator[None]:
     """Context in which torch's products of matrices are these functions, which the layers of a module call.
     `experts_function`: in place of `experts`."""
-    ALL_EXPERTS_FUNCTIONS[NAME] = experts_function or experts
+    if experts_function is not None:
+        ALL_EXPERTS_FUNCTIONS[NAME] = experts_function
     try:
         with replaced([(functional, "linear", linear_function), *((*place, matmul) for place in MATMUL)]):
             yield
     finally:
-        ALL_EXPERTS_FUNCTIONS[NAME] = experts
+        if experts_function is not None:
+            ALL_EXPERTS_FUNCTIONS[NAME] = experts
 
 
 def use_row_norms(module: nn.Module, compute: Callable | None = None):

@@ -126,7 +126,7 @@ NORMS = {"granite": 0.0, "gemma2": 1.0, "phi": 0.0}  # type -> what its norms ad
 def test_norms_of_exact_rollouts_compute_the_modules_formula_row_by_row(kind, monkeypatch):
     interpreted_kernels.use_one_unit(monkeypatch)
     module = any_types.small_module(kind, num_hidden_layers=1)
-    norm = next(each for name, each in module.named_modules() if name.endswith("layernorm"))
+    norm = next(each for name, each in module.named_modules() if name.endswith("input_layernorm"))
     x = torch.randn(7, 64, generator=torch.Generator().manual_seed(6))
     wanted = norm(x)
     rows.use_row_norms(module)
