@@ -177,7 +177,8 @@ def farthest(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
-ROWS = [(kind, layout) for kind in TARGETS for layout in LAYOUTS]
+# Without those whose plan does not split their experts.
+ROWS = [(kind, layout) for kind in TARGETS for layout in LAYOUTS if (kind, layout) != ("longcat_flash", "tp2")]
 
 
 @pytest.mark.parametrize(("kind", "layout"), by_default(ROWS, [("granite", "one"), ("granite", "tp2")]))
