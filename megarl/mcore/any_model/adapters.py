@@ -25,35 +25,24 @@ RENAMED = (".gate_proj", ".up_proj", ".down_proj", ".gate", ".w1", ".w2", ".w3")
 def linear_sizes(path: str) -> dict[str, tuple[int, int]]:
     """(rows, columns) by name of the linear layers of a folder's module that can have factors: as PEFT's `all-linear`,
     without the head, and without those that a part uses but does not call, which PEFT's factors do not reach either."""
-    module, called = _module(path), set()
-    hooks = [each.register_forward_pre_hook(lambda part, _: called.add(part)) for each in module.modules()]
-    source.find_slots(module, source.of_path(path).text.vocab_size)
-    for hook in hooks:
-        hook.remove()
+    found, called = source.of_path(path), set()
+    module = found.module(torch.float32)
+    for part in module.modules():
+        part.register_forward_pre_hook(lambda part, _: called.add(part))
+    source.find_slots(module, found.text.vocab_size)
     return {
         name: tuple(each.weight.shape)
-        for name, each in _linears(module).items()
+        for name, each in module.named_modules()
+        if isinstance(each, nn.Linear) and type(each).forward is nn.Linear.forward
+        if each is not module.get_output_embeddings()
         if each in called or module.get_submodule(name.rpartition(".")[0]) not in called
     }
 
 
 def renamed_by_peft(path: str) -> tuple[str, ...]:
     """Ends of names of layers that PEFT must be given as parameters."""
-    return RENAMED if any(parameter.dim() == 3 for parameter in _module(path).parameters()) else ()
-
-
-@functools.lru_cache(maxsize=8)
-def _module(path: str) -> nn.Module:
-    return source.of_path(path).module(torch.float32)
-
-
-def _linears(module) -> dict[str, nn.Linear]:
-    head = module.get_output_embeddings()
-    return {
-        name: each
-        for name, each in module.named_modules()
-        if isinstance(each, nn.Linear) and type(each).forward is nn.Linear.forward and each is not head
-    }
+    parameters = source.of_path(path).module(torch.float32).parameters()
+    return RENAMED if any(parameter.dim() == 3 for parameter in parameters) else ()
 
 
 def _is_named(name: str, targets: Collection[str]) -> bool:

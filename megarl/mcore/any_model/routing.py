@@ -15,6 +15,7 @@ from megarl.mcore.any_model import attention, source
 from megarl.mcore.any_model.attention import Unsupported
 from megarl.mcore.moe.router import RouteRecorder
 
+NOWHERE = -1
 _topk = torch.topk
 
 
@@ -61,6 +62,10 @@ class ModuleRouter:
         both = (torch.cat(x).view(*input.shape[:-1], k) for x in zip((values, experts), others, strict=True))
         return torch.return_types.topk(tuple(both))
 
+    def turn_off(self):
+        """Leaves all choices to the router's own code."""
+        self._place, self._seen = NOWHERE, []
+
     def choose(self, _: int, live: Tensor) -> Tensor:
         """As of `Routing`: plants other experts than the live ones."""
         self._planted = ((live + 1) % self.experts).sort(dim=1).values
@@ -94,7 +99,7 @@ def install(module: nn.Module, layers: nn.ModuleList, vocab_size: int) -> list[M
         layers: the module's, one after the other.
 
     Raises:
-        Unsupported: what keeps the routers from replaying routes; the module is as before.
+        Unsupported: what keeps the routers from replaying routes; they choose as before.
     """
     blocks = [
         (number, block, each)
@@ -103,7 +108,6 @@ def install(module: nn.Module, layers: nn.ModuleList, vocab_size: int) -> list[M
         for each in block.children()
         if hasattr(each, "_is_expert_parallel")  # of transformers' interface
     ]
-    before = [vars(block).get("forward") for _, block, _ in blocks]
     routers = [ModuleRouter(number, block) for number, block, _ in blocks]
     hooks = [
         each.register_forward_pre_hook(router.take, with_kwargs=True)
@@ -119,9 +123,8 @@ def install(module: nn.Module, layers: nn.ModuleList, vocab_size: int) -> list[M
         if len({(router.experts, router.topk) for router in routers}) > 1:
             raise Unsupported("routers choose among unlike numbers of experts")
     except Unsupported:
-        for (_, block, _), forward in zip(blocks, before, strict=True):
-            del block.forward
-            vars(block).update({} if forward is None else {"forward": forward})
+        for router in routers:
+            router.turn_off()
         raise
     finally:
         for hook, router in zip(hooks, routers, strict=True):

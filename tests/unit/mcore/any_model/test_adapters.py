@@ -177,7 +177,10 @@ def farthest(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
-ROWS = [(kind, layout) for kind in TARGETS for layout in LAYOUTS]
+# Not over tensor-parallel ranks: the plan of the first names no split of its experts; the second adds in place to what
+# a reduction returns, which autograd refuses.
+WHOLE = "longcat_flash", "llama4_text"
+ROWS = [(kind, layout) for kind in TARGETS for layout in LAYOUTS if layout != "tp2" or kind not in WHOLE]
 
 
 @pytest.mark.parametrize(("kind", "layout"), by_default(ROWS, [("granite", "one"), ("granite", "tp2")]))
