@@ -26,6 +26,7 @@ from megarl.mcore.weights.hf.folder import HFFolder
 FLAG = "--model-source transformers"
 NO_INTERFACE = "does not call transformers' attention interface"
 LARGE = 2**22  # elements of a tensor of three dimensions, which is a parameter
+MAKERS = "empty", "zeros", "ones", "randn"
 PROBED = 4  # tokens of the first pass
 # Entries of config.json that a model of transformers reads as the longest sequence that its attention sees whole.
 LIMITS = ("attention_chunk_size",)
@@ -177,14 +178,14 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    def without_memory(make):  # what some modules make of experts: gigabytes of zeros
+    def without_memory(make):  # experts of a layer have gigabytes
         def made(*sizes, **kwargs):
             is_large = len(sizes) > 2 and math.prod(sizes) > LARGE
             return make(*sizes, **kwargs | {"device": "meta"} if is_large else kwargs)
 
         return made
 
-    makers = [(torch, name, without_memory(getattr(torch, name))) for name in ("zeros", "ones", "randn")]
+    makers = [(torch, name, without_memory(getattr(torch, name))) for name in MAKERS]
     with rows.replaced([(nn.Module, "register_parameter", on_meta), *makers]):
         yield
 

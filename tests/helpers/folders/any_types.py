@@ -6,6 +6,7 @@ windows, layers of several kinds, softcaps, experts.
 
 import copy
 import os
+import re
 from pathlib import Path
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -17,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from tests.helpers.texts import small_tokenizers
 
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "model_types.md"  # which of them run
 VOCAB, LAYERS = 160, 6
 # Entries by value: every name that some type has for such a size.
 SIZES = {
@@ -63,7 +65,7 @@ OWN = {
     ),
     "dots1": dict(
         moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, n_group=1,
-        topk_group=1, layer_types=["sliding_attention", "full_attention"] * 3,
+        topk_group=1, norm_topk_prob=True, layer_types=["sliding_attention", "full_attention"] * 3,
     ),
     "codegen": dict(rotary_dim=8),
     "deepseek_v2": dict(head_dim=8, moe_layer_freq=1, num_experts_per_tok=2),
@@ -85,6 +87,7 @@ OWN = {
     "reformer": dict(axial_pos_embds_dim=[32, 32], axial_pos_shape=[8, 16]),
     "llama4_text": dict(interleave_moe_layer_step=2, floor_scale=8, attention_chunk_size=128),
     "longcat_flash": dict(num_layers=3, head_dim=8),
+    "mellum": dict(layer_types=["sliding_attention", "full_attention"] * 3),
     "minimax_m3_vl_text": dict(
         layer_types=["full_attention", "minimax_m3_sparse"] * 3, index_block_size=4, index_topk_blocks=2,
         index_local_blocks=1,
@@ -191,3 +194,9 @@ def save(kind: str, folder: Path, seed: int = 1):
     if module.config.model_type != kind:  # the language model's part
         small_config(kind).save_pretrained(folder)
     return module
+
+
+def running() -> dict[str, bool]:
+    """Types that run, by the generated page, and whether megarl maps them, too."""
+    part = PAGE.read_text().partition("## Run")[2].partition("\n## ")[0]
+    return {kind: mapped == "yes" for kind, mapped in re.findall(r"^\| `(\S+)` \| (yes)? ?\|", part, re.MULTILINE)}
