@@ -102,7 +102,9 @@ def find_slots(module: PreTrainedModel, vocab_size: int) -> tuple[Slot, ...]:
     probe = FirstPass(tokens=PROBED)
     with torch.no_grad(), _without_memory(module), attention.running(probe), rows.installed(_no_product, _no_matmul):
         tokens = torch.arange(PROBED)[None] % vocab_size
-        indexer = [name for name, value in vars(module.config.get_text_config()).items() if name.startswith("index") and value]
+        indexer = [
+            name for name, value in vars(module.config.get_text_config()).items() if name.startswith("index") and value
+        ]
         with one_line_errors(type(module), f"run without its sparse indexer, {indexer[0]}" if indexer else "run"):
             module(input_ids=tokens, position_ids=torch.arange(PROBED)[None], use_cache=False)
     if not probe.found:

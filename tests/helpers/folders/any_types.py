@@ -50,7 +50,9 @@ SIZES = {
 SMALL = {name: value for value, names in SIZES.items() for name in names.split()}
 SMALL |= dict(use_sliding_window=True, max_window_layers=3, use_qk_norm=True, qk_layernorm=True)
 NONE_BY_DEFAULT = "num_key_value_heads", "head_dim", "sliding_window"
-TOWER = dict(adapter_input_size=64, num_hidden_layers=2, depth=2, num_key_value_heads=4, out_hidden_size=64, intermediate_size=64)
+TOWER = dict(
+    adapter_input_size=64, num_hidden_layers=2, depth=2, num_key_value_heads=4, out_hidden_size=64, intermediate_size=64
+)
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # Types whose entries depend on each other in another way.
 OWN = {

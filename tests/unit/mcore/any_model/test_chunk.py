@@ -17,23 +17,23 @@ OTHER_GENERATE = ("moshi",)
 
 
 def worlds(kinds):
-    return [(tuple(kinds[at : at + TOGETHER]),) for at in range(0, len(kinds), TOGETHER)]
+    return [" ".join(kinds[at : at + TOGETHER]) for at in range(0, len(kinds), TOGETHER)]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("types")
     save = functools.cache(lambda kind: any_types.save(kind, root / kind) and root / kind)
-    return lambda kinds: {kind: save(kind) for kind in kinds}
+    return lambda kinds: {kind: save(kind) for kind in kinds.split()}
 
 
 OTHERS = [kind for kind in RUNNING if kind not in DEFAULT]
 
 
-@pytest.mark.parametrize("kinds", by_default([(DEFAULT,), *worlds(OTHERS)], [(DEFAULT,)]))
+@pytest.mark.parametrize("kinds", by_default([*worlds(DEFAULT), *worlds(OTHERS)], worlds(DEFAULT)))
 def test_types_compute_what_they_compute_alone(kinds, folders, tmp_path):
     (found,) = run_world(any_measures.measure, 1, folders(kinds), tmp_path)
-    assert found.keys() == set(kinds)
+    assert found.keys() == set(kinds.split())
     wrong = {
         kind: each._replace(score_rows=[])
         for kind, each in found.items()
@@ -49,10 +49,10 @@ def test_types_compute_what_they_compute_alone(kinds, folders, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kinds", [kinds for (kinds,) in worlds(MAPPED)])
+@pytest.mark.parametrize("kinds", worlds(MAPPED))
 def test_mapped_types_agree_with_megatrons_layers(kinds, folders):
     (found,) = run_world(any_measures.differences, 1, folders(kinds))
-    assert found.keys() == set(kinds)
+    assert found.keys() == set(kinds.split())
     assert {kind: each for kind, each in found.items() if not each < 1e-5} == {}
 
 

@@ -40,7 +40,11 @@ def doubled(self, hidden, chosen, gates):
 
 
 PLANTED = {  # what is replaced, by what, on which type, and what then differs
-    "window of packed": ((attention.PackedPass, "attend_tokens", without_windows(attention.PackedPass)), "cohere2", OWN),
+    "window of packed": (
+        (attention.PackedPass, "attend_tokens", without_windows(attention.PackedPass)),
+        "cohere2",
+        OWN,
+    ),
     "window of steps": ((self_check.HeldPass, "attend_tokens", without_windows(self_check.HeldPass)), "cohere2", STEPS),
     "scale of steps": ((self_check.HeldPass, "attend_tokens", other_scale), "granite", STEPS),
     "sequences see each other": ((self_check, "pack_sequences", one_sequence), "granite", PACKED),
