@@ -30,9 +30,9 @@ HEAD = """<!-- Made by tools/model_types.py; do not edit. -->
 
 # Types of transformers
 
-What [`--model-source transformers`](huggingface.md#any-type-of-transformers) does with each of the {all} types of causal
-language models of transformers {version}. Each is tried on a small model that switches on what published folders have.
-{runs} run; {refused} are refused with the line below; {others} are not judged.
+What [`--model-source transformers`](huggingface.md#any-type-of-transformers) does with each of the {all} types of
+causal language models of transformers {version}. Each is tried on a small model that switches on what published folders
+have. {runs} run; {refused} are refused with the line below; {others} are not judged.
 
 **mapped**: without the flag, Megarl's own layers compute a folder of this type. An encoder counts as a decoder here, as
 transformers' `is_decoder` makes it one.

@@ -1,9 +1,9 @@
 """What makes the modules of transformers batch-invariant on a CPU: a token's bits do not depend on the rows beside it.
 
 Three rules, in addition to `kernels.batch_invariance`. Every product with a weight is megarl's, also those that a
-module makes by `torch.nn.functional.linear` and `torch.matmul`. Experts are computed one after the other, and a token adds its experts' outputs in
-ascending order. A pass has a multiple of `ROWS` rows: torch computes two vectors of 16 numbers at a time, and the rest
-of a tensor, or of a thread's share, by another exp or tanh.
+module makes by `torch.nn.functional.linear` and `torch.matmul`. Experts are computed one after the other, and a token
+adds its experts' outputs in ascending order. A pass has a multiple of `ROWS` rows: torch computes two vectors of 16
+numbers at a time, and the rest of a tensor, or of a thread's share, by another exp or tanh.
 """
 
 import contextlib

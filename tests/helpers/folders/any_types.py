@@ -28,7 +28,8 @@ SIZES = {
         " decoder_ffn_dim",
     LAYERS: "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers",
     4: "num_attention_heads n_head n_heads num_heads num_experts num_local_experts n_routed_experts moe_num_experts"
-       " linear_num_value_heads mamba_n_heads mamba_num_heads swa_num_attention_heads laurel_rank encoder_attention_heads decoder_attention_heads num_encoder_attention_heads"
+       " linear_num_value_heads mamba_n_heads mamba_num_heads swa_num_attention_heads laurel_rank encoder_attention_heads decoder_attention_heads"
+       " num_encoder_attention_heads"
        " num_decoder_attention_heads",
     2: "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token moe_k moe_topk experts_per_token"
        " num_kv_shared_layers num_global_key_value_heads zero_expert_num index_n_heads linear_num_key_heads hc_mult"
@@ -116,13 +117,15 @@ WHOLE = {
     ),
     "gemma4_unified_text": GEMMA | GLOBAL,
     "gemma4_assistant": dict(
-        text_config=GEMMA | GLOBAL | dict(model_type="gemma4_text", hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)
+        text_config=GEMMA | GLOBAL | dict(
+            model_type="gemma4_text", hidden_size_per_layer_input=0, vocab_size_per_layer_input=0
+        )
     ),
-    "gemma3n_text": GEMMA | PER_LAYER | dict(laurel_rank=4, activation_sparsity_pattern=[0.95, 0.95, 0.0, 0.0, 0.0, 0.0]),
+    "gemma3n_text": GEMMA | PER_LAYER | dict(laurel_rank=4, activation_sparsity_pattern=[0.95] * 2 + [0.0] * 4),
 }  # fmt: skip
 # Entries that some types refuse together; the first that goes without is taken.
 LEFT_OUT = ((), ("qk_head_dim", "head_dim"), ("q_lora_rank",), ("head_dim",), ("num_key_value_heads",),
-            ("num_hidden_layers", "num_layers"), ("max_position_embeddings", "n_positions"), ("v_head_dim",))  # fmt: skip
+            ("num_hidden_layers", "num_layers"), ("max_position_embeddings", "n_positions"))  # fmt: skip
 
 
 def small_config(kind: str):
