@@ -8,6 +8,7 @@ built, its attention is found, and its self-check runs.
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -29,9 +30,9 @@ HEAD = """<!-- Made by tools/model_types.py; do not edit. -->
 
 # Types of transformers
 
-What [`--model-source transformers`](huggingface.md#any-type-of-transformers) does with each of the {all} types of causal
-language models of transformers {version}. Each is tried on a small model that switches on what published folders have.
-{runs} run; {refused} are refused with the line below; {others} are not judged.
+What [`--model-source transformers`](huggingface.md#any-type-of-transformers) does with each of the {all} types of
+causal language models of transformers {version}. Each is tried on a small model that switches on what published folders
+have. {runs} run; {refused} are refused with the line below; {others} are not judged.
 
 **mapped**: without the flag, Megarl's own layers compute a folder of this type. An encoder counts as a decoder here, as
 transformers' `is_decoder` makes it one.
@@ -63,7 +64,7 @@ def judge(kind: str) -> Found:
     except (Unsupported, UsageError) as error:
         if "ImportError" in str(error):
             return Found(kind, "not judged", one_line(str(error)))
-        return Found(kind, "refused", one_line(str(error)))
+        return Found(kind, "refused", re.sub(r" \(off by [^)]*\)", "", one_line(str(error))))  # differs by processor
     return Found(kind, "runs", ", ".join(features(module, slots)))
 
 
@@ -78,14 +79,18 @@ def features(module: torch.nn.Module, slots: tuple[Slot, ...]) -> list[str]:
         "several calls a module": any(len(getattr(each, "attention_slots", ())) > 1 for each in module.modules()),
         "experts": any(hasattr(each, "num_experts") and hasattr(each, "has_gate") for each in module.modules()),
         "a bias of the head": getattr(module.get_output_embeddings(), "bias", None) is not None,
-        "buffers": any(name not in dict(module.named_parameters(remove_duplicate=False)) for name in module.state_dict()),
+        "buffers": any(
+            name not in dict(module.named_parameters(remove_duplicate=False)) for name in module.state_dict()
+        ),
     }
     return [name for name, is_there in has.items() if is_there]
 
 
 def page(every: list[Found]) -> str:
     """The page of what became of all types."""
-    by_status = {status: [each for each in every if each.status == status] for status in ("runs", "refused", "not judged")}
+    by_status = {
+        status: [each for each in every if each.status == status] for status in ("runs", "refused", "not judged")
+    }
     runs, refused, others = by_status.values()
     counts = dict(all=len(every), runs=len(runs), refused=len(refused), others=len(others))
     parts = [HEAD.format(version=transformers.__version__, **counts).rstrip("\n")]

@@ -29,7 +29,7 @@ WIDTHS = (
     "vocab_size", "vocab_size_per_layer_input", "intermediate_size", "intermediate_size_mlp", "moe_intermediate_size",
     "expert_ffn_hidden_size", "shared_expert_intermediate_size", "shared_intermediate_size", "ffn_hidden_size",
 )  # fmt: skip
-WIDTH = 256
+WIDTH = 128
 
 
 def check(found: Source, longest: int):

@@ -26,6 +26,7 @@ from megarl.mcore.weights.hf.folder import HFFolder
 FLAG = "--model-source transformers"
 NO_INTERFACE = "does not call transformers' attention interface"
 LARGE = 2**22  # elements of a tensor of three dimensions, which is a parameter
+MAKERS = "empty", "zeros", "ones", "randn"
 PROBED = 4  # tokens of the first pass
 SPREAD = 0.1  # of the values of vectors
 EXPERT_STEP = 7  # between the numbers with which two experts' matrices begin
@@ -182,14 +183,14 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    def on_meta_if_large(make):  # what some modules make of experts: gigabytes of zeros
+    def on_meta_if_large(make):  # experts of a layer have gigabytes
         def made(*sizes, **kwargs):
             is_large = len(sizes) > 2 and math.prod(sizes) > LARGE
             return make(*sizes, **kwargs | {"device": "meta"} if is_large else kwargs)
 
         return made
 
-    makers = [(torch, name, on_meta_if_large(getattr(torch, name))) for name in ("zeros", "ones", "randn")]
+    makers = [(torch, name, on_meta_if_large(getattr(torch, name))) for name in MAKERS]
     with rows.replaced([(nn.Module, "register_parameter", on_meta), *makers]):
         yield
 

@@ -153,3 +153,22 @@ def gradients(rank: int, folder: Path, flags: str) -> Gradients:
             for name, parameter in stages[0].named_parameters()
         },
     )
+
+
+def differences(rank: int, folders: dict[str, Path]) -> dict[str, float]:
+    """Largest difference of log-probs between Megatron's layers and transformers' of a folder, by type; a collective.
+    The module's are of float32, and of the same packed sequences."""
+    torch.set_num_threads(1)
+    return {kind: _difference(folder) for kind, folder in folders.items()}
+
+
+def _difference(folder: Path) -> float:
+    from tests.helpers.folders import hf_layouts
+
+    generator, found = torch.Generator().manual_seed(SEED), []
+    sequences = [torch.randint(3, 150, (length,), generator=generator).tolist() for length in (40, 17, 2, 33)]
+    for flags in ("", FLAGS):
+        role, groups, model, _ = hf_layouts.build(folder, flags, False, longest=LONGEST)
+        assert hasattr(model[0], "slots") == bool(flags)  # a model of transformers
+        found.append(torch.cat(hf_layouts.logprobs(model, groups, sequences, role.model_vocab_size(0))))
+    return float((found[0] - found[1]).abs().max())

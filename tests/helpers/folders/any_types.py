@@ -6,6 +6,7 @@ windows, layers of several kinds, softcaps, experts.
 
 import copy
 import os
+import re
 from pathlib import Path
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -17,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from tests.helpers.texts import small_tokenizers
 
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "model_types.md"  # which of them run
 VOCAB, LAYERS = 160, 6
 # Entries by value: every name that some type has for such a size.
 SIZES = {
@@ -26,7 +28,8 @@ SIZES = {
         " decoder_ffn_dim",
     LAYERS: "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers",
     4: "num_attention_heads n_head n_heads num_heads num_experts num_local_experts n_routed_experts moe_num_experts"
-       " linear_num_value_heads mamba_n_heads mamba_num_heads swa_num_attention_heads laurel_rank encoder_attention_heads decoder_attention_heads num_encoder_attention_heads"
+       " linear_num_value_heads mamba_n_heads mamba_num_heads swa_num_attention_heads laurel_rank encoder_attention_heads decoder_attention_heads"
+       " num_encoder_attention_heads"
        " num_decoder_attention_heads",
     2: "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token moe_k moe_topk experts_per_token"
        " num_kv_shared_layers num_global_key_value_heads zero_expert_num index_n_heads linear_num_key_heads hc_mult"
@@ -65,7 +68,7 @@ OWN = {
     ),
     "dots1": dict(
         moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, n_group=1,
-        topk_group=1, layer_types=["sliding_attention", "full_attention"] * 3,
+        topk_group=1, norm_topk_prob=True, layer_types=["sliding_attention", "full_attention"] * 3,
     ),
     "codegen": dict(rotary_dim=8),
     "deepseek_v2": dict(head_dim=8, moe_layer_freq=1, num_experts_per_tok=2),
@@ -87,6 +90,7 @@ OWN = {
     "reformer": dict(axial_pos_embds_dim=[32, 32], axial_pos_shape=[8, 16]),
     "llama4_text": dict(interleave_moe_layer_step=2, floor_scale=8, attention_chunk_size=128),
     "longcat_flash": dict(num_layers=3, head_dim=8),
+    "mellum": dict(layer_types=["sliding_attention", "full_attention"] * 3),
     "minimax_m3_vl_text": dict(
         layer_types=["full_attention", "minimax_m3_sparse"] * 3, index_block_size=4, index_topk_blocks=2,
         index_local_blocks=1,
@@ -113,13 +117,15 @@ WHOLE = {
     ),
     "gemma4_unified_text": GEMMA | GLOBAL,
     "gemma4_assistant": dict(
-        text_config=GEMMA | GLOBAL | dict(model_type="gemma4_text", hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)
+        text_config=GEMMA | GLOBAL | dict(
+            model_type="gemma4_text", hidden_size_per_layer_input=0, vocab_size_per_layer_input=0
+        )
     ),
-    "gemma3n_text": GEMMA | PER_LAYER | dict(laurel_rank=4, activation_sparsity_pattern=[0.95, 0.95, 0.0, 0.0, 0.0, 0.0]),
+    "gemma3n_text": GEMMA | PER_LAYER | dict(laurel_rank=4, activation_sparsity_pattern=[0.95] * 2 + [0.0] * 4),
 }  # fmt: skip
 # Entries that some types refuse together; the first that goes without is taken.
 LEFT_OUT = ((), ("qk_head_dim", "head_dim"), ("q_lora_rank",), ("head_dim",), ("num_key_value_heads",),
-            ("num_hidden_layers", "num_layers"), ("max_position_embeddings", "n_positions"), ("v_head_dim",))  # fmt: skip
+            ("num_hidden_layers", "num_layers"), ("max_position_embeddings", "n_positions"))  # fmt: skip
 
 
 def small_config(kind: str, **entries):
@@ -195,3 +201,9 @@ def save(kind: str, folder: Path, seed: int = 1, **entries):
     if module.config.model_type != kind:  # the language model's part
         small_config(kind).save_pretrained(folder)
     return module
+
+
+def running() -> dict[str, bool]:
+    """Types that run, by the generated page, and whether megarl maps them, too."""
+    part = PAGE.read_text().partition("## Run")[2].partition("\n## ")[0]
+    return {kind: mapped == "yes" for kind, mapped in re.findall(r"^\| `(\S+)` \| (yes)? ?\|", part, re.MULTILINE)}

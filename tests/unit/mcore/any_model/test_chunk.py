@@ -8,20 +8,53 @@ from tests.helpers.folders import any_measures, any_types
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 
-# One type of each kind: scaled logits, windows, unlike layers that share keys, sinks, a bias of the head, experts.
-KINDS = ("granite", "cohere2", "gemma4_text", "gpt_oss", "phi", "ernie4_5_moe", "llama4_text", "longcat_flash")
+RUNNING = any_types.running()
+MAPPED = tuple(kind for kind, is_mapped in RUNNING.items() if is_mapped)
+TOGETHER = 12  # types of a world
+DEFAULT = ("granite", "gemma4_text")
+# `generate` of these takes other inputs than tokens alone; their log-probs are compared.
+OTHER_GENERATE = ("moshi",)
+
+
+def worlds(kinds):
+    return [" ".join(kinds[at : at + TOGETHER]) for at in range(0, len(kinds), TOGETHER)]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("types")
-    return functools.cache(lambda kind: any_types.save(kind, root / kind) and root / kind)
+    save = functools.cache(lambda kind: any_types.save(kind, root / kind) and root / kind)
+    return lambda kinds: {kind: save(kind) for kind in kinds.split()}
 
 
-@pytest.mark.parametrize("kind", by_default(KINDS, ("granite", "gemma4_text")))
-def test_a_type_computes_what_it_computes_alone(kind, folders, tmp_path):
-    (found,) = run_world(any_measures.measure, 1, {kind: folders(kind)}, tmp_path)
-    found = found[kind]
-    assert found.difference < 2e-5 and all(found.greedy)
-    assert found.gaps == [0, 0] and found.is_alone_equal
-    assert found.changed == []
+OTHERS = [kind for kind in RUNNING if kind not in DEFAULT]
+
+
+@pytest.mark.parametrize("kinds", by_default([*worlds(DEFAULT), *worlds(OTHERS)], worlds(DEFAULT)))
+def test_types_compute_what_they_compute_alone(kinds, folders, tmp_path):
+    (found,) = run_world(any_measures.measure, 1, folders(kinds), tmp_path)
+    assert found.keys() == set(kinds.split())
+    wrong = {
+        kind: each._replace(score_rows=[])
+        for kind, each in found.items()
+        if not (
+            each.difference < 2e-5
+            and (all(each.greedy) or kind in OTHER_GENERATE)
+            and each.gaps == [0, 0]
+            and each.is_alone_equal
+            and each.changed == []
+        )
+    }
+    assert not wrong
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kinds", worlds(MAPPED))
+def test_mapped_types_agree_with_megatrons_layers(kinds, folders):
+    (found,) = run_world(any_measures.differences, 1, folders(kinds))
+    assert found.keys() == set(kinds.split())
+    assert {kind: each for kind, each in found.items() if not each < 1e-5} == {}
+
+
+def test_the_list_of_types_has_what_it_must():
+    assert len(RUNNING) >= 110 and len(MAPPED) >= 38

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megarl.mcore.any_model import attention, self_check, source
-from megarl.mcore.any_model.attention import Unsupported
+from megarl.mcore.any_model import self_check, source
+from megarl.mcore.any_model.attention import PackedPass, Unsupported
 from megarl.mcore.attention.packing import pack_sequences
 from tests.helpers.folders import any_types
 from tests.helpers.tiers import by_default
@@ -40,11 +40,14 @@ def doubled(self, hidden, chosen, gates):
 
 
 PLANTED = {  # what is replaced, by what, on which type, and what then differs
-    "window of packed": ((attention.PackedPass, "attend_tokens", without_windows(attention.PackedPass)), "cohere2", OWN),
+    "window of packed": (
+        (attention.PackedPass, "attend_tokens", without_windows(attention.PackedPass)),
+        "cohere2",
+        OWN,
+    ),
     "window of steps": ((self_check.HeldPass, "attend_tokens", without_windows(self_check.HeldPass)), "cohere2", STEPS),
     "scale of steps": ((self_check.HeldPass, "attend_tokens", other_scale), "granite", STEPS),
     "sequences see each other": ((self_check, "pack_sequences", one_sequence), "granite", PACKED),
-    "positions": ((self_check.Runner, "packed", None), "granite", OWN),
 }
 
 
@@ -53,7 +56,7 @@ def test_a_type_passes(kind):
     self_check.check(small(kind), LONGEST)
 
 
-@pytest.mark.parametrize("name", [name for name in PLANTED if name != "positions"])
+@pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name, monkeypatch):
     replaced, kind, what = PLANTED[name]
     monkeypatch.setattr(*replaced)

@@ -19,7 +19,10 @@ STATES = (
 NOT_COMPUTED = ", which --model-source transformers does not compute"
 # What config.json has, and the line. A name stands for a small configuration of that type.
 REFUSED = {
-    "unknown type": ({"model_type": "mine"}, "config.json: model_type 'mine': the installed transformers has no such type"),
+    "unknown type": (
+        {"model_type": "mine"},
+        "config.json: model_type 'mine': the installed transformers has no such type",
+    ),
     "no type": ({}, "config.json: model_type None: the installed transformers has no such type"),
     "code": (
         {"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Mine"}},
@@ -31,8 +34,8 @@ REFUSED = {
     ),
     "wrong entry": (
         {"model_type": "granite", "hidden_size": "wide"},
-        "config.json: transformers refuses it (Validation error for field 'hidden_size': TypeError: Field 'hidden_size' "
-        "expected int, got str (value: 'wide'))",
+        "config.json: transformers refuses it (Validation error for field 'hidden_size': TypeError: Field "
+        "'hidden_size' expected int, got str (value: 'wide'))",
     ),
     "too small for its entries": (
         {"model_type": "granite", "vocab_size": 8, "hidden_size": 64, "num_attention_heads": 4, "pad_token_id": 9},
