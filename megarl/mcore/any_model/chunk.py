@@ -105,7 +105,7 @@ class AnyChunk(MegatronModule):
         if dist.get_world_size(pg_collection.tp) > 1:
             self.splits = tensor_parallel.splits_of(self.hf, dist.get_world_size(pg_collection.tp))
             tensor_parallel.split(self.hf, self.splits, pg_collection.tp)
-        self.slots = source.find_slots(self.hf, self.vocab_size)
+        config.attention_slots = source.find_slots(self.hf, self.vocab_size)
         self._logit_inputs = LogitInputs(self.hf)
         config.final_logit_softcapping = None if value_head else self._logit_inputs.softcap
         head = self.hf.get_output_embeddings()

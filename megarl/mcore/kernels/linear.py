@@ -75,7 +75,7 @@ def prepacked_weights(model, prediction=None):
     kinds = ColumnParallelLinear, RowParallelLinear, ReplicatedLinear
     modules = (model,) if prediction is None else (model, prediction)
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, kinds)]
-    if hasattr(model, "slots"):  # of transformers
+    if model.config.attention_slots:  # of transformers
         layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
     is_tied = model.post_process and model.share_embeddings_and_output_weights
     tied = model.shared_embedding_or_output_weight() if is_tied else None
