@@ -251,6 +251,7 @@ def _roles_and_teachers(
 
     def build(folder: TeacherFolder) -> RoleSettings:
         own = values | {"teacher-hf-model": folder.hf_model}
+        own |= {"teacher-model-source": folder.model_source} if folder.model_source else {}
         return _role_settings(context, own, tokens, {"teacher": ranks["teacher"]}, folder)["teacher"]
 
     roles = _role_settings(context, values, tokens, {role: own for role, own in ranks.items() if role != "teacher"})

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from megarl.arguments import RoleSettings
 from megarl.checkpoint import factors, folders
 from megarl.data import node_files
@@ -145,12 +143,8 @@ def _check_numbers(weight_map: WeightMap):
 
 def _found_once(kind: str, folder: HFFolder, find: Callable[[HFFolder], list[str]]) -> list[str]:
     """What `find` returns; one process of a node calls it. `kind`: of what it looks for."""
-
-    def found() -> dict[str, np.ndarray]:
-        return {"names": np.frombuffer("\n".join(find(folder)).encode(), np.uint8)}
-
     key = kind, [node_files.identity(str(folder.path / file)) for file in folder.files()]
-    return node_files.arrays(lambda: key, found)["names"].tobytes().decode().splitlines()
+    return node_files.text(key, lambda: "\n".join(find(folder))).splitlines()
 
 
 def _others(names: list[str]) -> str:

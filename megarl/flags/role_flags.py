@@ -256,10 +256,10 @@ def read_hf_models(
     if settings.judge_hf_model:
         paths["reward"], flags["reward"] = settings.judge_hf_model, "--judge-hf-model"
     sources = {role: own["actor" if role == "rollout" else role]["model_source"] for role in paths}
-    given = {role: source for role, source in sources.items() if source == "transformers"}
-    if given and not any(paths[role] for role in given):
-        prefix = "" if settings.model_source == "transformers" else f"{next(iter(given))}-"
-        raise UsageError(f"--{prefix}model-source transformers: needs --hf-model, a folder whose modules it computes")
+    for role, path in paths.items():
+        if sources[role] == "transformers" and path is None and (role != "reward" or program == "reward"):
+            prefix = "" if settings.model_source == "transformers" else f"{role}-"
+            raise UsageError(f"--{prefix}model-source transformers: needs --{prefix}hf-model, whose model it computes")
     keys = {role: (sources[role], path, flags[role], lengths[role]) for role, path in paths.items()}
     read = {key: _read_model(settings, *key) for key in dict.fromkeys(keys.values()) if key[1] is not None}
     return {role: read.get(key) for role, key in keys.items()}

@@ -115,7 +115,8 @@ def _parameter_totals(model: ModelKey, vocab_size: int, value_head: bool) -> Par
     args = model.args
     kinds = layer_kinds(args)
     weights = [(1, _chunk(args, vocab_size, value_head, range(0), True, True, UNSPLIT))]
-    weights += [(kinds.count(kind), layer_weights(args, kind)) for kind in set(kinds)]
+    if args.model_folder is None:
+        weights += [(kinds.count(kind), layer_weights(args, kind)) for kind in set(kinds)]
     total = sum(times * w.elements for times, module in weights for w in module)
     routed = sum(times * w.elements for times, module in weights for w in module if w.is_routed)
     idle = routed * (args.num_experts - args.moe_router_topk) // args.num_experts if routed else 0
@@ -145,6 +146,10 @@ def frozen_total(args, vocab_size: int, value_head: bool) -> int:
 
 
 def _chunk(args, vocab_size: int, value_head: bool, layers: range, first: bool, last: bool, sizes) -> list[Weight]:
+    if args.model_folder is not None:
+        from megarl.mcore.any_model.module_map import rank_weights  # needs transformers
+
+        return rank_weights(args, value_head, sizes.tensor)
     weights = embedding_weights(args, vocab_size, value_head, sizes) if first else []
     kinds = layer_kinds(args)
     of_kind = {kind: layer_weights(args, kind, sizes) for kind in {kinds[layer] for layer in layers}}

@@ -2,21 +2,19 @@
 
 import copy
 import math
-from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.mcore.any_model.attention import Slot
 from megarl.mcore.inference.paged_context import PagedContext
 
 
 class SlotContext(PagedContext):
     """Caches each slot's keys and values of this rank's heads in their own shape."""
 
-    def __init__(self, model_config, inference_config, memory=None, slots: Sequence[Slot] = ()):
-        """`slots`: of the model; other arguments as of `PagedContext`."""
-        self._slots, self._tensor_ranks = slots, inference_config.pg_collection.tp
+    def __init__(self, model_config, inference_config, memory=None):
+        """Arguments as of `PagedContext`; the model's slots are `model_config.attention_slots`."""
+        self._slots, self._tensor_ranks = model_config.attention_slots, inference_config.pg_collection.tp
         super().__init__(model_config, inference_config, memory)
 
     @property

@@ -110,7 +110,7 @@ class AnyChunk(MegatronModule):
         if dist.get_world_size(pg_collection.tp) > 1:
             self.splits = tensor_parallel.splits_of(self.hf, dist.get_world_size(pg_collection.tp))
             tensor_parallel.split(self.hf, self.splits, pg_collection.tp)
-        self.slots = source.find_slots(self.hf, self.vocab_size)
+        config.attention_slots = source.find_slots(self.hf, self.vocab_size)
         self.routers: list[routing.ModuleRouter] = []
         with contextlib.suppress(Unsupported):  # a run that replays routes was refused before
             self.routers = routing.install(self.hf, layers_of(self.hf), self.vocab_size)

@@ -9,20 +9,24 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from megarl.mcore.any_model import routing, self_check, source
+from megarl.data import node_files
+from megarl.errors import UsageError, one_line
+from megarl.mcore.any_model import routing, self_check, source, tensor_parallel
 from megarl.mcore.any_model.attention import Slot, Unsupported
 from megarl.mcore.any_model.chunk import PREFIX, layers_of
 from megarl.mcore.any_model.conversions import Conversions, converted
 from megarl.mcore.model.pipeline_layout import RoutedLayers
-from megarl.mcore.model.weight_table import HEAD
+from megarl.mcore.model.weight_table import HEAD, Weight
 from megarl.mcore.parallel.fsdp import whole
 from megarl.mcore.weights.hf.family import Family
-from megarl.mcore.weights.hf.folder import READABLE, FolderReader, HFFolder
+from megarl.mcore.weights.hf.folder import CONFIG, READABLE, FolderReader, HFFolder
 from megarl.mcore.weights.hf.hf_model import CLASSIFIER
 from megarl.mcore.weights.reshard_plan import LocalWeights
 
 SCORE = "score.weight"  # a classifier's head in a folder
+UNREAD = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}  # of config.json
 
 
 class AnyModel(NamedTuple):
@@ -46,8 +50,18 @@ class AnyModel(NamedTuple):
         pairs = ((f"--{name}", value) for name, value in self.flags.items())
         return [token for name, value in pairs for token in ([name] if value is True else [name, str(value)])]
 
+    def other(self, path: str, flag: str, longest: int) -> "AnyModel":
+        """As of `HFModel`: a folder with the same model, and other weights."""
+        found = read_model(path, flag, longest)
+        entries = self.folder.config.keys() | found.folder.config.keys()
+        if changed := sorted(x for x in entries - UNREAD if self.folder.config.get(x) != found.folder.config.get(x)):
+            raise UsageError(f"{flag} {path}: config.json describes another model than the server has ({changed[0]})")
+        return found
+
     def check_exportable(self, value_head: bool):
-        """Passes: a folder like each one that is read can be written."""
+        """UsageError for a folder without weights, whose tensors have no names that an export could take."""
+        if not self.folder.has_weights:
+            raise self.folder.error("has no weights, whose names an export takes")
 
     def check_adapters(self, flag: str):
         """Passes: adapters name the module's own linear layers."""
@@ -69,10 +83,9 @@ def read_model(path: str, flag: str, longest: int) -> AnyModel:
     """
     folder = HFFolder(path, flag)
     found = source.read(folder)
-    try:
-        slots = _checked_slots(str(folder.path), longest)
-    except Unsupported as error:
-        raise folder.error(f"{error}, which {source.FLAG} does not compute") from None
+    slots, problem = _slots(str(folder.path))
+    if problem := problem or _self_check(str(folder.path), longest):
+        raise folder.error(f"{problem}, which {source.FLAG} does not compute")
     source.check_length(found, longest, folder.error)
     names = folder.config.get("architectures") or []
     is_classifier = any(str(name).endswith(CLASSIFIER) for name in names)
@@ -84,13 +97,36 @@ def read_model(path: str, flag: str, longest: int) -> AnyModel:
 
 
 @functools.lru_cache(maxsize=8)
-def _checked_slots(path: str, longest: int) -> tuple[Slot, ...]:
-    """The slots of the folder's module, which computes alone what it computes here. Raises Unsupported. Argument as of
-    `read_model`."""
+def _slots(path: str) -> tuple[tuple[Slot, ...], str]:
+    """The slots of the folder's module, and why it has none that can be computed, or an empty text."""
     found = source.of_path(path)
-    slots = source.find_slots(found.module(torch.float32), found.text.vocab_size)
-    self_check.check(found, longest)
-    return tuple(slots)
+    found = source.of_path(path)
+    try:
+        return source.find_slots(found.module(torch.float32), found.text.vocab_size), ""
+    except Exception as error:  # besides Unsupported whatever a class raises for an entry of config.json
+        return (), _problem(found, error)
+
+
+@functools.lru_cache(maxsize=8)
+def _self_check(path: str, longest: int) -> str:
+    """What differs between the folder's module alone and under megarl, or an empty text; one process of a node tries
+    it. `longest`: as of `read_model`."""
+    found = source.of_path(path)
+
+    def try_it() -> str:
+        try:
+            self_check.check(found, longest)
+        except Exception as error:  # as in `_slots`
+            return _problem(found, error)
+        return ""
+
+    return node_files.text(("self-check", longest, node_files.identity(f"{path}/{CONFIG}")), try_it)
+
+
+def _problem(found: source.Source, error: Exception) -> str:
+    if isinstance(error, Unsupported):
+        return str(error)
+    return f"{found.kind.__name__} cannot be built ({type(error).__name__}: {one_line(str(error))[:200]})"
 
 
 class ModuleMap:
@@ -198,7 +234,18 @@ class ModuleMap:
         """No tensor is one of multi-token prediction that could be left out."""
         return False
 
-    def tensors(self, chunk) -> Iterator[dict[str, Tensor]]:
+    def is_vocabulary(self, key: str) -> bool:
+        """No weight has rows that pad the vocabulary."""
+        return False
+
+    def write(self, stages, weights: LocalWeights, wholes, files, copies, group):
+        """As of `WeightMap`. Every rank makes all tensors, and writes those of its files."""
+        for tensors in self._tensors(stages[0]):
+            for file in files.values():
+                for name in tensors.keys() & set(file.names):
+                    file[name][...] = tensors[name]
+
+    def _tensors(self, chunk) -> Iterator[dict[str, Tensor]]:
         """Yields the tensors of an export, group by group; a collective of the ranks that share the model."""
         for group in self._conversions.groups:
             if self._head.intersection(group.weights):
@@ -219,13 +266,19 @@ def parameter_names(path: str, value_head: bool) -> list[str]:
 
 def checkpoint_shapes(role: str, path: str, value_head: bool) -> dict[str, tuple[int, ...]]:
     """The global shapes by key that a checkpoint of a role with the folder at `path` must have."""
+    tensors = _tensors_of(path, value_head)[1]
+    return {f"{role}.{name}": tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _tensors_of(path: str, value_head: bool) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """A folder's module, and a role's parameters and persistent buffers by name, each once."""
     found = source.of_path(path)
     module = found.module(torch.float32)
     if value_head:
         module.set_output_embeddings(torch.nn.Identity())
     once = {id(each): (name, each) for name, each in reversed(module.state_dict(keep_vars=True).items())}
-    shapes = {f"{role}.{PREFIX}{name}": tuple(each.shape) for name, each in once.values()}
-    return shapes | ({f"{role}.{HEAD}": (1, found.text.hidden_size)} if value_head else {})
+    head = {HEAD: torch.nn.Parameter(torch.empty(1, found.text.hidden_size, device="meta"))} if value_head else {}
+    return module, {f"{PREFIX}{name}": each for name, each in reversed(once.values())} | head
 
 
 @functools.lru_cache(maxsize=8)
@@ -242,3 +295,30 @@ def routed_layers(path: str) -> tuple[RoutedLayers, str | None]:
     except Unsupported as error:
         problem = str(error)
     return RoutedLayers((), 0, 0), f"{type(module).__name__}: {problem}"
+
+
+# -- the planner -------------------------------------------------------------------------------------------------------
+
+
+def rank_weights(args, value_head: bool, ranks: int) -> list[Weight]:
+    """The parameters of a role's module that each of so many tensor-parallel ranks holds."""
+    module, tensors = _tensors_of(args.model_folder, value_head)
+    splits = tensor_parallel.splits_of(module, ranks) if ranks > 1 else {}
+    found, size = [], args.params_dtype.itemsize
+    for name, tensor in tensors.items():
+        shape, split = list(tensor.shape), splits.get(name.removeprefix(PREFIX))
+        if split is not None:
+            shape[split.axis] //= ranks
+        if isinstance(tensor, torch.nn.Parameter):
+            found.append(Weight(name, tuple(shape) or (1,), size))
+    return found
+
+
+def mean_cache(args) -> tuple[int, int]:
+    """Query groups of the whole model and channels whose product is the mean of the module's slots, as `SlotContext`
+    has them."""
+    slots = _slots(args.model_folder)[0]
+    if len({(slot.groups, slot.channels) for slot in slots}) == 1:
+        return slots[0].groups, slots[0].channels
+    ranks = args.tensor_model_parallel_size
+    return ranks, -(-sum(slot.groups * slot.channels for slot in slots) // (ranks * len(slots)))

@@ -239,6 +239,7 @@ def transformer_config(args) -> TransformerConfig:
     config.hetereogenous_dist_checkpoint |= args.hybrid_layer_pattern is not None  # no stacks of unlike layers
     config.attention_kernel, config.exact_rollout = args.attention_kernel, kernel_rules.is_exact(args)
     config.freezes_by_name = bool(args.freeze)
+    config.attention_slots = ()  # those of a model of transformers, which says them itself
     model_flags.copy_to(config, args)
     if args.query_pre_attn_scalar is not None:
         config.softmax_scale = args.query_pre_attn_scalar**-0.5

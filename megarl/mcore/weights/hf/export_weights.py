@@ -153,6 +153,12 @@ def _json(content: dict) -> bytes:
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
+def write_rows(written: WeightMap, weights: LocalWeights, wholes: dict[str, GlobalTensor], files, group):
+    """Writes weights into the files of a rank, row by row; arguments as of `WeightMap.write`."""
+    for names in written.names_without_copies():
+        WeightTransfer(weights, _WrittenFiles(written, wholes, files, names), group).run()
+
+
 class _WrittenFiles:
     """Tensors in the files that this rank writes, as the destination of a weight transfer."""
 
@@ -203,15 +209,8 @@ def export_weights(weight_map: WeightMap, stages, pg_collection, folder: Path, f
     plan = plan_export(weight_map, copies)
     mine = [file for number, file in enumerate(plan.headers) if number % size == rank]
     weight_files = {file: MappedFile(folder / (file + PARTIAL), plan.headers[file]) for file in mine}
-    if hasattr(weight_map, "tensors"):  # of a module of transformers: made by its conversions, whole
-        for tensors in weight_map.tensors(stages[0]):
-            for file in weight_files.values():
-                for name in tensors.keys() & set(file.names):
-                    file[name][...] = tensors[name]
-    else:
-        written, wholes = weight_map.written(copies), merge_wholes("source", list(descriptions))
-        for names in written.names_without_copies():
-            WeightTransfer(source, _WrittenFiles(written, wholes, weight_files, names), group).run()
+    wholes = merge_wholes("source", list(descriptions))
+    weight_map.write(stages, source, wholes, weight_files, copies, group)
     for file in weight_files.values():
         _copy_kept(weight_map.model.folder, plan, file)
         file.flush()

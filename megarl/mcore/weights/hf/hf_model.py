@@ -3,6 +3,7 @@
 import re
 from typing import NamedTuple
 
+from megarl.errors import UsageError
 from megarl.mcore.weights.hf.families import families
 from megarl.mcore.weights.hf.family import Family
 from megarl.mcore.weights.hf.folder import INDEX, HFFolder
@@ -49,6 +50,16 @@ class HFModel(NamedTuple):
         from megarl.mcore.weights.hf.weight_map import WeightMap  # imports this module
 
         return WeightMap(self, args, value_head)
+
+    def other(self, path: str, flag: str, longest: int) -> "HFModel":
+        """A folder with the same model, and other weights. UsageError if config.json describes another one.
+
+        Arguments as of `read_model`.
+        """
+        found = read_model(path, flag, longest)
+        if found.flags != self.flags or found.vocab_size != self.vocab_size:
+            raise UsageError(f"{flag} {path}: config.json describes another model than the server has")
+        return found
 
     def check_exportable(self, value_head: bool):
         """UsageError if no folder like this one can be written. `value_head`: of a model with a scalar head."""

@@ -56,6 +56,9 @@ def import_weights(weight_map: WeightMap, stages, pg_collection):
     number that is not finite: a run would skip every update.
     """
     weights = LocalWeights(stages, pg_collection)
+    for shard in weights.description().shards:
+        if weight_map.is_vocabulary(shard.key):
+            weights.view(shard).zero_()
     for view, stored, name in weight_map.read(weights):
         view.copy_(stored)
         # The ends show every NaN and infinity, without the memory of `isfinite`.

@@ -20,7 +20,7 @@ from megarl.mcore.weights.hf.family import LAYER, LM_HEAD, MODEL, SCALAR_HEAD
 from megarl.mcore.weights.hf.folder import READABLE, FolderReader, slices_of
 from megarl.mcore.weights.hf.hf_model import HFModel
 from megarl.mcore.weights.hf.mapping import Mapping, RowRange
-from megarl.mcore.weights.reshard_plan import LocalWeights
+from megarl.mcore.weights.reshard_plan import GlobalTensor, LocalWeights
 
 COMPARED = 2**22  # elements at a time
 NOT_STORED = (".expert_share",)  # buffers of training alone; they start anew
@@ -194,15 +194,25 @@ class WeightMap:
         return None
 
     def read(self, weights: LocalWeights) -> Iterator[tuple[Tensor, Tensor, str]]:
-        """Yields (a view of this rank's weights, what the folder has for it, the tensor's name); rows that pad the
-        vocabulary become 0."""
+        """Yields (a view of this rank's weights, what the folder has for it, the tensor's name), box by box."""
         from megarl.mcore.weights.hf.import_weights import read_boxes  # imports this module
 
-        for shard in weights.description().shards:
-            if self.is_vocabulary(shard.key):
-                weights.view(shard).zero_()
         for box, stored in read_boxes(weights, self):
             yield box.view_of(weights), stored, box.rows.name
+
+    def write(self, stages, weights: LocalWeights, wholes: dict[str, GlobalTensor], files, copies, group):
+        """Writes an export's tensors into its files; a collective.
+
+        Args:
+            stages: the model's chunks on this rank, of which `weights` are the weights.
+            wholes: the weights on all ranks.
+            files: that this rank writes, by name.
+            copies: as of the constructor.
+            group: the ranks that have the model.
+        """
+        from megarl.mcore.weights.hf.export_weights import write_rows  # imports this module
+
+        write_rows(self.written(copies), weights, wholes, files, group)
 
     def check(self):
         """UsageError for the first tensor that is missing, unknown, of another shape or of a type that is not read."""
