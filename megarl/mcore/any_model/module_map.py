@@ -67,7 +67,7 @@ def read_model(path: str, flag: str, longest: int) -> AnyModel:
     folder = HFFolder(path, flag)
     found = source.read(folder)
     try:
-        slots = _checked_slots(str(folder.path))
+        slots = checked_slots(str(folder.path))
     except Unsupported as error:
         raise folder.error(f"{error}, which {source.FLAG} does not compute") from None
     source.check_length(found, longest, folder.error)
@@ -81,7 +81,7 @@ def read_model(path: str, flag: str, longest: int) -> AnyModel:
 
 
 @functools.lru_cache(maxsize=8)
-def _checked_slots(path: str) -> tuple[Slot, ...]:
+def checked_slots(path: str) -> tuple[Slot, ...]:
     """The slots of the folder's module, which computes alone what it computes here. Raises Unsupported."""
     found = source.of_path(path)
     slots = source.find_slots(found.module(torch.float32), found.text.vocab_size)

@@ -80,17 +80,18 @@ def read(folder: HFFolder) -> Source:
     return Source(config, found[0] if isinstance(found, tuple) else found)
 
 
-def find_slots(module: PreTrainedModel, vocab_size: int) -> tuple[Slot, ...]:
-    """The slots of a module's attention, in the order of a pass, which are also set on its parts.
+def find_slots(module: PreTrainedModel, vocab_size: int, place: torch.device | str = "cpu") -> tuple[Slot, ...]:
+    """The slots of a module's attention, in the order of a pass, which are also set on its parts. `place`: where its
+    buffers are; a module that is split over ranks communicates from there.
 
     Raises:
         Unsupported: attention in another way, or the module needs what megarl does not hand over.
     """
     probe = FirstPass(tokens=PROBED)
-    with torch.no_grad(), without_memory(module), attention.running(probe), rows.installed(no_product):
-        tokens = torch.arange(PROBED)[None] % vocab_size
+    with torch.no_grad(), without_memory(module, place), attention.running(probe), rows.installed(no_product):
+        positions = torch.arange(PROBED, device=place)[None]
         try:
-            module(input_ids=tokens, position_ids=torch.arange(PROBED)[None], use_cache=False)
+            module(input_ids=positions % vocab_size, position_ids=positions, use_cache=False)
         except Unsupported:
             raise
         except Exception as error:
@@ -158,8 +159,8 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_memory(module: nn.Module) -> Iterator[None]:
-    """Context in which the parameters on the meta device are zeros of one number each."""
+def without_memory(module: nn.Module, place: torch.device | str = "cpu") -> Iterator[None]:
+    """Context in which the parameters on the meta device are zeros of one number each, on a device."""
     before = {
         (each, name): parameter
         for each in module.modules()
@@ -167,7 +168,7 @@ def without_memory(module: nn.Module) -> Iterator[None]:
         if parameter is not None and parameter.device.type == "meta"
     }
     for (each, name), parameter in before.items():
-        zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        zeros = torch.zeros((), dtype=parameter.dtype, device=place).expand(parameter.shape)
         each._parameters[name] = nn.Parameter(zeros, requires_grad=False)
     try:
         yield

@@ -5,6 +5,7 @@ import torch
 from megarl.errors import Rule
 from megarl.mcore.config.kernel_rules import EXACT_ROLLOUT, is_exact
 from megarl.mcore.config.rules import allow, only
+from megarl.mcore.kernels import native
 
 WHERE = "with --model-source transformers "
 
@@ -21,6 +22,7 @@ def rules(args) -> list[Rule]:
         only(args, "--fp16", False),
         only(args, "--mtp-num-layers"),
         _exact(args),
+        _scores(args),
     ]  # fmt: skip
     return [rule._replace(is_broken=is_module and rule.is_broken, reason=WHERE + rule.reason) for rule in found]
 
@@ -33,6 +35,18 @@ def _exact(args) -> Rule:
 
         problem = walk.inexact_part(source.of_path(args.model_folder))
     return allow(EXACT_ROLLOUT, problem is None, f"none on CUDA: {problem}")
+
+
+def _scores(args) -> Rule:
+    """The attention backend computes softcaps and sinks, if the module asks for them."""
+    has_options, kernel = False, args.attention_kernel
+    if args.model_folder is not None:
+        from megarl.mcore.any_model.module_map import checked_slots  # needs transformers
+
+        has_options = any(slot.has_score_options for slot in checked_slots(args.model_folder))
+    has_kernels = kernel == "sdpa" and native.is_used() and not args.bf16  # compiled ones
+    allowed = "eager, for softcaps and sinks"
+    return allow("--attention-backend", not has_options or has_kernels or kernel == "eager", allowed, value=kernel)
 
 
 def _tensor_parallel(args) -> Rule:
