@@ -162,7 +162,6 @@ REFUSED = {  # type, flags -> what one line says
     " Cohere2LayerNorm computes mean of 64 terms itself",
     ("gpt_oss", "--bf16 --attention-backend varlen"): "--attention-backend varlen: with"
     " --model-source transformers allowed is eager, for softcaps and sinks",
-    ("granite", "--bf16 --kv-channels 512"): "--kv-channels",
 }
 
 
