@@ -105,15 +105,18 @@ class AnyChunk(MegatronModule):
         found = source.of_path(args.model_folder)
         self.hf = found.module(config.params_dtype)
         self.vocab_size = found.text.vocab_size
+        self._waits = walk(self.hf).waits if device.has_cuda() else None
         fused.fuse(self.hf, self.vocab_size)
         self.splits = {}
         if dist.get_world_size(pg_collection.tp) > 1:
             self.splits = tensor_parallel.splits_of(self.hf, dist.get_world_size(pg_collection.tp))
             tensor_parallel.split(self.hf, self.splits, pg_collection.tp)
-        config.attention_slots = source.find_slots(self.hf, self.vocab_size)
+        for each in self.hf.modules():
+            each._buffers |= {name: x.to(device.device()) for name, x in each._buffers.items() if x is not None}
+        config.attention_slots = source.find_slots(self.hf, self.vocab_size, place=device.device())
         self.routers: list[routing.ModuleRouter] = []
         with contextlib.suppress(Unsupported):  # a run that replays routes was refused before
-            self.routers = routing.install(self.hf, layers_of(self.hf), self.vocab_size)
+            self.routers = routing.install(self.hf, layers_of(self.hf), self.vocab_size, device.device())
         if self.routers:
             config.moe_router_topk = self.routers[0].topk  # the engine's tables of routes
         self._logit_inputs = LogitInputs(self.hf)
@@ -131,7 +134,6 @@ class AnyChunk(MegatronModule):
             self._head = (head,)  # not a second name of its weights
         self._has_value_head = value_head is not None
         self._backend, self._product = backends.load(config), rows.product_of(config)
-        self._waits = walk(self.hf).waits if device.has_cuda() else None
         if is_exact(config):
             rows.use_row_norms(self.hf)
         if config.recompute_granularity == "full":

@@ -7,7 +7,7 @@ are, and what is wrapped around linear layers later is called.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -301,7 +301,7 @@ def _take(part: nn.Module, candidates: Iterator, shape: torch.Size, name: list[s
     def outcome(function, x: Tensor):
         probe = ProbePass()
         with attention.running(probe), rows.installed():
-            out = function(**{key: x for key in name}, **others) if name else function(x, **others)
+            out = function(**dict.fromkeys(name, x), **others) if name else function(x, **others)
         return [*_flat(out), *probe.given], probe.scores
 
     for each in candidates:

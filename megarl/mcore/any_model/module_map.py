@@ -83,7 +83,7 @@ def read_model(path: str, flag: str, longest: int) -> AnyModel:
     """
     folder = HFFolder(path, flag)
     found = source.read(folder)
-    slots, problem = _slots(str(folder.path))
+    slots, problem = slots_of(str(folder.path))
     if problem := problem or _self_check(str(folder.path), longest):
         raise folder.error(f"{problem}, which {source.FLAG} does not compute")
     source.check_length(found, longest, folder.error)
@@ -97,9 +97,8 @@ def read_model(path: str, flag: str, longest: int) -> AnyModel:
 
 
 @functools.lru_cache(maxsize=8)
-def _slots(path: str) -> tuple[tuple[Slot, ...], str]:
+def slots_of(path: str) -> tuple[tuple[Slot, ...], str]:
     """The slots of the folder's module, and why it has none that can be computed, or an empty text."""
-    found = source.of_path(path)
     found = source.of_path(path)
     try:
         return source.find_slots(found.module(torch.float32), found.text.vocab_size), ""
@@ -317,7 +316,7 @@ def rank_weights(args, value_head: bool, ranks: int) -> list[Weight]:
 def mean_cache(args) -> tuple[int, int]:
     """Query groups of the whole model and channels whose product is the mean of the module's slots, as `SlotContext`
     has them."""
-    slots = _slots(args.model_folder)[0]
+    slots = slots_of(args.model_folder)[0]
     if len({(slot.groups, slot.channels) for slot in slots}) == 1:
         return slots[0].groups, slots[0].channels
     ranks = args.tensor_model_parallel_size

@@ -91,12 +91,15 @@ def _of_rows(scores: Tensor, topk: int, **_) -> tuple[Tensor, Tensor]:
     return tuple(_topk(scores, topk, dim=-1))
 
 
-def install(module: nn.Module, layers: nn.ModuleList, vocab_size: int) -> list[ModuleRouter]:
+def install(
+    module: nn.Module, layers: nn.ModuleList, vocab_size: int, place: torch.device | str = "cpu"
+) -> list[ModuleRouter]:
     """The routers of a module whose slots were found, in the order of its layers; [] for a dense one, or one whose
     experts are not called by transformers' interface.
 
     Args:
         layers: the module's, one after the other.
+        place: as of `source.find_slots`.
 
     Raises:
         Unsupported: what keeps the routers from replaying routes; they choose as before.
@@ -117,7 +120,7 @@ def install(module: nn.Module, layers: nn.ModuleList, vocab_size: int) -> list[M
         for is_planting in (False, True) if routers else ():
             for router in routers:
                 router.is_planting = is_planting
-            source.find_slots(module, vocab_size)
+            source.find_slots(module, vocab_size, place=place)
         if len({router.layer_number for router in routers}) < len(routers):
             raise Unsupported("a layer has several routers")
         if len({(router.experts, router.topk) for router in routers}) > 1:

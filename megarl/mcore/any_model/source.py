@@ -95,21 +95,26 @@ def of_config(config: Any) -> Source:
     return Source(config.get_text_config() if text is not None and kind.config_class is text else config, kind)
 
 
-def find_slots(module: PreTrainedModel, vocab_size: int, positions: Sequence[int] = ()) -> tuple[Slot, ...]:
+def find_slots(
+    module: PreTrainedModel, vocab_size: int, positions: Sequence[int] = (), place: torch.device | str = "cpu"
+) -> tuple[Slot, ...]:
     """The slots of a module's attention, in the order of a pass, which are also set on its parts.
 
-    `positions`: of the tokens; default: the first ones.
+    Args:
+        positions: of the tokens; default: the first ones.
+        place: where its buffers are; a module that is split over ranks communicates from there.
 
     Raises:
         Unsupported: attention in another way, or the module needs what megarl does not hand over.
     """
     probe = FirstPass(tokens=PROBED)
-    with torch.no_grad(), values_in(module), attention.running(probe), rows.installed(no_product, no_matmul):
-        tokens, at = torch.arange(PROBED)[None] % vocab_size, torch.tensor([positions or range(PROBED)])
+    zeros = functools.partial(_zeros, place=place)
+    with torch.no_grad(), values_in(module, zeros), attention.running(probe), rows.installed(no_product, no_matmul):
+        at = torch.tensor([positions or range(PROBED)], device=place)
         entries = vars(module.config.get_text_config()).items()
         indexer = [name for name, value in entries if name.startswith("index") and value]
         with one_line_errors(type(module), f"run without its sparse indexer, {indexer[0]}" if indexer else "run"):
-            module(input_ids=tokens, position_ids=at, use_cache=False)
+            module(input_ids=torch.arange(PROBED, device=place)[None] % vocab_size, position_ids=at, use_cache=False)
     if not probe.found:
         raise Unsupported(f"{type(module).__name__} {NO_INTERFACE}")
     return tuple(probe.found)
@@ -195,8 +200,8 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
 
 
-def _zeros(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return torch.zeros((), dtype=dtype).expand(shape)
+def _zeros(name: str, shape: torch.Size, dtype: torch.dtype, place: torch.device | str = "cpu") -> Tensor:
+    return torch.zeros((), dtype=dtype, device=place).expand(shape)
 
 
 @contextlib.contextmanager

@@ -55,7 +55,8 @@ def _automatic_attention(args) -> str:
         return "sdpa"
     if is_exact(args):
         return INVARIANT
-    return "sdpa" if _refused_varlen(args) else "varlen"
+    is_computed = (args.bf16 or args.fp16) and not args.multi_latent_attention and _channels(args) <= MAX_CHANNELS
+    return "varlen" if device.has_cuda() and is_computed else "sdpa"
 
 
 def _refused_varlen(args) -> str | None:

@@ -7,6 +7,7 @@ from megarl.mcore.config.kernel_rules import EXACT_ROLLOUT, is_exact
 from megarl.mcore.config.optimizer_flags import MUON
 from megarl.mcore.config.rules import allow, only
 from megarl.mcore.config.supported_flags import ARCHITECTURE
+from megarl.mcore.kernels import native
 
 FLAG = "--model-source transformers"
 WHERE = f"with {FLAG} "
@@ -39,6 +40,7 @@ def rules(args) -> list[Rule]:
         allow("--mtp-train or --mtp-drafts", not args.predicts, "none: a module has no layer of it", value=True),
         allow("--optimizer", args.optimizer != MUON, "adam or sgd: matrices of experts are stacked in a module"),
         _exact(args),
+        _scores(args),
     ]  # fmt: skip
     return [rule._replace(is_broken=is_module and rule.is_broken, reason=WHERE + rule.reason) for rule in found]
 
@@ -48,6 +50,8 @@ def check_run(settings, hf_models: dict):
     exported = hf_models.get("actor", hf_models.get("reward"))
     if settings.hf_mtp == "drop" and exported is not None and exported.folder_of_module is not None:
         raise UsageError(f"--hf-mtp drop: {WHERE}allowed is keep: an export has all tensors of the folder")
+
+
 def _exact(args) -> Rule:
     """No number of an exact rollout on CUDA depends on what else is in the batch."""
     problem = None
@@ -56,6 +60,18 @@ def _exact(args) -> Rule:
 
         problem = walk.inexact_part(source.of_path(args.model_folder))
     return allow(EXACT_ROLLOUT, problem is None, f"none on CUDA: {problem}")
+
+
+def _scores(args) -> Rule:
+    """The attention backend computes softcaps and sinks, if the module asks for them."""
+    has_options, kernel = False, args.attention_kernel
+    if args.model_folder is not None:
+        from megarl.mcore.any_model.module_map import slots_of  # needs transformers
+
+        has_options = any(slot.has_score_options for slot in slots_of(args.model_folder)[0])
+    has_kernels = kernel == "sdpa" and native.is_used() and not args.bf16  # compiled ones
+    allowed = "eager, for softcaps and sinks"
+    return allow("--attention-backend", not has_options or has_kernels or kernel == "eager", allowed, value=kernel)
 
 
 def _tensor_parallel(args) -> Rule:
