@@ -122,7 +122,9 @@ def with_folder(role: str, described: list[str], folder: str, tokens: list[str],
                 f"{role}: {option}: the modules of transformers that compute {folder} do not read it; leave the flag "
                 "out, or give it with another role's prefix"
             )
-        if (dest in ARCHITECTURE or is_module and option in described) and getattr(given, dest) != getattr(of_folder, dest):
+        if (dest in ARCHITECTURE or is_module and option in described) and getattr(given, dest) != getattr(
+            of_folder, dest
+        ):
             raise UsageError(
                 f"{role}: {option} {getattr(given, dest)}: config.json of {folder} describes "
                 f"{getattr(of_folder, dest)}; leave the flag out"

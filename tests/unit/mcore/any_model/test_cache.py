@@ -38,7 +38,11 @@ def in_ways(rank, folder, flags):
             done = engine.generate(asked, NEVER, settings_of(temperature=0.3))
         assert_all_blocks_are_free(engine)
         read = engine.context.lifetime_prefill_token_count
-        found[way] = [(x.tokens, x.logprobs) for x in done], read, engine.take_decode_counts().accepted if "speculative" in options else 0
+        found[way] = (
+            [(x.tokens, x.logprobs) for x in done],
+            read,
+            engine.take_decode_counts().accepted if "speculative" in options else 0,
+        )
     return found
 
 
