@@ -81,7 +81,7 @@ class Pass:
         options = {"softcap": scores.softcap, "sinks": scores.sinks} if slot.has_score_options else {}
         out = self.attend_tokens(slot, query, key, value, scale, options)
         out = out.view(1, self.tokens, slot.heads, slot.channels)[..., : slot.value_channels]
-        return pad(out, (0, 0, 0, 0, 0, rows - self.tokens))
+        return pad(out, (0, 0, 0, 0, 0, rows - self.tokens)).contiguous()  # some modules take a view of it
 
     def attend_tokens(
         self, slot: Slot, query: Tensor, key: Tensor, value: Tensor, scale: float, options: dict

@@ -58,6 +58,7 @@ STYLES = {
     "all_reduce": Style(after=summed),
     "replicated_with_grad_allreduce": Style(sums_gradient=True),
     "replicate": Style(),
+    "local_params": Style(),  # of a module with shares that the plan names for themselves: sinks
     "mla_kv_a_proj": Style(after=None),
 }
 
