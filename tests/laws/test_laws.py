@@ -59,7 +59,7 @@ LAID_OUT = [
 KILLED = (
     "waiting groups", "partial rollouts", "lag", "lag, partial rollouts", "pools", "mixture", "average of factors",
     "drafts", "refresh", "frozen, rates, sgd", "factors", "turns", "an agent's turns", "branching agent",
-    "carried turns", "carried agent", "shared turns over rounds", "siblings", "modules", "modules, FSDP",
+    "carried turns", "carried agent", "shared turns over rounds", "siblings", "modules",
 )  # fmt: skip
 TRAINED_AGAIN = (
     "waiting groups", "ppo", "routes ahead", "routes of two stages", "greedy baselines, a filter", "sizes, partial",

@@ -232,7 +232,7 @@ def _is_bare(linear: nn.Module) -> bool:
 
 
 def products(module: nn.Module) -> tuple[list[Tensor], Iterator[tuple[Merged, Tensor]]]:
-    """Weights that a rollout multiplies by: of single linear layers, and of merged ones, with what they are merged in."""
+    """Weights that a rollout multiplies by: of single linear layers, and of merged ones, with what merges them."""
     fused = [vars(part)["fused"] for part in module.modules() if "fused" in vars(part)]
     merged = [each.merged for each in fused if isinstance(each, (GatedMLP, Attention)) and each.merged.is_possible()]
     parts = {id(linear) for each in merged for linear in each.linears()}

@@ -58,6 +58,7 @@ STYLES = {
     "all_reduce": Style(after=summed),
     "replicated_with_grad_allreduce": Style(sums_gradient=True),
     "replicate": Style(),
+    "local_params": Style(),  # of a module with shares that the plan names for themselves: sinks
     "mla_kv_a_proj": Style(after=None),
 }
 
@@ -195,7 +196,9 @@ def _parameters_as(part: nn.Module, changed: Callable[[Tensor], Tensor | None], 
 
 def _split_embedding(embedding: Any, rank: int, group):
     """Each rank looks up its rows of the vocabulary; the vectors of the others are 0 there."""
-    rows, forward = len(embedding.weight), embedding.forward
+    rows, forward, padding = len(embedding.weight), embedding.forward, embedding.padding_idx
+    if padding is not None:  # its row gets no gradient; each rank numbers its rows from 0
+        embedding.padding_idx = padding - rank * rows if padding // rows == rank else None
 
     def look_up(tokens: Tensor) -> Tensor:
         own = tokens - rank * rows

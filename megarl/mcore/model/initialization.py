@@ -34,7 +34,8 @@ def initialize(chunk, seed: int, pg_collection):
 def global_name(name: str, chunk, pg_collection) -> str:
     """Returns a parameter's name in the whole model: layers and experts numbered from 0 over all stages and ranks.
 
-    Names in a module of transformers are so from the start. Grouped experts, whose layers have a `weight3` of expert 3, get the names of experts with layers of their own.
+    Grouped experts, whose layers have a `weight3` of expert 3, get the names of experts with layers of their own. Names
+    in a module of transformers are those of the whole model from the start.
     """
     if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"  # a later stage's copy of the first stage's embedding

@@ -135,6 +135,7 @@ def gradients(rank: int, folder: Path, flags: str) -> Gradients:
     wrapped = optimizers.wrap_for_training(stages, role.megatron, pg)
     optimizer = optimizers.build_optimizer(wrapped, role.megatron, pg)
     rows = [request.prompt for request in _requests(vocabulary)]
+    rows.append([vocabulary // 2, 0, 5])  # the first row of the second rank's vocabulary, and padding
 
     def forward(chunk, part):
         return forward_pass.token_scores(chunk, part.tokens, part.lengths, 1.0, vocabulary, part.routing)

@@ -1,4 +1,4 @@
-"""Caches of models of transformers: shared prefixes, prompts in chunks and drafts change no bit of what is generated."""
+"""Caches of models of transformers: shared prefixes, prompts in chunks and drafts change no bit."""
 
 import pytest
 import torch

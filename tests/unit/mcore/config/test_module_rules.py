@@ -86,6 +86,9 @@ def test_every_flag_of_megatrons_layers_is_refused_beside_a_module():
 
 
 def test_a_source_without_a_folder_is_refused():
-    for flags, flag in ((module_rules.FLAG, "--model-source"), ("--critic-model-source transformers", "--critic-model")):
+    for flags, flag in (
+        (module_rules.FLAG, "--model-source"),
+        ("--critic-model-source transformers", "--critic-model"),
+    ):
         with pytest.raises(UsageError, match=f"{flag}.*needs --hf-model"):
             parse(f"{flags} {LENGTHS} --num-layers 2 --hidden-size 32 --num-attention-heads 4".split(), 1, "rl")
