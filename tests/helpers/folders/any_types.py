@@ -28,9 +28,8 @@ SIZES = {
         " decoder_ffn_dim",
     LAYERS: "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers",
     4: "num_attention_heads n_head n_heads num_heads num_experts num_local_experts n_routed_experts moe_num_experts"
-       " linear_num_value_heads mamba_n_heads mamba_num_heads swa_num_attention_heads laurel_rank encoder_attention_heads decoder_attention_heads"
-       " num_encoder_attention_heads"
-       " num_decoder_attention_heads",
+       " linear_num_value_heads mamba_n_heads mamba_num_heads swa_num_attention_heads laurel_rank"
+       " encoder_attention_heads decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads",
     2: "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token moe_k moe_topk experts_per_token"
        " num_kv_shared_layers num_global_key_value_heads zero_expert_num index_n_heads linear_num_key_heads hc_mult"
        " swa_num_key_value_heads o_groups mamba_expand eos_token_id",

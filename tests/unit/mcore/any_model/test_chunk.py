@@ -58,3 +58,23 @@ def test_mapped_types_agree_with_megatrons_layers(kinds, folders):
 
 def test_the_list_of_types_has_what_it_must():
     assert len(RUNNING) >= 110 and len(MAPPED) >= 38
+
+
+# Windows, sinks, softcaps, keys wider than values, chunks, experts.
+AT_LENGTH = "cohere2 gpt_oss gemma2 deepseek_v3 llama4_text qwen3_moe"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", AT_LENGTH.split())
+def test_sums_over_long_keys(kind, tmp_path, monkeypatch):
+    """BLAS adds keys in another order where there are many, and 64 tokens follow each other without a fault."""
+    monkeypatch.setitem(any_types.SMALL, "max_position_embeddings", 2048)
+    monkeypatch.setitem(any_types.OWN["llama4_text"], "attention_chunk_size", 2048)
+    for name, value in dict(LENGTHS=(1036, 700, 16), LONGEST=1036, COUNT=64).items():
+        monkeypatch.setattr(any_measures, name, value)  # a rank is a fork of this process
+    any_types.save(kind, tmp_path / kind)
+    (found,) = run_world(any_measures.measure, 1, {kind: tmp_path / kind}, tmp_path / "out")
+    found = found[kind]
+    assert max(map(len, found.score_rows)) == 1099
+    assert found.difference < 2e-5 and all(found.greedy) and len(found.greedy) == 3
+    assert found.gaps == [0, 0] and found.is_alone_equal and found.changed == []

@@ -41,7 +41,7 @@ def doubled(self, hidden, chosen, gates):
 
 PLANTED = {  # what is replaced, by what, on which type, and what then differs
     "window of packed": (
-        (attention.PackedPass, "attend_tokens", without_windows(attention.PackedPass)),
+        (PackedPass, "attend_tokens", without_windows(PackedPass)),
         "cohere2",
         OWN,
     ),
