@@ -7,7 +7,7 @@ are, and what is wrapped around linear layers later is called.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -168,7 +168,10 @@ class Layer:
         """`parts`: the norm before attention, attention, the norm before the MLP, the MLP."""
         self.part, self._own, self.multiplier = part, part.forward, multiplier
         self.first, self.attention, self.second, self.mlp = (vars(each)["fused"] for each in parts)
-        self._made: tuple = None, []  # the merged weight of attention, and the operator's weights that were made with it
+        self._made: tuple = (
+            None,
+            [],
+        )  # the merged weight of attention, and the operator's weights that were made with it
         self._norms = [self.first, self.second, *(vars(part)["fused"] for part in self._head_norms())]
 
     def _head_norms(self) -> list[nn.Module]:
@@ -229,7 +232,7 @@ def _is_bare(linear: nn.Module) -> bool:
 
 
 def products(module: nn.Module) -> tuple[list[Tensor], Iterator[tuple[Merged, Tensor]]]:
-    """Weights that a rollout multiplies by: of single linear layers, and of merged ones, with what they are merged in."""
+    """Weights that a rollout multiplies by: of single linear layers, and of merged ones, with what merges them."""
     fused = [vars(part)["fused"] for part in module.modules() if "fused" in vars(part)]
     merged = [each.merged for each in fused if isinstance(each, (GatedMLP, Attention)) and each.merged.is_possible()]
     parts = {id(linear) for each in merged for linear in each.linears()}
@@ -298,7 +301,7 @@ def _take(part: nn.Module, candidates: Iterator, shape: torch.Size, name: list[s
     def outcome(function, x: Tensor):
         probe = ProbePass()
         with attention.running(probe), rows.installed():
-            out = function(**{key: x for key in name}, **others) if name else function(x, **others)
+            out = function(**dict.fromkeys(name, x), **others) if name else function(x, **others)
         return [*_flat(out), *probe.given], probe.scores
 
     for each in candidates:
