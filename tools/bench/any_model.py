@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python tools/bench/any_model.py --case 512x6|256x8|fixed|ragged [--rounds 5] [--json FILE]
 
-512x6, 256x8: a Qwen3 with random weights, in fp32. rollout: 32 requests of 16 tokens with 48 new ones; its time is that of the
-decode steps and of one prefill. update: forward and backward of 32 sequences of 16 to 127 tokens; score: their
+512x6, 256x8: a Qwen3 with random weights, in fp32. rollout: 32 requests of 16 tokens with 48 new ones; its time is that
+of the decode steps and of one prefill. update: forward and backward of 32 sequences of 16 to 127 tokens; score: their
 log-probs without gradients. Both sides run in turns in one process, and their process time counts, which programs
 beside them hardly change. Timing starts only after the log-probs of both sides agree, and ends with an error if a
 rollout's log-probs are not those of the scores, to the last bit.
