@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -18,7 +19,7 @@ from megarl.trainers.setup import build_role_encoder, check_training_flags
 from tests.helpers.converter import converted
 from tests.helpers.evaluation import run_evaluate
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.folders import hf_folders
+from tests.helpers.folders import any_measures, any_types, hf_folders
 from tests.helpers.folders.hf_damage import in_order
 from tests.helpers.folders.hf_layouts import build, logprobs
 from tests.helpers.folders.hf_prediction import of_case, with_prediction
@@ -171,6 +172,54 @@ def test_a_supervised_run_and_a_reward_model_start_from_folders(data, tmp_path):
         assert {path.name for path in export.iterdir()} == {path.name for path in (data / case).iterdir()}
     head = load_file(tmp_path / "reward" / "hf" / "step_00000001" / "model-00002-of-00002.safetensors")["score.weight"]
     assert not head.equal(hf_folders.weights("qwen3_reward")["score.weight"])
+
+
+def test_programs_compute_what_a_module_of_transformers_computes(tmp_path):
+    """The first loss of a supervised run is the module's own, the converter gives the folder back, and transformers
+    loads a policy and a reward model."""
+    transformers = pytest.importorskip("transformers")
+    folder, save, texts = tmp_path / "granite", tmp_path / "run", [(f"{i}?", str(i)) for i in range(4)]
+    module, flags = any_types.save("granite", folder), any_measures.FLAGS.split()
+    lines = write_lines(tmp_path / "sft.jsonl", [{"prompt": one, "answer": other} for one, other in texts])
+    pairs = [{"prompt": one, "chosen": other, "rejected": "no"} for one, other in texts]
+    pairs = write_lines(tmp_path / "pairs.jsonl", pairs)
+    common = (
+        f"{LENGTHS} --global-batch-size 4 --train-iters 1 --lr 1e-3 --export-hf --hf-model {folder}".split() + flags
+    )
+    common[1] = "64"
+    for program, prompts in (("sft", lines), ("reward", pairs), ("preference", pairs)):
+        train(program, [*common, "--prompts", str(prompts), "--save", str(save / program)])
+    assert metrics(save / "sft")[1]["sft/loss"] == pytest.approx(_own_loss(module, folder, texts), abs=1e-5)
+    assert metrics(save / "preference")[1]["dpo/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    for program, kind in (("sft", "CausalLM"), ("reward", "SequenceClassification")):
+        export = save / program / "hf" / "step_00000001"
+        _, info = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(export, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    given = "--hf-model", folder, *flags
+    for argv in (("from-hf", *given, "--save", save / "c"), ("verify", *given, "--load", save / "c"),
+                 ("to-hf", *given, "--load", save / "c", "--save", save / "back")):  # fmt: skip
+        assert run_world(converted, 1, *argv) in ([0], [None])
+    assert run_world(converted, 1, "verify", *given, "--load", save / "sft") == [1]  # other weights
+    one, other = (load_file(of / "model.safetensors") for of in (folder, save / "back"))
+    assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+
+
+@torch.no_grad()
+def _own_loss(module, folder, texts) -> float:
+    """Mean cross entropy of the responses' tokens, by transformers' module, tokenizer and template."""
+    import transformers
+
+    tokenizer, losses = transformers.AutoTokenizer.from_pretrained(folder), []
+    for prompt, answer in texts:
+        said = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        ids, begin = (
+            torch.tensor([tokenizer.apply_chat_template(messages, add_generation_prompt=asks, return_dict=False)])
+            for messages, asks in ((said, False), (said[:1], True))
+        )
+        logprobs = module(ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        end = ids[0].tolist().index(tokenizer.convert_tokens_to_ids("<|im_end|>"), begin.shape[1])
+        losses.append(-logprobs[begin.shape[1] - 1 : end])
+    return float(torch.cat(losses).mean())
 
 
 @pytest.mark.long
