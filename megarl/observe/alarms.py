@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 from megarl.errors import RunStopped, UsageError, warn
 
-DEFAULT_ALARMS = "; ".join((
-    "actor/grad_norm > 30x: warn", "actor/ppo_kl > 0.5: warn", "critic/loss > 10x: warn", "sft/loss > 3x: warn",
-    "reward/loss > 3x: warn", "reward/mean < 0.3x: warn", "rollout/response_length_mean < 0.3x: warn",
-    "rollout/logprob_gap_mean > 0.05: warn",
+DEFAULT_ALARMS = (
+    "actor/grad_norm > 30x: warn; actor/ppo_kl > 0.5: warn; critic/loss > 10x: warn; sft/loss > 3x: warn; "
+    "reward/loss > 3x: warn; reward/mean < 0.3x: warn; rollout/response_length_mean < 0.3x: warn; "
+    "rollout/logprob_gap_mean > 0.05: warn; "
     # Runs that learn nothing.
-    "actor/updates < 1 for 3: warn", "actor/grad_norm < 1e-12 for 5: warn", "reward/std < 1e-09 for 5: warn",
-    "environment/failed_fraction > 0.9: warn",
-))  # fmt: skip
+    "actor/updates < 1 for 3: warn; actor/grad_norm < 1e-12 for 5: warn; reward/std < 1e-09 for 5: warn; "
+    "environment/failed_fraction > 0.9: warn"
+)
 # Of runs whose rewards do not count.
 ALARMS_WITHOUT_REWARD = "; ".join(alarm for alarm in DEFAULT_ALARMS.split("; ") if not alarm.startswith("reward/"))
 ACTIONS = ("warn", "skip", "stop")

@@ -85,10 +85,15 @@ def step_sizes(settings) -> StepSizes:
     loss, recomputes = POLICY_LOSSES.get(s.policy_loss), s.old_logprobs == RECOMPUTE
     compares = loss is not None and loss.compare is not None and (s.updates_per_step > 1 or not recomputes)
     return StepSizes(
-        sequences=expected_responses(s), prompt=s.max_prompt_length, response=s.max_response_length,
-        epochs=s.ppo_epochs, updates=s.updates_per_step, greedy=s.prompts_per_step if s.greedy_baseline else 0,
-        skips_old_logprobs=not recomputes or s.updates_on_policy(s.prompts_per_step), compares=compares,
-    )  # fmt: skip
+        sequences=expected_responses(s),
+        prompt=s.max_prompt_length,
+        response=s.max_response_length,
+        epochs=s.ppo_epochs,
+        updates=s.updates_per_step,
+        greedy=s.prompts_per_step if s.greedy_baseline else 0,
+        skips_old_logprobs=not recomputes or s.updates_on_policy(s.prompts_per_step),
+        compares=compares,
+    )
 
 
 class FieldMove(NamedTuple):

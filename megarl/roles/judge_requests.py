@@ -61,9 +61,13 @@ class ArrivingResponses:
     """The responses to this replica's prompts of a round, as the rollout ends them, on the replica's leader."""
 
     def __init__(
-        self, receiver: ResponseReceiver, prompts: Sequence[Prompt | None], groups: PromptGroups,
-        decode: Callable[[list[int]], str], together: bool,
-    ):  # fmt: skip
+        self,
+        receiver: ResponseReceiver,
+        prompts: Sequence[Prompt | None],
+        groups: PromptGroups,
+        decode: Callable[[list[int]], str],
+        together: bool,
+    ):
         """
         Args:
             prompts: of the round, by group; None: its responses are not judged.

@@ -55,9 +55,14 @@ class GroupCollector:
     groups."""
 
     def __init__(
-        self, rollout: Rollout, prompts: PromptSet, prompt_tokens: Ragged, scorer: RoundScorer,
-        announcements: Announcements, writer: RolloutWriter | None = None,
-    ):  # fmt: skip
+        self,
+        rollout: Rollout,
+        prompts: PromptSet,
+        prompt_tokens: Ragged,
+        scorer: RoundScorer,
+        announcements: Announcements,
+        writer: RolloutWriter | None = None,
+    ):
         """
         Args:
             prompt_tokens: tokens of each prompt in the set.

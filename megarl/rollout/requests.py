@@ -93,9 +93,14 @@ class RoundRequests:
     """
 
     def __init__(
-        self, prompts: list[PromptRequest], seed: int, step: int, thinking: ThinkingBudget | None = None,
-        branching: Branching | None = None, prompt_set: PromptSet | None = None,
-    ):  # fmt: skip
+        self,
+        prompts: list[PromptRequest],
+        seed: int,
+        step: int,
+        thinking: ThinkingBudget | None = None,
+        branching: Branching | None = None,
+        prompt_set: PromptSet | None = None,
+    ):
         """`prompts`: of all replicas; `step`: the one that generates; `thinking`: the budget of each response, or turn;
         `branching`: of episodes; `prompt_set`: the set whose lines the prompts are, for environments."""
         self.prompts, self.groups = prompts, groups_of(prompts)

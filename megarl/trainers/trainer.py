@@ -143,9 +143,12 @@ class Trainer(abc.ABC):
             if self.ends_step and not run_stop.may_begin(ending):
                 is_stopping = True
                 if self.mesh.rank == 0 and not self.may_stop(ending - 1):
-                    print(f"megarl: step {ending} is trained on all the same: the schedule that the run follows needs"
-                          " its weights; the run stops as soon as it needs none of a later step",
-                          file=sys.stderr, flush=True)  # fmt: skip
+                    print(
+                        f"megarl: step {ending} is trained on all the same: the schedule that the run follows needs"
+                        " its weights; the run stops as soon as it needs none of a later step",
+                        file=sys.stderr,
+                        flush=True,
+                    )
             if self.ends_step and is_stopping and self.may_stop(ending - 1):
                 self._stop(first)
                 return

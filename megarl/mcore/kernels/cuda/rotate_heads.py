@@ -19,9 +19,7 @@ OPTIONS = {"enable_fp_fusion": False}
 
 
 @triton.jit
-def rotate(
-    heads, cosines, sines, channel, is_read, is_rotated, ROTATED: tl.constexpr, IS_BACKWARD: tl.constexpr,
-):  # fmt: skip
+def rotate(heads, cosines, sines, channel, is_read, is_rotated, ROTATED: tl.constexpr, IS_BACKWARD: tl.constexpr):
     """Values at `heads + channel`, of which `is_rotated` are turned by a token's tables, or back."""
     own = tl.load(heads + channel, mask=is_read, other=0.0)
     kind = own.dtype

@@ -185,9 +185,14 @@ def split_of(max_keys: int) -> int:
 
 @operator("paged_decode", lambda query, *_, **__: query.new_empty(query.shape))
 def paged_decode(
-    query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, window: int | None = None,
+    query: Tensor,
+    cache: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None = None,
     in_parts: bool = True,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Returns the attention [N, G, R, D] of one token of each request over its keys in the cache.
 
     Args:
