@@ -7,7 +7,7 @@ from megarl.comm import load_balance
 from megarl.comm.early_responses import judges_early
 from megarl.flags.combinations import group_sizes
 from megarl.planning.traffic import StepSizes, step_sizes
-from megarl.rewards.build import needs_whole_groups
+from megarl.rewards.chosen_verifiers import needs_whole_groups
 from megarl.rewards.judge.config import read_config
 from megarl.rewards.judge.questions import judgements_of_group
 

@@ -15,7 +15,7 @@ from megarl.groups import PromptGroups
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe.timers import Timers
 from megarl.rewards.judge.config import JudgeConfig
-from megarl.rewards.judge.prompts import JudgePrompts
+from megarl.rewards.judge.judge_prompts import JudgePrompts
 from megarl.rewards.judge.questions import JudgeQuestion, questions_of
 
 STREAMS = 0x6A75646765  # added to the seed, so that no judgement has the random numbers of a response

@@ -13,10 +13,10 @@ from megarl.data.detokenizer import Vocabulary
 from megarl.data.messages import tool_call
 from megarl.serving.replica_messages import RequestUpdate
 from megarl.serving.sampling import StopRules
-from megarl.tool_formats.calls import WrittenCall
 from megarl.tool_formats.reader import CONTENT, Calls, Part
 from megarl.tool_formats.tool_format import ToolFormat
 from megarl.tool_formats.typed_arguments import Tools
+from megarl.tool_formats.written_calls import WrittenCall
 
 _LAST_TOKENS = 16  # of a prompt: enough for a mark, one character each
 

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megarl.errors import UsageError
 from megarl.flags.serving import Serving
-from megarl.serving.errors import RequestError
+from megarl.serving.error_answers import RequestError
 from megarl.serving.middleware import OPEN_PATHS, checked
 
 RESERVED = 32  # further connections, for health checks and /admin

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.serving.context import ServingContext
-from megarl.serving.errors import invalid
+from megarl.serving.error_answers import invalid
 from megarl.serving.replica_messages import Generate
 from megarl.serving.schemas import OpenAIFields, SamplingFields
 
