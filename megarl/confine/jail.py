@@ -332,7 +332,8 @@ def native_calls(architecture: int) -> list[tuple[int, int, int, int]]:
 
 def install_filter(program: list[tuple[int, int, int, int]]) -> None:
     """Install a filter of system calls, irrevocably, given as lines of BPF (`LOAD` and the others)."""
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    lines = (struct.pack("HBBI", code, if_true, if_false, value) for code, if_true, if_false, value in program)
+    code = ctypes.create_string_buffer(b"".join(lines))
     call("prctl", _SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     call("prctl", _SET_SECCOMP, 2, struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)), 0, 0)
 

@@ -116,7 +116,7 @@ class Settings(
 def rules(run: FlagContext) -> Iterator[Rule]:
     """The rules that a run breaks."""
     for flag, reason, *shown in itertools.chain.from_iterable(topic.rules(run) for topic in TOPICS):
-        yield Rule(flag, True, reason, *shown)
+        yield Rule(flag, True, reason, shown[0] if shown else None)
     for field in dataclasses.fields(Settings):
         needs, is_given = field.metadata["needs"], getattr(run.settings, field.name) != field.default
         if needs and is_given and needs.why_not(run) is not None:

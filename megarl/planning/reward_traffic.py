@@ -40,8 +40,8 @@ def holds_own_groups(role_groups: dict, settings, has_judge: bool) -> bool:
 
 def early_responses(role_groups: dict, settings, has_judge: bool, vocab_size: int) -> list[dict]:
     """What a judge reads during the rollout, in the form of `exchanges`: tokens as JSON, through the store."""
-    ranks = [role_groups[name].ranks if name in role_groups else range(0) for name in ("reward", "rollout")]
-    if not judges_early(settings, has_judge, *ranks):
+    reward, rollout = (role_groups[name].ranks if name in role_groups else range(0) for name in ("reward", "rollout"))
+    if not judges_early(settings, has_judge, reward, rollout):
         return []
     step = step_sizes(settings)
     sent = step.sequences * step.response * (len(str(vocab_size - 1)) + 1)  # digits and a comma

@@ -291,7 +291,7 @@ def gradients(role, kind: str, vocab_size: int, step: StepSizes, forwards: int, 
         return total / len(stages)
     count = step.microbatches(size.data(len(role.ranks)), role.max_tokens_per_microbatch)
     microbatches = count * step.updates / step.epochs  # of one pass over the batch
-    for weights in itertools.chain(*stages):
+    for weights in itertools.chain.from_iterable(stages):
         trained, _ = trained_and_frozen(weights, args, role.lora, kind in SCALAR_HEAD)
         factors, unsharded = all_factors(weights, args, role.lora), [w for w in trained if is_unsharded(w, args)]
         held, _ = sharded_bytes([w for w in weights + factors if not is_unsharded(w, args)], args)

@@ -36,7 +36,7 @@ def parse_cosine(text: str) -> CosineValues:
     numbers = [float(item) for item in text.split(",")]
     if len(numbers) != len(CosineValues._fields) or not all(map(math.isfinite, numbers)):
         raise ValueError(f"{text!r} is not {len(CosineValues._fields)} finite numbers")
-    return CosineValues(*numbers)
+    return CosineValues._make(numbers)
 
 
 def cosine_by_length(share: float, is_correct: bool, is_finished: bool, values: CosineValues) -> float:
