@@ -103,8 +103,8 @@ def _kl(axes, rows: list[dict]) -> None:
 
 
 def _kl_to_teacher(axes, rows: list[dict]) -> None:
-    reverse = "distill/reverse_kl", KL, "policy to teacher", "-"
-    _present(axes, rows, [reverse, ("distill/forward_kl", CRITIC, "teacher to policy", "-")])
+    reverse, forward = ("distill/reverse_kl", KL), ("distill/forward_kl", CRITIC)
+    _present(axes, rows, [(*reverse, "policy to teacher"), (*forward, "teacher to policy")])
     start_at_zero(axes)
 
 
@@ -125,9 +125,7 @@ def _length(axes, rows: list[dict]) -> None:
 
 
 def _present(axes, rows: list[dict], curves: Sequence[tuple]) -> None:
-    """Curves (metric, colour, label, style), without those of metrics that the run does not have."""
-    found = [curve for curve in curves if series(rows, curve[0])[0]]
-    legend(axes, [line(axes, rows, name, color, label, style) for name, color, label, style in found])
+    legend(axes, [line(axes, rows, *curve) for curve in curves if series(rows, curve[0])[0]])
 
 
 def _gap(axes, rows: list[dict]) -> None:
@@ -161,7 +159,7 @@ def _layers_of(rows: list[dict], name: str) -> list[str]:
 
 
 def _router_gaps(axes, rows: list[dict]) -> None:
-    _present(axes, rows, [("router/gap_replayed", REPLAYED, "replayed", "-"), ("router/gap_live", LIVE, "live", "--")])
+    _present(axes, rows, [("router/gap_replayed", REPLAYED, "replayed"), ("router/gap_live", LIVE, "live", "--")])
     axes.set_yscale("symlog", linthresh=1e-7)  # zero, the best value, has no logarithm
     axes.set_ylim(bottom=0)
 

@@ -26,7 +26,7 @@ from megarl.comm.step_batch import StepBatch
 from megarl.flags.correction import INTERPOLATE, RECOMPUTE
 from megarl.groups import PromptGroups
 from megarl.mcore.model.forward_pass import SquaredScores, TaughtScores, TokenScores
-from megarl.observe.alarms import UpdateCheck
+from megarl.observe.alarms import update_check
 from megarl.observe.timers import Timers
 from megarl.roles.actor_loss import PPO_KL, ActorLoss
 from megarl.roles.loss_mask import actor_mask, is_all_masked
@@ -54,7 +54,7 @@ class Actor:
     ):
         self.settings, self.role_groups = settings, role_groups
         self.timers, self.vocab_size = timers, vocab_size
-        self.loss, self.update_check = ActorLoss(settings, policy_loss), UpdateCheck(settings.alarms, self.name)
+        self.loss, self.accepts = ActorLoss(settings, policy_loss), update_check(settings.alarms, self.name)
         self.trainable_model: TrainableModel | None = None
         self.teacher_output: TeacherOutput | None = None  # with `--distill loss`
         self.metrics: dict[str, float] = {}
@@ -293,7 +293,7 @@ class Actor:
             loss,
             self.loss.names,
             self.loss.metric_counts(counts),
-            self.update_check.accepts,
+            self.accepts,
             has_loss,
         )
         if measures:

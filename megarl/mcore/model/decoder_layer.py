@@ -177,6 +177,11 @@ class PagedSelfAttention(SelfAttention):
         groups, channels = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         return projected.view(len(projected), groups, -1, channels)
 
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """A sigmoid of each channel (2505.06708, Qwen3-Next). As Megatron's; a row's result does not depend on its
+        place."""
+        return (x * by_whole_rows(torch.sigmoid, gate.reshape(x.shape).float())).to(x.dtype)
+
 
 class AllHeadsNormAttention(PagedSelfAttention):
     """Self-attention that norms its queries, and its keys, over all heads together."""
@@ -193,14 +198,6 @@ class AllHeadsNormAttention(PagedSelfAttention):
         """Same as Megatron's, with the norms."""
         query, key, value = super().get_query_key_value_tensors(hidden_states, key_value_states, **kwargs)
         return self.q_norm(query), self.k_norm(key), value
-
-
-class GatedSelfAttention(PagedSelfAttention):
-    """Self-attention whose output is multiplied by a sigmoid of each channel (2505.06708, Qwen3-Next)."""
-
-    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """As Megatron's; a row's result does not depend on its place."""
-        return (x * by_whole_rows(torch.sigmoid, gate.reshape(x.shape).float())).to(x.dtype)
 
 
 class DecoderLayer(TransformerLayer):
