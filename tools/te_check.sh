@@ -49,4 +49,4 @@ fi
 
 cd "$ROOT"
 export MEGARL_TE=1 OMP_NUM_THREADS=1 PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-exec "$FOLDER/bin/python" -m pytest -p no:cacheprovider -m te tests/te "$@"
+exec "$FOLDER/bin/python" -m pytest -p no:cacheprovider -m te tests/te tests/unit/mcore/model/layer_specs/test_transformer_engine.py "$@"

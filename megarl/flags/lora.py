@@ -11,10 +11,12 @@ if TYPE_CHECKING:
 
 ALL_LINEAR = "all-linear"
 # Those of `megarl.mcore.lora.targets`, whose import takes seconds: it imports Megatron.
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-           "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
-           "in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj",
-           "out_proj")  # fmt: skip
+TARGETS = tuple(
+    """
+    q_proj k_proj v_proj o_proj gate_proj up_proj down_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj in_proj_q
+    in_proj_k in_proj_v in_proj_z in_proj_b in_proj_a in_proj out_proj
+    """.split()
+)
 NAMES = f"{ALL_LINEAR}, or names with commas among {', '.join(TARGETS)}"
 FLAGS = ("lora_rank", "lora_alpha", "lora_rslora", "lora_targets", "lora_adapter")
 QUERY_LATENT = ("q_a_proj", "q_b_proj")
@@ -78,8 +80,10 @@ def _of_adapter(role: str, role_settings, args, hf_model) -> "LoRASettings":
         raise UsageError(f"--{name.replace('_', '-')}: --lora-adapter {path} gives it; leave it out")
     adapter = read_adapter(path, args, hf_model.family)
     if adapter.head is not None and role == "actor":
-        raise UsageError(f"--lora-adapter {path}: has a scalar head (score.weight), which the actor has not; allowed "
-                         "is an adapter of a causal language model")  # fmt: skip
+        raise UsageError(
+            f"--lora-adapter {path}: has a scalar head (score.weight), which the actor has not; allowed "
+            "is an adapter of a causal language model"
+        )
     stored = adapter.lora
     if rank is None:
         return stored

@@ -7,6 +7,8 @@ from megarl.arguments import RoleSettings, Settings
 from megarl.batch import generated_fields
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
+from megarl.data.prompts import PromptSet
+from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
 from megarl.groups import PromptGroups
 from megarl.mcore.model.pipeline_layout import RoutedLayers
@@ -49,9 +51,9 @@ class SavedRollout(Rollout):
 class SavedGroupCollector(GroupCollector):
     """Fills the group buffer with the saved groups of each step. Rewards and baselines are computed again."""
 
-    def __init__(self, saved: SavedRollouts, *args):
-        """`args`: of `GroupCollector`, with a `SavedRollout`."""
-        super().__init__(*args)
+    def __init__(self, saved: SavedRollouts, rollout, prompts: PromptSet, prompt_tokens: Ragged, scorer, announcements):
+        """Arguments after `saved` as of `GroupCollector`, with a `SavedRollout`."""
+        super().__init__(rollout, prompts, prompt_tokens, scorer, announcements)
         self._saved, self._step = saved, 0  # the step that is read
 
     def check_start(self, step: int):

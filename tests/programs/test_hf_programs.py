@@ -1,6 +1,5 @@
 """The programs on models of Hugging Face folders: training, export, resume, evaluation, reward models and critics."""
 
-import dataclasses
 import importlib.util
 import json
 import math
@@ -12,10 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.arguments import parse
-from megarl.errors import UsageError
-from megarl.trainers.exports import text_files
-from megarl.trainers.setup import build_role_encoder, check_training_flags
 from tests.helpers.converter import converted
 from tests.helpers.evaluation import run_evaluate
 from tests.helpers.exactness import largest_gap_allowed
@@ -24,8 +19,7 @@ from tests.helpers.folders.hf_damage import in_order
 from tests.helpers.folders.hf_layouts import build, logprobs
 from tests.helpers.folders.hf_prediction import of_case, with_prediction
 from tests.helpers.folders.hf_quantized import fp8, mxfp4, widen_experts
-from tests.helpers.programs import inputs, metrics, samples, timeless, train, write_lines
-from tests.helpers.texts import small_tokenizers
+from tests.helpers.programs import metrics, samples, timeless, train, write_lines
 from tests.helpers.worlds import run_world
 
 LENGTHS = "--max-prompt-length 48 --max-response-length 8 --max-tokens-per-microbatch 256"
@@ -83,30 +77,6 @@ def test_an_export_holds_the_trained_weights_and_every_file_besides(run, data):
             before, after = load_file(source / name), load_file(export / name)
             assert before.keys() == after.keys()
             assert all(torch.equal(before[key], after[key]) == (not float(before[key].abs().sum())) for key in before)
-
-
-def test_an_export_has_the_tokenizer_and_the_template_of_the_run(data, tmp_path):
-    other = Path(small_tokenizers.chatml(tmp_path / "other"))
-    (tmp_path / "t.jinja").write_text(small_tokenizers.CHATML + "{# mine #}")
-    for flags, template in (("", None), (f"--chat-template {tmp_path}/t.jinja", (tmp_path / "t.jinja").read_bytes())):
-        config = parse(f"{LENGTHS} --hf-model {data}/llama3 --global-batch-size 2 {flags}".split(), 1, "sft")
-        role = config.roles["actor"]
-        expected = {} if template is None else {"chat_template.jinja": template}
-        assert text_files(role, build_role_encoder(role, config.settings)) == expected
-        moved = dataclasses.replace(role, tokenizer_model=str(other))
-        files = text_files(moved, build_role_encoder(moved, config.settings))
-        assert files.pop("chat_template.jinja", None) == template
-        assert files == {name: (other / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}
-
-
-def test_an_export_with_a_sentencepiece_model_needs_the_folders_own(data, tmp_path):
-    model, folder = inputs() / "tokenizer.model", shutil.copytree(data / "llama3", tmp_path / "llama3")
-    flags = f"{LENGTHS} --hf-model {folder} --prompts x --tokenizer-model {model} --export-hf --save {tmp_path}/run"
-    config = parse(flags.split(), 1, "sft")
-    with pytest.raises(UsageError, match=f"of {folder} is not --tokenizer-model {model}, and only a Hugging Face"):
-        check_training_flags(config)
-    shutil.copy(model, folder / "tokenizer.model")
-    check_training_flags(config)
 
 
 def logprobs_of(rank: int, folder) -> list[torch.Tensor]:

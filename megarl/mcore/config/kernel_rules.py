@@ -97,10 +97,14 @@ def exact_rules(args) -> list[Rule]:
         only(args, "--softmax-type", "vanilla"),
         allow("--attention-backend", backend == INVARIANT, f"auto or {INVARIANT}", value=backend),
         allow("--hidden-size", args.hidden_size % ALIGNED == 0, f"a multiple of {ALIGNED}"),
-        allow("--kv-channels", channels % ALIGNED == 0 and channels <= MAX_CHANNELS,
-              f"a multiple of {ALIGNED} up to {MAX_CHANNELS}", value=channels),
+        allow(
+            "--kv-channels",
+            channels % ALIGNED == 0 and channels <= MAX_CHANNELS,
+            f"a multiple of {ALIGNED} up to {MAX_CHANNELS}",
+            value=channels,
+        ),
         *_exact_experts(args),
-    ]  # fmt: skip
+    ]
 
 
 def _exact_experts(args) -> list[Rule]:
@@ -141,13 +145,13 @@ def _missing() -> list[str]:
 def transformer_engine_rules(args) -> list[Rule]:
     """Returns all rules for a role with Transformer Engine's layers, as `exact_rules`."""
     experts, with_it = args.num_experts, f"with --transformer-impl {TRANSFORMER_ENGINE}"
+    fused = f"none {with_it}, which fuses the norm of latents that the KV cache holds"
+    grouped = f"none without --moe-grouped-gemm {with_it}: experts are grouped"
+    plain = f"none without --disable-bias-linear {with_it}"
     return [
-        allow("--multi-latent-attention", not args.multi_latent_attention,
-              f"none {with_it}, which fuses the norm of latents that the KV cache holds"),
+        allow("--multi-latent-attention", not args.multi_latent_attention, fused),
         allow("--use-torch-fsdp2", not args.use_torch_fsdp2, f"none {with_it}"),
-        allow("--num-experts", not experts or args.moe_grouped_gemm,
-              f"none without --moe-grouped-gemm {with_it}: experts are grouped"),
-        allow("--num-experts", not experts or not args.add_bias_linear,
-              f"none without --disable-bias-linear {with_it}"),
+        allow("--num-experts", not experts or args.moe_grouped_gemm, grouped),
+        allow("--num-experts", not experts or not args.add_bias_linear, plain),
         allow("--moe-latent-size", args.moe_latent_size is None, f"none {with_it}"),
-    ]  # fmt: skip
+    ]

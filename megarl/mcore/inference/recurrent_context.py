@@ -98,9 +98,9 @@ class RecurrentContext(PagedContext):
         caches = iter(self.memory_buffer.unbind())
         return tuple(next(caches) if own else self.memory_buffer[0] for own in self._has_cache)
 
-    def reset(self, *args, **kwargs):
+    def reset(self, preserve_prefix_cache: bool = False, *, preserve_counters: bool = False):
         """Drops all requests and snapshots."""
-        super().reset(*args, **kwargs)
+        super().reset(preserve_prefix_cache, preserve_counters=preserve_counters)
         self.snapshots.clear()
         self._continued.clear()
         self.kv_block_allocator.on_blocks_deregistered = lambda _, hashes: self.snapshots.drop(hashes)

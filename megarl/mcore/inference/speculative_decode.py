@@ -44,8 +44,8 @@ class DecodeCounts(NamedTuple):
 class SpeculativeEngine(DecodeLoopEngine):
     """Generates what its base class does in fewer steps: it drafts in those for which that has its short path."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, controller, context):
+        super().__init__(controller, context)
         c, self.device_decode.may_go_ahead = self.context, False
         costs = costs_of(self.controller.inference_wrapped_model.model, self.pg_collection.pp)
         self.drafter, self.counts = Drafter(costs, c.max_requests, c.max_sequence_length), DecodeCounts()

@@ -187,8 +187,8 @@ def _experts(args, sizes: ParallelSizes) -> list[Weight]:
     MLP, and its gate."""
     experts, hidden = args.num_experts, args.hidden_size
     weights = _linear(args, "mlp.router", (experts, hidden), args.add_bias_linear)
-    for name, size in latent_projections(args).items():
-        weights.append(_weight(args, f"mlp.{name}.weight", *size))
+    for name, (rows, columns) in latent_projections(args).items():
+        weights.append(_weight(args, f"mlp.{name}.weight", rows, columns))
     is_expert = args.expert_model_parallel_size > 1  # without expert parallelism, reduced like all others
     expert = _mlp(args, "", expert_sizes(args), sizes.expert_tensor)
     for number in range(experts // sizes.expert):

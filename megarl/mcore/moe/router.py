@@ -54,8 +54,8 @@ class RouteRecorder(RouterReplay):
 class Router(BalancedRouter):
     """megarl's router. It takes the routes of the micro-batch inside `routed`, and routes live elsewhere."""
 
-    def __init__(self, config, *args, **kwargs):
-        super().__init__(config, *args, **kwargs)
+    def __init__(self, config, **kwargs):
+        super().__init__(config, **kwargs)
         self.router_replay = RouteRecorder(config.moe_router_group_score)
         # With selective recomputation of MoE layers, backward calls only the router, once per micro-batch.
         self._recomputes = config.recompute_granularity == "selective" and "moe" in config.recompute_modules
