@@ -166,7 +166,7 @@ def flags_of(source: Source, slots: Sequence[Slot], error: Callable[[str], Usage
     if windows:
         flags["window-size"] = f"{windows.pop() - 1},0"
     if any(slot.has_score_options for slot in slots):
-        flags["attention-backend"] = "eager"
+        flags["softmax-type"] = "learnable"  # for the choice of a backend; softcaps and sinks are the modules'
     return flags
 
 
