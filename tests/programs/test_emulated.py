@@ -151,7 +151,8 @@ def test_a_model_of_transformers_trains_as_on_a_cpu(kind, flags, ranks, emulator
     for step in (1, 2):
         assert fp32[step]["actor/grad_norm"] == pytest.approx(cpu[step]["actor/grad_norm"], rel=1e-3)
         assert fp32[step]["rollout/logprob_gap_max"] < 1e-5
-    assert bf16[1]["actor/grad_norm"] == pytest.approx(cpu[1]["actor/grad_norm"], rel=0.2)
+    near = 0.05 if kind == "ernie4_5_moe" else 0.2  # its head is tied: without the embedding's part 0.12 are missing
+    assert bf16[1]["actor/grad_norm"] == pytest.approx(cpu[1]["actor/grad_norm"], rel=near)
 
 
 REFUSED = {  # type, flags -> what one line says
