@@ -153,14 +153,18 @@ def test_programs_compute_what_a_module_of_transformers_computes(tmp_path):
     lines = write_lines(tmp_path / "sft.jsonl", [{"prompt": one, "answer": other} for one, other in texts])
     pairs = [{"prompt": one, "chosen": other, "rejected": "no"} for one, other in texts]
     pairs = write_lines(tmp_path / "pairs.jsonl", pairs)
-    common = (
-        f"{LENGTHS} --global-batch-size 4 --train-iters 1 --lr 1e-3 --export-hf --hf-model {folder}".split() + flags
-    )
+    any_types.save("helium", tmp_path / "helium")  # transformers has no classifier of granite
+    common = [*f"{LENGTHS} --global-batch-size 4 --train-iters 1 --lr 1e-3 --export-hf".split(), *flags]
     common[1] = "64"
-    for program, prompts in (("sft", lines), ("reward", pairs), ("preference", pairs)):
-        train(program, [*common, "--prompts", str(prompts), "--save", str(save / program)])
+    for program, prompts, kind in (
+        ("sft", lines, "granite"),
+        ("reward", pairs, "helium"),
+        ("preference", pairs, "granite"),
+    ):
+        own = "--hf-model", str(tmp_path / kind), "--prompts", str(prompts), "--save", str(save / program)
+        train(program, [*common, *own])
     assert metrics(save / "sft")[1]["sft/loss"] == pytest.approx(_own_loss(module, folder, texts), abs=1e-5)
-    assert metrics(save / "preference")[1]["dpo/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert metrics(save / "preference")[1]["preference/loss"] == pytest.approx(math.log(2), abs=1e-6)
     for program, kind in (("sft", "CausalLM"), ("reward", "SequenceClassification")):
         export = save / program / "hf" / "step_00000001"
         _, info = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(export, output_loading_info=True)
