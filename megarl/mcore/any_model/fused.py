@@ -29,7 +29,7 @@ TOLERANCE = 2e-6  # beside the largest number
 PLAIN = bool, int, float, str, type(None), Tensor  # arguments by which a part hands nothing to others
 
 
-class Norm:
+class GainNorm:
     """x · r · (offset + weight) with r = (mean x² + ε)^−½ (1910.07467 eq. 4)."""
 
     def __init__(self, part: nn.Module, eps: float, offset: float):
@@ -325,7 +325,7 @@ def _children(part: nn.Module) -> tuple[list[str], list[str], list[str]]:
     """Names of linear layers, of norms that are recognised, and of other children with weights."""
     with_weights = {name: each for name, each in part.named_children() if any(True for _ in each.parameters())}
     linears = [name for name, each in with_weights.items() if type(each) is nn.Linear]
-    norms = [name for name, each in with_weights.items() if isinstance(vars(each).get("fused"), Norm)]
+    norms = [name for name, each in with_weights.items() if isinstance(vars(each).get("fused"), GainNorm)]
     return linears, norms, [name for name in with_weights if name not in linears and name not in norms]
 
 
@@ -335,7 +335,7 @@ def _floats(part: nn.Module) -> list[float]:
 
 def _norms(part: nn.Module):
     if [(name, each.dim()) for name, each in part.named_parameters()] == [("weight", 1)]:
-        yield from (Norm(part, eps, offset) for eps in _floats(part) for offset in (0.0, 1.0))
+        yield from (GainNorm(part, eps, offset) for eps in _floats(part) for offset in (0.0, 1.0))
 
 
 def _attentions(part: nn.Module):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megarl.mcore.any_model import attention, fused, source
 from megarl.mcore.any_model.source import Source
@@ -15,10 +14,10 @@ pytestmark = pytest.mark.skipif(not native.is_used(), reason="no compiled kernel
 
 # Parts of each of six layers that are recognised: every layer whole; norms alone; MLPs and the layer without rotation.
 PARTS = {
-    "qwen3": {"Norm": 25, "Attention": 6, "GatedMLP": 6, "Layer": 6},
-    "granite": {"Norm": 13, "Attention": 6, "GatedMLP": 6, "Layer": 6},
-    "qwen2": {"Norm": 13, "Attention": 6, "GatedMLP": 6, "Layer": 6},
-    "gemma2": {"Norm": 25},
+    "qwen3": {"GainNorm": 25, "Attention": 6, "GatedMLP": 6, "Layer": 6},
+    "granite": {"GainNorm": 13, "Attention": 6, "GatedMLP": 6, "Layer": 6},
+    "qwen2": {"GainNorm": 13, "Attention": 6, "GatedMLP": 6, "Layer": 6},
+    "gemma2": {"GainNorm": 25},
     "cohere2": {"Attention": 1, "GatedMLP": 6},
     "phi": {"Attention": 6},
 }
@@ -26,6 +25,8 @@ PARTS = {
 
 def found_of(kind: str) -> Source:
     """A small model type."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
     config = any_types.small_config(kind)
     made = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return Source(config, made[0] if isinstance(made, tuple) else made)
@@ -64,7 +65,7 @@ def test_parts_compute_what_their_classes_compute(kind):
         for name, part in module.named_modules():
             if "fused" not in vars(part):
                 continue
-            is_vector = isinstance(vars(part)["fused"], (fused.Norm, fused.GatedMLP))
+            is_vector = isinstance(vars(part)["fused"], (fused.GainNorm, fused.GatedMLP))
             width = part.weight.numel() if hasattr(part, "weight") else found.text.hidden_size
             hidden, alone = torch.randn(1, 4, width), own.get_submodule(name)
             given = {} if is_vector else others
@@ -116,11 +117,11 @@ def with_scaled_late_queries(forward):
     ("attribute", "change", "left"),
     [
         ("RMSNorm", outputs_times(1.00001), {"GatedMLP": 6}),
-        ("MLP", outputs_times(1.00001), {"Norm": 13, "Attention": 6}),
-        ("MLP", clipped, {"Norm": 13, "Attention": 6}),
-        ("Attention", outputs_times(1.00001), {"Norm": 13, "GatedMLP": 6}),
-        ("Attention", with_scaled_late_queries, {"Norm": 13, "GatedMLP": 6}),
-        ("DecoderLayer", outputs_times(1.0 + 2**-22), {"Norm": 13, "Attention": 6, "GatedMLP": 6}),
+        ("MLP", outputs_times(1.00001), {"GainNorm": 13, "Attention": 6}),
+        ("MLP", clipped, {"GainNorm": 13, "Attention": 6}),
+        ("Attention", outputs_times(1.00001), {"GainNorm": 13, "GatedMLP": 6}),
+        ("Attention", with_scaled_late_queries, {"GainNorm": 13, "GatedMLP": 6}),
+        ("DecoderLayer", outputs_times(1.0 + 2**-22), {"GainNorm": 13, "Attention": 6, "GatedMLP": 6}),
     ],
 )
 def test_a_variant_that_differs_is_left_alone(attribute, change, left):
@@ -134,7 +135,7 @@ def test_a_buffer_is_left_alone():
     for layer in module.base_model.layers:
         layer.register_buffer("scale", torch.ones(1))  # loaded from a folder later
     fused.fuse(module, found.text.vocab_size)
-    assert counts_of(module) == {"Norm": 13, "Attention": 6, "GatedMLP": 6}
+    assert counts_of(module) == {"GainNorm": 13, "Attention": 6, "GatedMLP": 6}
 
 
 def test_what_is_wrapped_around_a_linear_layer_is_called():
