@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.helpers.envs.judges import judge_flags, write
-from tests.helpers.folders import any_types
 from tests.helpers.programs import addition, inputs, preferences, sft_argv, train, write_lines
 from tests.helpers.rollout.thinkers import thinkers
+from tests.helpers.worlds import run_world
 from tests.laws.plug_ins import REWARDS, SHORT
 
 
@@ -98,9 +98,15 @@ def _template() -> Path:
 
 
 def _of_transformers(kind: str) -> Path:
-    """A small folder of a type of transformers."""
-    any_types.save(kind, folder() / kind)
+    """A small folder of a type of transformers, made in a world: transformers starts threads."""
+    run_world(_save, 1, kind, folder() / kind)
     return folder() / kind
+
+
+def _save(rank: int, kind: str, path: Path):
+    from tests.helpers.folders import any_types
+
+    any_types.save(kind, path)
 
 
 MAKERS: dict[str, Callable[[], Path | str]] = {

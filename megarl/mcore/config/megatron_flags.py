@@ -45,9 +45,11 @@ def _parser() -> argparse.ArgumentParser:
     recurrent_rules.add_to(parser)
     optimizer_flags.add_to(parser)
     # Gradients are reduced while backward runs unless that is switched off, where there is something to reduce. A rate
-    # at the begin of a warm-up is above 0: `optimizer.build_scheduler`. `exact_rollout` is a flag of megarl's own.
+    # at the begin of a warm-up is above 0: `optimizer.build_scheduler`. `exact_rollout`, `predicts` and `model_folder`
+    # are megarl's own.
     length_flags = "--max-prompt-length + --max-response-length"  # those that set seq_length
     parser.set_defaults(overlap_grad_reduce=None, exact_rollout=False, length_flags=length_flags, lr_warmup_init=None)
+    parser.set_defaults(model_folder=None, predicts=False)
     for action in parser._actions:
         vars(action).update(CHANGED.get(action.dest, {}))
     parser.add_argument("--no-overlap-grad-reduce", dest="overlap_grad_reduce", action="store_false", default=None)

@@ -39,7 +39,7 @@ FSDP, TP2_FSDP = (2, "--use-torch-fsdp2"), (4, f"{TP2[1]} --use-torch-fsdp2")
 
 
 def _of_modules(flags: str = "", ranks: int = 1, **more) -> Feature:
-    return Feature(f"{MODULES} {flags}", ranks, steps=4, warm_start=False, tolerance=1e-5, **more)
+    return Feature(f"{MODULES} {flags}", ranks, warm_start=False, tolerance=1e-5, **{"steps": 4, **more})
 
 
 def _averaged(flags: str, ranks: int = 1, **more) -> Feature:
@@ -113,7 +113,7 @@ MODELS = {
         layouts=(TWO, SHARDED, FSDP, TP2, CP2, TP2_FSDP, MODULES_APART, (1, SMALL), (1, FULL)),
         moved=(TWO, TP2, FSDP)),
     "modules, sharded": _of_modules(SHARDED[1], 2), "modules, FSDP": _of_modules(FSDP[1], 2),
-    "modules, tensor": _of_modules(TP2[1], 2, moved=((1, "--tensor-model-parallel-size 1"),)),
+    "modules, tensor": _of_modules(TP2[1], 2, steps=3, moved=((1, "--tensor-model-parallel-size 1"),)),
     "modules, tensor, FSDP": _of_modules(TP2_FSDP[1], 4), "modules in bf16": _of_modules("--bf16"),
     "modules of experts": _of_modules("--hf-model {qwen3_moe}", layouts=(TWO, FSDP, TP2, CP2)),
     "modules of unlike layers": _of_modules("--hf-model {gemma4_text} --speculative-rollout"
