@@ -38,7 +38,7 @@ from megarl.mcore.model.weight_table import weight_shapes
 from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.hf.export_weights import export_weights
 from megarl.mcore.weights.hf.safetensors_file import DTYPES
-from megarl.mcore.weights.hf.weight_map import WeightMap
+from megarl.mcore.weights.hf.weight_map import WeightMap, weight_map_of
 from megarl.mcore.weights.reshard_plan import LocalWeights
 from megarl.observe.timers import Timers
 from megarl.trainers.launch import launch
@@ -91,7 +91,7 @@ class Conversion:
                 raise UsageError(f"--save {s.save}: is the folder of --hf-model; allowed is another one")
             if command == "to-hf":
                 model.check_exportable(self.value_head)
-            self.weight_map = model.weight_map(self.settings.megatron, self.value_head)
+            self.weight_map = weight_map_of(model, self.settings.megatron, self.value_head)
         self.source = model.folder.path if model is not None and command == "from-hf" else s.load
         read = functools.partial(self._weights, None if command == "from-hf" else s.load)
         weights, self.mesh, _ = read_inputs(config, Timers(), read)

@@ -16,7 +16,7 @@ from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.dist_checkpoint import average_of
 from megarl.mcore.weights.hf.folder import HFFolder, damaged_decays, damaged_scales
 from megarl.mcore.weights.hf.import_weights import import_weights
-from megarl.mcore.weights.hf.weight_map import WeightMap
+from megarl.mcore.weights.hf.weight_map import WeightMap, weight_map_of
 
 BASES = ("actor", "reward")  # roles whose weights may be under factors
 POLICIES = ("actor", average_of("actor"))  # whose weights have no scalar head
@@ -117,7 +117,7 @@ def find_pretrained(
 
 def folder_weights(role: RoleSettings, value_head: bool = False) -> FolderWeights:
     """The weights in a role's Hugging Face folder. UsageError unless it holds exactly those of the role's model."""
-    weight_map = role.hf_model.weight_map(role.megatron, value_head)
+    weight_map = weight_map_of(role.hf_model, role.megatron, value_head)
     weight_map.check()
     _check_numbers(weight_map)
     return FolderWeights(weight_map)

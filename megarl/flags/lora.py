@@ -96,9 +96,7 @@ def _targets(role: str, text: str | None, args) -> tuple[str, ...]:
     from megarl.mcore.lora.targets import parse_targets  # imports Megatron
 
     if args.model_folder is not None:
-        from megarl.mcore.any_model import adapters  # needs transformers
-
-        return adapters.parse_targets(text or ALL_LINEAR, args.model_folder)
+        return args.model_folder.linears().parse_targets(text or ALL_LINEAR)
     if text not in (None, ALL_LINEAR) and not {name.strip() for name in text.split(",")} <= {*TARGETS}:
         raise UsageError(f"--lora-targets {text}: allowed is {NAMES}")
     targets, missing = parse_targets(text or ALL_LINEAR), _missing(args)

@@ -133,9 +133,7 @@ def _whole_model(args, vocab_size: int, value_head: bool) -> list[Weight]:
 def layout_free_names(args, value_head: bool) -> list[str]:
     """The names that patterns are matched with (`optimizer_flags`), each once."""
     if args.model_folder is not None:
-        from megarl.mcore.any_model.module_map import parameter_names  # needs transformers
-
-        return parameter_names(args.model_folder, value_head)
+        return args.model_folder.parameter_names(value_head)
     return list(dict.fromkeys(layout_free(weight.name) for weight in _whole_model(args, 1, value_head)))
 
 
@@ -147,9 +145,7 @@ def frozen_total(args, vocab_size: int, value_head: bool) -> int:
 
 def _chunk(args, vocab_size: int, value_head: bool, layers: range, first: bool, last: bool, sizes) -> list[Weight]:
     if args.model_folder is not None:
-        from megarl.mcore.any_model.module_map import rank_weights  # needs transformers
-
-        return rank_weights(args, value_head, sizes.tensor)
+        return args.model_folder.rank_weights(value_head, sizes.tensor, args.params_dtype.itemsize)
     weights = embedding_weights(args, vocab_size, value_head, sizes) if first else []
     kinds = layer_kinds(args)
     of_kind = {kind: layer_weights(args, kind, sizes) for kind in {kinds[layer] for layer in layers}}

@@ -156,9 +156,7 @@ def _check_replay(config: RunConfig):
         experts[name] = RoutedLayers.of(config.roles[name].megatron)
     folder = config.roles["actor"].megatron.model_folder
     if replay != "none" and not experts["actor"].experts and folder is not None:
-        from megarl.mcore.any_model import module_map  # needs transformers
-
-        raise UsageError(f"--router-replay {replay}: allowed is none: {module_map.routed_layers(folder)[1]}")
+        raise UsageError(f"--router-replay {replay}: allowed is none: {folder.routed_layers()[1]}")
     if replay != "none" and not experts["actor"].experts:
         raise UsageError(f"--router-replay {replay}: the actor has no experts; allowed is none, or set --num-experts")
     if experts.get("reference", experts["actor"]) != experts["actor"]:

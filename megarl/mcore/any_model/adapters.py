@@ -6,6 +6,7 @@ way. Experts that are one parameter have none.
 
 import functools
 from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +22,82 @@ from megarl.mcore.lora.targets import ALL_LINEAR, LoRASettings, Projection
 RENAMED = (".gate_proj", ".up_proj", ".down_proj", ".gate", ".w1", ".w2", ".w3")
 
 
+class ModuleLinears(NamedTuple):
+    """The linear layers of the module of the folder at `path` that can have factors."""
+
+    path: str
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """(rows, columns) by name: of the layers of PEFT's `all-linear`, without the head, and without those that a
+        part uses but does not call, which PEFT's factors do not reach either."""
+        return _linear_sizes(self.path)
+
+    def renamed_by_peft(self) -> tuple[str, ...]:
+        """Ends of names of layers that PEFT must be given as parameters."""
+        parameters = source.of_path(self.path).module(torch.float32).parameters()
+        return RENAMED if any(parameter.dim() == 3 for parameter in parameters) else ()
+
+    def parse_targets(self, text: str) -> tuple[str, ...]:
+        """`--lora-targets`, in the order of the text. UsageError for a name that no layer has."""
+        names = self.sizes()
+        if not names:
+            raise UsageError(f"--lora-targets {text}: the module of {self.path} has no linear layers")
+        if text == ALL_LINEAR:
+            return self.targets_naming(names)
+        targets = tuple(dict.fromkeys(target.strip() for target in text.split(",")))
+        for target in targets:
+            if not any(_is_named(name, (target,)) for name in names):
+                allowed = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+                raise UsageError(
+                    f"--lora-targets {text}: no linear layer of {self.path} is {target}; allowed are {ALL_LINEAR}, "
+                    f"and with commas {allowed}"
+                )
+        return targets
+
+    def targets_naming(self, names: Collection[str]) -> tuple[str, ...]:
+        """The shortest targets that name exactly these layers: the last part of a name, or all of it."""
+        others, found = [name for name in self.sizes() if name not in names], {}
+        for name in names:
+            last = name.rpartition(".")[2]
+            found[name if any(_is_named(other, (last,)) for other in others) else last] = None
+        return tuple(found)
+
+    def key_of(self, name: str) -> str:
+        """The key of a layer's factors in checkpoints, without `.lora_A`."""
+        return f"lora.{PREFIX}{name}"
+
+    def factor_shapes(self, lora: LoRASettings) -> dict[str, tuple[int, ...]]:
+        """As of `lora.targets`."""
+        named = {name: size for name, size in self.sizes().items() if _is_named(name, lora.targets)}
+        shapes = {f"{self.key_of(name)}.lora_A": (lora.rank, columns) for name, (_, columns) in named.items()}
+        return shapes | {f"{self.key_of(name)}.lora_B": (rows, lora.rank) for name, (rows, _) in named.items()}
+
+    def adapted(self, chunk, lora: LoRASettings, seed: int) -> "list[AdaptedModule]":
+        """Draws the factors of the layers of a chunk that the targets name."""
+        found = []
+        for name in self.sizes():
+            if not _is_named(name, lora.targets):
+                continue
+            layer = chunk.hf.get_submodule(name)
+            split = chunk.splits.get(f"{name}.weight")
+            if split is not None and split.parts > 1:
+                raise ValueError(f"{name} packs {split.parts} parts, each over several ranks: it can have no factors")
+            layer.split_axis = None if split is None else split.axis
+            layer.tp_group, layer.config = chunk.tp_group, chunk.config
+            owner, _, last = (PREFIX + name).rpartition(".")
+            found.append(AdaptedModule(owner, layer, [Projection(last, slice(0, len(layer.weight)))], lora, seed))
+        return found
+
+
 @functools.lru_cache(maxsize=8)
-def linear_sizes(path: str) -> dict[str, tuple[int, int]]:
-    """(rows, columns) by name of the linear layers of a folder's module that can have factors: as PEFT's `all-linear`,
-    without the head, and without those that a part uses but does not call, which PEFT's factors do not reach either."""
+def _linear_sizes(path: str) -> dict[str, tuple[int, int]]:
     found, called = source.of_path(path), set()
     module = found.module(torch.float32)
     for part in module.modules():
         part.register_forward_pre_hook(lambda part, _: called.add(part))
     source.find_slots(module, found.text.vocab_size)
     return {
-        name: tuple(each.weight.shape)
+        name: (each.weight.shape[0], each.weight.shape[1])
         for name, each in module.named_modules()
         if isinstance(each, nn.Linear) and type(each).forward is nn.Linear.forward
         if each is not module.get_output_embeddings()
@@ -39,52 +105,9 @@ def linear_sizes(path: str) -> dict[str, tuple[int, int]]:
     }
 
 
-def renamed_by_peft(path: str) -> tuple[str, ...]:
-    """Ends of names of layers that PEFT must be given as parameters."""
-    parameters = source.of_path(path).module(torch.float32).parameters()
-    return RENAMED if any(parameter.dim() == 3 for parameter in parameters) else ()
-
-
 def _is_named(name: str, targets: Collection[str]) -> bool:
     """Whether PEFT's `target_modules` name a module."""
     return any(name == target or name.endswith(f".{target}") for target in targets)
-
-
-def parse_targets(text: str, path: str) -> tuple[str, ...]:
-    """`--lora-targets` of a folder's module, in the order of the text. UsageError for a name that no layer has."""
-    names = linear_sizes(path)
-    if not names:
-        raise UsageError(f"--lora-targets {text}: the module of {path} has no linear layers")
-    if text == ALL_LINEAR:
-        return targets_naming(path, names)
-    targets = tuple(dict.fromkeys(target.strip() for target in text.split(",")))
-    for target in targets:
-        if not any(_is_named(name, (target,)) for name in names):
-            allowed = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
-            raise UsageError(f"--lora-targets {text}: no linear layer of {path} is {target}; allowed are {ALL_LINEAR}, "
-                             f"and with commas {allowed}")  # fmt: skip
-    return targets
-
-
-def targets_naming(path: str, names: Collection[str]) -> tuple[str, ...]:
-    """The shortest targets that name exactly these layers: the last part of a name, or all of it."""
-    others, found = [name for name in linear_sizes(path) if name not in names], {}
-    for name in names:
-        last = name.rpartition(".")[2]
-        found[name if any(_is_named(other, (last,)) for other in others) else last] = None
-    return tuple(found)
-
-
-def key_of(name: str) -> str:
-    """The key of a layer's factors in checkpoints, without `.lora_A`."""
-    return f"lora.{PREFIX}{name}"
-
-
-def factor_shapes(path: str, lora: LoRASettings) -> dict[str, tuple[int, ...]]:
-    """As of `lora.targets`, of a folder's module."""
-    named = {name: size for name, size in linear_sizes(path).items() if _is_named(name, lora.targets)}
-    shapes = {f"{key_of(name)}.lora_A": (lora.rank, columns) for name, (_, columns) in named.items()}
-    return shapes | {f"{key_of(name)}.lora_B": (rows, lora.rank) for name, (rows, _) in named.items()}
 
 
 class AdaptedModule(AdaptedLinear):
@@ -107,20 +130,3 @@ class AdaptedModule(AdaptedLinear):
             return x.new_zeros(*x.shape[:-1], len(weight))
         rows = at_least_rows(self._forward_impl, x.reshape(-1, x.shape[-1]), weight, bias, False, False)
         return rows.view(*x.shape[:-1], len(weight))
-
-
-def adapted_modules(chunk, lora: LoRASettings, path: str, seed: int) -> list[AdaptedModule]:
-    """Draws the factors of the layers that the targets name, of a chunk of the folder at `path`."""
-    found = []
-    for name in linear_sizes(path):
-        if not _is_named(name, lora.targets):
-            continue
-        layer = chunk.hf.get_submodule(name)
-        split = chunk.splits.get(f"{name}.weight")
-        if split is not None and split.parts > 1:
-            raise ValueError(f"{name} packs {split.parts} parts, each over several ranks: it can have no factors")
-        layer.split_axis = None if split is None else split.axis
-        layer.tp_group, layer.config = chunk.tp_group, chunk.config
-        owner, _, last = (PREFIX + name).rpartition(".")
-        found.append(AdaptedModule(owner, layer, [Projection(last, slice(0, len(layer.weight)))], lora, seed))
-    return found

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from megarl.mcore import device
 from megarl.mcore.any_model import attention, fused, routing, rows, source, tensor_parallel
 from megarl.mcore.any_model.attention import CachePass, PackedPass, Pass, Unsupported
+from megarl.mcore.any_model.cache import SlotContext
 from megarl.mcore.any_model.walk import walk
 from megarl.mcore.attention import backends
 from megarl.mcore.config.optimizer_flags import MODULE as PREFIX
@@ -208,6 +209,10 @@ class AnyChunk(MegatronModule):
     def products(self) -> tuple:
         """As of `fused.products`: what a rollout's prepacked weights are copies of."""
         return fused.products(self.hf)
+
+    def context(self, config, memory) -> SlotContext:
+        """The engine's context. Arguments as of `SlotContext`."""
+        return SlotContext(self.config, config, memory)
 
     def set_input_tensor(self, tensor):
         """Does nothing: there are no pipeline stages before it."""

@@ -3,25 +3,22 @@
 `AnyModel` and `ModuleMap` are to a folder of any type what `HFModel` and `WeightMap` are to a mapped family's.
 """
 
-import functools
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from megarl.data import node_files
-from megarl.errors import UsageError, one_line
-from megarl.mcore.any_model import routing, self_check, source, tensor_parallel
-from megarl.mcore.any_model.attention import Slot, Unsupported
-from megarl.mcore.any_model.chunk import PREFIX, layers_of
+from megarl.errors import UsageError
+from megarl.mcore.any_model import source
+from megarl.mcore.any_model.attention import Unsupported
+from megarl.mcore.any_model.chunk import PREFIX
 from megarl.mcore.any_model.conversions import Conversions, converted
-from megarl.mcore.model.pipeline_layout import RoutedLayers
-from megarl.mcore.model.weight_table import HEAD, Weight
+from megarl.mcore.any_model.folder_module import FolderModule
+from megarl.mcore.model.weight_table import HEAD
 from megarl.mcore.parallel.fsdp import whole
 from megarl.mcore.weights.hf.family import Family
-from megarl.mcore.weights.hf.folder import CONFIG, READABLE, FolderReader, HFFolder
+from megarl.mcore.weights.hf.folder import READABLE, FolderReader, HFFolder
 from megarl.mcore.weights.hf.hf_model import CLASSIFIER
 from megarl.mcore.weights.reshard_plan import LocalWeights
 
@@ -41,9 +38,9 @@ class AnyModel(NamedTuple):
     family = Family("", {}, lambda _: {})  # of adapters: the module itself names what they adapt
 
     @property
-    def folder_of_module(self) -> str:
+    def folder_of_module(self) -> FolderModule:
         """The folder whose module of transformers computes the model."""
-        return str(self.folder.path)
+        return FolderModule(self.folder.path)
 
     def tokens(self) -> list[str]:
         """The flags as a command line."""
@@ -83,9 +80,12 @@ def read_model(path: str, flag: str, longest: int) -> AnyModel:
     """
     folder = HFFolder(path, flag)
     found = source.read(folder)
-    slots, problem = slots_of(str(folder.path))
-    if problem := problem or _self_check(str(folder.path), longest):
-        raise folder.error(f"{problem}, which {source.FLAG} does not compute")
+    module = FolderModule(folder.path)
+    try:
+        slots = module.slots()
+        module.self_check(longest)
+    except Unsupported as error:
+        raise folder.error(f"{error}, which {source.FLAG} does not compute") from None
     source.check_length(found, longest, folder.error)
     names = folder.config.get("architectures") or []
     is_classifier = any(str(name).endswith(CLASSIFIER) for name in names)
@@ -94,38 +94,6 @@ def read_model(path: str, flag: str, longest: int) -> AnyModel:
             f"config.json: num_labels {found.config.num_labels}: allowed is one, a reward's or a critic's"
         )
     return AnyModel(folder, source.flags_of(found, slots, folder.error), found.text.vocab_size, is_classifier)
-
-
-@functools.lru_cache(maxsize=8)
-def slots_of(path: str) -> tuple[tuple[Slot, ...], str]:
-    """The slots of the folder's module, and why it has none that can be computed, or an empty text."""
-    found = source.of_path(path)
-    try:
-        return source.find_slots(found.module(torch.float32), found.text.vocab_size), ""
-    except Exception as error:  # besides Unsupported whatever a class raises for an entry of config.json
-        return (), _problem(found, error)
-
-
-@functools.lru_cache(maxsize=8)
-def _self_check(path: str, longest: int) -> str:
-    """What differs between the folder's module alone and under megarl, or an empty text; one process of a node tries
-    it. `longest`: as of `read_model`."""
-    found = source.of_path(path)
-
-    def try_it() -> str:
-        try:
-            self_check.check(found, longest)
-        except Exception as error:  # as in `_slots`
-            return _problem(found, error)
-        return ""
-
-    return node_files.text(("self-check", longest, node_files.identity(f"{path}/{CONFIG}")), try_it)
-
-
-def _problem(found: source.Source, error: Exception) -> str:
-    if isinstance(error, Unsupported):
-        return str(error)
-    return f"{found.kind.__name__} cannot be built ({type(error).__name__}: {one_line(str(error))[:200]})"
 
 
 class ModuleMap:
@@ -253,71 +221,3 @@ class ModuleMap:
             yield self._conversions.reverted({name: chunk.whole_weight(of) for name, of in names.items()})
         if self.value_head:
             yield {SCORE: whole(chunk.output_layer.weight)}
-
-
-def parameter_names(path: str, value_head: bool) -> list[str]:
-    """The names of the parameters of a role with the folder at `path`, a tied one once."""
-    module = source.of_path(path).module(torch.float32)
-    if value_head:
-        module.set_output_embeddings(torch.nn.Identity())
-    return [name for name, _ in module.named_parameters()] + [HEAD] * value_head
-
-
-def checkpoint_shapes(role: str, path: str, value_head: bool) -> dict[str, tuple[int, ...]]:
-    """The global shapes by key that a checkpoint of a role with the folder at `path` must have."""
-    tensors = _tensors_of(path, value_head)[1]
-    return {f"{role}.{name}": tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def _tensors_of(path: str, value_head: bool) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """A folder's module, and a role's parameters and persistent buffers by name, each once."""
-    found = source.of_path(path)
-    module = found.module(torch.float32)
-    if value_head:
-        module.set_output_embeddings(torch.nn.Identity())
-    once = {id(each): (name, each) for name, each in reversed(module.state_dict(keep_vars=True).items())}
-    head = {HEAD: torch.nn.Parameter(torch.empty(1, found.text.hidden_size, device="meta"))} if value_head else {}
-    return module, {f"{PREFIX}{name}": each for name, each in reversed(once.values())} | head
-
-
-@functools.lru_cache(maxsize=8)
-def routed_layers(path: str) -> tuple[RoutedLayers, str | None]:
-    """The layers of the module of the folder at `path` whose routes can be replayed; why those of its experts cannot
-    be, if there are none."""
-    found = source.of_path(path)
-    module = found.module(torch.float32)
-    source.find_slots(module, found.text.vocab_size)
-    problem = "calls no experts by transformers' interface"
-    try:
-        if routers := routing.install(module, layers_of(module), found.text.vocab_size):
-            return RoutedLayers(tuple(x.layer_number for x in routers), routers[0].experts, routers[0].topk), None
-    except Unsupported as error:
-        problem = str(error)
-    return RoutedLayers((), 0, 0), f"{type(module).__name__}: {problem}"
-
-
-# -- the planner -------------------------------------------------------------------------------------------------------
-
-
-def rank_weights(args, value_head: bool, ranks: int) -> list[Weight]:
-    """The parameters of a role's module that each of so many tensor-parallel ranks holds."""
-    module, tensors = _tensors_of(args.model_folder, value_head)
-    splits = tensor_parallel.splits_of(module, ranks) if ranks > 1 else {}
-    found, size = [], args.params_dtype.itemsize
-    for name, tensor in tensors.items():
-        shape, split = list(tensor.shape), splits.get(name.removeprefix(PREFIX))
-        if split is not None:
-            shape[split.axis] //= ranks
-        if isinstance(tensor, torch.nn.Parameter):
-            found.append(Weight(name, tuple(shape) or (1,), size))
-    return found
-
-
-def mean_cache(args) -> tuple[int, int]:
-    """Query groups of the whole model and channels whose product is the mean of the module's slots, as `SlotContext`
-    has them."""
-    slots = slots_of(args.model_folder)[0]
-    if len({(slot.groups, slot.channels) for slot in slots}) == 1:
-        return slots[0].groups, slots[0].channels
-    ranks = args.tensor_model_parallel_size
-    return ranks, -(-sum(slot.groups * slot.channels for slot in slots) // (ranks * len(slots)))

@@ -1,7 +1,5 @@
 """Rules on the flags of a role whose model is computed by transformers' modules (`--model-source transformers`)."""
 
-import torch
-
 from megarl.errors import Rule, UsageError
 from megarl.mcore.config.kernel_rules import EXACT_ROLLOUT, is_exact
 from megarl.mcore.config.optimizer_flags import MUON
@@ -56,9 +54,7 @@ def _exact(args) -> Rule:
     """No number of an exact rollout on CUDA depends on what else is in the batch."""
     problem = None
     if args.model_folder is not None and is_exact(args):
-        from megarl.mcore.any_model import source, walk  # need transformers
-
-        problem = walk.inexact_part(source.of_path(args.model_folder))
+        problem = args.model_folder.inexact_part()
     return allow(EXACT_ROLLOUT, problem is None, f"none on CUDA: {problem}")
 
 
@@ -66,9 +62,7 @@ def _scores(args) -> Rule:
     """The attention backend computes softcaps and sinks, if the module asks for them."""
     has_options, kernel = False, args.attention_kernel
     if args.model_folder is not None:
-        from megarl.mcore.any_model.module_map import slots_of  # needs transformers
-
-        has_options = any(slot.has_score_options for slot in slots_of(args.model_folder)[0])
+        has_options = any(slot.has_score_options for slot in args.model_folder.slots())
     has_kernels = kernel == "sdpa" and native.is_used() and not args.bf16  # compiled ones
     allowed = "eager, for softcaps and sinks"
     return allow("--attention-backend", not has_options or has_kernels or kernel == "eager", allowed, value=kernel)
@@ -78,18 +72,5 @@ def _tensor_parallel(args) -> Rule:
     """The module's plan can split it over the ranks."""
     ranks, problem = args.tensor_model_parallel_size, None
     if args.model_folder is not None and ranks > 1:
-        from megarl.mcore.any_model import source, tensor_parallel  # needs transformers
-        from megarl.mcore.any_model.attention import Unsupported
-
-        found = source.of_path(args.model_folder)
-        module = found.module(torch.float32)
-        source.find_slots(module, found.text.vocab_size)
-        try:
-            tensor_parallel.check_heads(module, ranks)
-            splits = tensor_parallel.splits_of(module, ranks)
-        except Unsupported as error:
-            problem, splits = str(error), {}
-        packed = [name for name, split in splits.items() if split.parts > 1 and split.axis > 0]
-        if packed and args.use_torch_fsdp2:
-            problem = f"--use-torch-fsdp2 shards {packed[0]} along another axis than that of its packed parts"
+        problem = args.model_folder.split_problem(ranks, args.use_torch_fsdp2)
     return allow("--tensor-model-parallel-size", problem is None, f"1: {problem}")

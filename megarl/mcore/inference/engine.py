@@ -321,9 +321,7 @@ def context_of(
     """Returns the context for a model's kind of attention. `config`, `memory`: of the engine, and its memory, as of
     `PagedContext`; `snapshots`: as of `RecurrentContext`; `further_layers`: as of `PagedContext`."""
     if model.config.attention_slots:
-        from megarl.mcore.any_model.cache import SlotContext  # needs transformers
-
-        return SlotContext(model.config, config, memory)
+        return model.context(config, memory)
     if has_states(model.config):
         mixers = [layer.self_attention for layer in model.decoder.layers]
         states = [isinstance(mixer, RecurrentMixer) for mixer in mixers] + [False] * further_layers

@@ -27,9 +27,7 @@ class Adapter(torch.nn.Module):
         super().__init__()
         self.pg_collection, self.experts = pg_collection, args.num_experts
         if args.model_folder is not None:
-            from megarl.mcore.any_model.adapters import adapted_modules  # needs transformers
-
-            self.linears = torch.nn.ModuleList(adapted_modules(chunk, lora, args.model_folder, args.seed))
+            self.linears = torch.nn.ModuleList(args.model_folder.linears().adapted(chunk, lora, args.seed))
             return
         found = []
         for name, layer in chunk.decoder.named_modules(prefix="decoder"):

@@ -137,9 +137,7 @@ def _projections_of_heads(heads: HeadLayout, rows: Tensor, rank: int, ranks: int
 def factor_shapes(args, lora: LoRASettings) -> dict[str, tuple[int, ...]]:
     """Global shapes of all factors of a model by their keys in a checkpoint, which stack the experts."""
     if args.model_folder is not None:
-        from megarl.mcore.any_model import adapters  # needs transformers
-
-        return adapters.factor_shapes(args.model_folder, lora)
+        return args.model_folder.linears().factor_shapes(lora)
     linears, shapes = linears_of(args), {}
 
     def add(prefix: str, stacked: tuple[int, ...], sizes: Sizes):

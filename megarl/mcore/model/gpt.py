@@ -143,16 +143,11 @@ def build_model(args, vocab_size: int, pg_collection, value_head: bool = False) 
     config.batch_p2p_sync = False  # it makes the host wait for each send, to avoid a race of old PyTorch versions
     _seed_everything(args.seed, pg_collection)
     if args.model_folder is not None:
-        return ModelChunks([_chunk_of_transformers(args, config, pg_collection, value_head)])
+        head = ValueHead(config, pg_collection.tp, bias=False) if value_head else None
+        chunk = args.model_folder.chunk(args, config, pg_collection, head)
+        return ModelChunks([chunk.to_empty_weights(device.device())])
     chunks = virtual_stage_numbers(args)
     return ModelChunks(_build_chunk(args, config, vocab_size, pg_collection, value_head, chunk) for chunk in chunks)
-
-
-def _chunk_of_transformers(args, config, pg_collection, value_head: bool):
-    from megarl.mcore.any_model.chunk import AnyChunk  # needs transformers
-
-    head = ValueHead(config, pg_collection.tp, bias=False) if value_head else None
-    return AnyChunk(config, args, pg_collection, head).to_empty_weights(device.device())
 
 
 def build_frozen_model(args, vocab_size: int, pg_collection, value_head: bool = False) -> ModelChunks:

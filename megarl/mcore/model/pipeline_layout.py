@@ -27,9 +27,7 @@ class RoutedLayers(NamedTuple):
     def of(cls, args) -> "RoutedLayers":
         """Those of a role's Megatron namespace."""
         if args.model_folder is not None:
-            from megarl.mcore.any_model import module_map  # needs transformers
-
-            return module_map.routed_layers(args.model_folder)[0]
+            return args.model_folder.routed_layers()[0]
         numbers = (number for number, has_experts in enumerate(moe_layer_pattern(args), 1) if has_experts)
         return cls(tuple(numbers), args.num_experts or 0, args.moe_router_topk)
 

@@ -275,9 +275,7 @@ def weight_shapes(
         value_head: also require the scalar head.
     """
     if args.model_folder is not None:
-        from megarl.mcore.any_model.module_map import checkpoint_shapes  # needs transformers
-
-        return checkpoint_shapes(role, args.model_folder, value_head)
+        return args.model_folder.checkpoint_shapes(role, value_head)
     hidden, kinds, last = args.hidden_size, layer_kinds(args), args.num_layers - 1
     shapes: dict[str, tuple[int, ...] | None] = {f"{role}.{EMBEDDING}": (padded_vocab_size(args, vocab_size), hidden)}
     if value_head:

@@ -45,12 +45,6 @@ class HFModel(NamedTuple):
         is_tied = "untie-embeddings-and-output-weights" not in self.flags
         return is_tied and self.folder.has_weights and self.naming.head in self.folder.weights
 
-    def weight_map(self, args, value_head: bool):
-        """The `WeightMap` of a role with this folder. Arguments as there."""
-        from megarl.mcore.weights.hf.weight_map import WeightMap  # imports this module
-
-        return WeightMap(self, args, value_head)
-
     def other(self, path: str, flag: str, longest: int) -> "HFModel":
         """A folder with the same model, and other weights. UsageError if config.json describes another one.
 

@@ -16,9 +16,11 @@ from megarl.mcore.model.weight_table import (
     stored_weights,
 )
 from megarl.mcore.weights.hf import quantized
+from megarl.mcore.weights.hf.export_weights import write_rows
 from megarl.mcore.weights.hf.family import LAYER, LM_HEAD, MODEL, SCALAR_HEAD
 from megarl.mcore.weights.hf.folder import READABLE, FolderReader, slices_of
 from megarl.mcore.weights.hf.hf_model import HFModel
+from megarl.mcore.weights.hf.import_weights import read_boxes
 from megarl.mcore.weights.hf.mapping import Mapping, RowRange
 from megarl.mcore.weights.reshard_plan import GlobalTensor, LocalWeights
 
@@ -195,8 +197,6 @@ class WeightMap:
 
     def read(self, weights: LocalWeights) -> Iterator[tuple[Tensor, Tensor, str]]:
         """Yields (a view of this rank's weights, what the folder has for it, the tensor's name), box by box."""
-        from megarl.mcore.weights.hf.import_weights import read_boxes  # imports this module
-
         for box, stored in read_boxes(weights, self):
             yield box.view_of(weights), stored, box.rows.name
 
@@ -210,8 +210,6 @@ class WeightMap:
             copies: as of the constructor.
             group: the ranks that have the model.
         """
-        from megarl.mcore.weights.hf.export_weights import write_rows  # imports this module
-
         write_rows(self.written(copies), weights, wholes, files, group)
 
     def check(self):
@@ -240,3 +238,9 @@ def _unknown(name: str, plain: str, layers: int) -> str:
     if name.endswith(("_scale", "_scale_inv", "_scales", ".scales", ".qweight", ".qzeros", "_blocks")):
         return f"{name} belongs to quantized weights, which {quantized.CONFIG_ENTRY} of config.json does not describe"
     return f"{name} is a tensor that megarl does not know in this family"
+
+
+def weight_map_of(model, args, value_head: bool = False):
+    """The tensors of a role's weights in its folder: a `WeightMap`, or that of a folder whose module of transformers
+    computes the model. Arguments as of `WeightMap`."""
+    return WeightMap(model, args, value_head) if isinstance(model, HFModel) else model.weight_map(args, value_head)
