@@ -104,6 +104,7 @@ REPOSITORY_TOOLS = (
     "house",
     "make_figures",
     "make_reference",
+    "model_types",
     "planted_faults",
     "record_runs",
     "rlhf_report",

@@ -31,6 +31,7 @@ from megarl.flags.teachers import TeacherFolder, TeacherModels, check_flags, tea
 from megarl.rewards import expression
 
 if TYPE_CHECKING:
+    from megarl.mcore.any_model.module_map import AnyModel
     from megarl.mcore.lora.targets import LoRASettings
     from megarl.mcore.weights.hf.hf_model import HFModel
 
@@ -67,7 +68,7 @@ class RoleSettings:
     offload: bool
     model_role: str
     has_model: bool
-    hf_model: "HFModel | None"
+    hf_model: "HFModel | AnyModel | None"
     lora: "LoRASettings | None"
     lora_adapter: str | None
     is_judge: bool = False
@@ -250,6 +251,7 @@ def _roles_and_teachers(
 
     def build(folder: TeacherFolder) -> RoleSettings:
         own = values | {"teacher-hf-model": folder.hf_model}
+        own |= {"teacher-model-source": folder.model_source} if folder.model_source else {}
         return _role_settings(context, own, tokens, {"teacher": ranks["teacher"]}, folder)["teacher"]
 
     roles = _role_settings(context, values, tokens, {role: own for role, own in ranks.items() if role != "teacher"})
@@ -308,7 +310,7 @@ def _role_settings(
 
 def _megatron_namespace(
     context: FlagContext, role: str, tokens: list[str], ranks: int, max_length: int,
-    hf_model: "HFModel | None", teacher: TeacherFolder | None = None,
+    hf_model: "HFModel | AnyModel | None", teacher: TeacherFolder | None = None,
 ) -> argparse.Namespace:  # fmt: skip
     """A role's namespace of Megatron's parser; the flags that describe a folder's model come before its tokens."""
     from megarl.mcore.config import megatron_flags
@@ -319,6 +321,7 @@ def _megatron_namespace(
         "seed": settings.seed,
         "seq_length": max_length,
         "draws_weights": hf_model is None,
+        "model_folder": None if hf_model is None else hf_model.folder_of_module,
         "predicts": settings.predicts and role in ("actor", "rollout"),
         "trains_prediction": settings.mtp_train,
         "exact_rollout": settings.exact_rollout and (role in ("actor", "rollout") or is_judge),
@@ -330,7 +333,8 @@ def _megatron_namespace(
     if hf_model is None:
         return megatron_flags.parse(role, tokens, ranks, own, extra)
     described, folder = hf_model.tokens(), f"{hf_model.folder.flag} {hf_model.folder.path}"
-    tokens = megatron_flags.with_folder(role, described, folder, tokens)
+    is_module = hf_model.folder_of_module is not None
+    tokens = megatron_flags.with_folder(role, described, folder, tokens, is_module)
     try:
         return megatron_flags.parse(role, tokens, ranks, own, extra)
     except UsageError as error:

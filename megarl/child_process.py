@@ -26,9 +26,12 @@ class Child:
     """One child process, in a session of its own, so that it ends with all that it has started."""
 
     def __init__(
-        self, module: str, *arguments: str, environment: Mapping[str, str] | None = None,
+        self,
+        module: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
         descriptors: Sequence[int] = (),
-    ):  # fmt: skip
+    ):
         """Starts it.
 
         Args:

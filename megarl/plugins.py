@@ -158,11 +158,15 @@ def _of_torch() -> tuple[_State, ...]:
         # With None no function that makes tensors goes through a mode of torch; megarl sets no default device.
         _State("torch's default device", torch.get_default_device, lambda _: torch.set_default_device(None)),
         _State("torch's number of threads", torch.get_num_threads, torch.set_num_threads),
-        _State("torch's deterministic algorithms", torch.get_deterministic_debug_mode,
-               torch.set_deterministic_debug_mode),
-        _State("torch's precision of matrix products", torch.get_float32_matmul_precision,
-               torch.set_float32_matmul_precision),
-    )  # fmt: skip
+        _State(
+            "torch's deterministic algorithms", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
+        ),
+        _State(
+            "torch's precision of matrix products",
+            torch.get_float32_matmul_precision,
+            torch.set_float32_matmul_precision,
+        ),
+    )
 
 
 def is_plugin(name: str) -> bool:

@@ -47,11 +47,13 @@ from megarl.trainers.setup import build_role_encoder, check_vocabulary, read_inp
 # Flags of the run that decide what its rollout generates: those of an evaluation but these, and some more. Drafts of
 # --mtp-drafts change no text.
 _OF_EVALUATION = ("eval-", "judge-", "reward", "rollout-server", "load", "save", "role-map", "verify-weights", "mtp-")
-_MORE = (
-    "prompts", "prompts-per-step", "samples-per-prompt", "branch-turns", "branch-samples", "temperature", "hf-mtp",
-    "lora-rank", "lora-alpha", "lora-rslora", "lora-targets", "lora-adapter", "actor-lora-rank", "actor-lora-alpha",
-    "actor-lora-rslora", "actor-lora-targets", "actor-lora-adapter",
-)  # fmt: skip
+_MORE = tuple(
+    """
+    prompts prompts-per-step samples-per-prompt branch-turns branch-samples temperature hf-mtp lora-rank lora-alpha
+    lora-rslora lora-targets lora-adapter actor-lora-rank actor-lora-alpha actor-lora-rslora actor-lora-targets
+    actor-lora-adapter
+    """.split()
+)
 
 
 def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -177,9 +179,13 @@ def replay(asked: ReplayRequest, config: RunConfig, timers: Timers) -> int:
 
 
 def _player(
-    saved: SavedResponse, inputs: ReplayInputs, mesh: RoleMesh, episodes: EpisodeRunner, config: RunConfig,
+    saved: SavedResponse,
+    inputs: ReplayInputs,
+    mesh: RoleMesh,
+    episodes: EpisodeRunner,
+    config: RunConfig,
     timers: Timers,
-) -> Player:  # fmt: skip
+) -> Player:
     model = load_policy(config.roles["actor"], mesh["actor"], inputs.vocab_size, inputs.weights)
     role = pretrained.with_stored_factors(config.roles["rollout"], inputs.weights)
     rollout = Rollout(config.settings, role, mesh, model, inputs.tokenizer, timers)
@@ -213,9 +219,14 @@ def _fork(
 
 
 def _fork_environment(
-    turn: int, texts: list[str], saved: SavedResponse, episodes: EpisodeRunner, player: Player, prompt: Prompt,
+    turn: int,
+    texts: list[str],
+    saved: SavedResponse,
+    episodes: EpisodeRunner,
+    player: Player,
+    prompt: Prompt,
     task: Task,
-) -> tuple[list[Message], list[str]]:  # fmt: skip
+) -> tuple[list[Message], list[str]]:
     """(the other answer, the lines of what follows)."""
     messages, client = other_answer(saved.observations[turn], texts), episodes.client
     episode = player.forked(turn, episodes.turn_tokens.bridge(messages))
@@ -233,9 +244,14 @@ def _fork_environment(
 
 
 def _fork_agent(
-    turn: int, texts: list[str], saved: SavedResponse, episodes: EpisodeRunner, player: Player, prompt: Prompt,
+    turn: int,
+    texts: list[str],
+    saved: SavedResponse,
+    episodes: EpisodeRunner,
+    player: Player,
+    prompt: Prompt,
     task: Task,
-) -> tuple[list[Message], list[str]]:  # fmt: skip
+) -> tuple[list[Message], list[str]]:
     """(the other answer, none if the agent did not come there, the lines of the whole episode)."""
     client, pool = None, None
     if episodes.client is not None:

@@ -37,9 +37,8 @@ from megarl.mcore.model.prediction_layer import PredictionLayer
 from megarl.mcore.model.weight_table import weight_shapes
 from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.hf.export_weights import export_weights
-from megarl.mcore.weights.hf.import_weights import read_boxes
 from megarl.mcore.weights.hf.safetensors_file import DTYPES
-from megarl.mcore.weights.hf.weight_map import WeightMap
+from megarl.mcore.weights.hf.weight_map import WeightMap, weight_map_of
 from megarl.mcore.weights.reshard_plan import LocalWeights
 from megarl.observe.timers import Timers
 from megarl.trainers.launch import launch
@@ -59,12 +58,12 @@ def differing_tensors(weight_map: WeightMap, stages, pg_collection) -> dict[str,
     Tensors without a difference, not even in the sign of a zero, are left out.
     """
     weights, different = LocalWeights(stages, pg_collection), {}
-    for box, numbers in read_boxes(weights, weight_map):
-        stored = numbers.to(DTYPES[weight_map.model.folder.weights[box.rows.name].dtype])
-        held = box.view_of(weights).to(stored.dtype).cpu().contiguous()
+    for view, numbers, name in weight_map.read(weights):
+        stored = numbers.to(DTYPES[weight_map.model.folder.weights[name].dtype])
+        held = view.to(stored.dtype).cpu().contiguous()
         if not torch.equal(held.view(torch.uint8), stored.contiguous().view(torch.uint8)):
             largest = float((held.double() - stored.double()).abs().max())
-            different[box.rows.name] = max(different.get(box.rows.name, 0.0), largest)
+            different[name] = max(different.get(name, 0.0), largest)
     return different
 
 
@@ -92,7 +91,7 @@ class Conversion:
                 raise UsageError(f"--save {s.save}: is the folder of --hf-model; allowed is another one")
             if command == "to-hf":
                 model.check_exportable(self.value_head)
-            self.weight_map = WeightMap(model, self.settings.megatron, self.value_head)
+            self.weight_map = weight_map_of(model, self.settings.megatron, self.value_head)
         self.source = model.folder.path if model is not None and command == "from-hf" else s.load
         read = functools.partial(self._weights, None if command == "from-hf" else s.load)
         weights, self.mesh, _ = read_inputs(config, Timers(), read)

@@ -23,12 +23,12 @@ LONG = 48  # words of a sentence that tires
 LIMITS = {
     "files": 498,
     "files below 60 lines": 75,
-    "classes": 729,
-    "fmt: skip": 176,
-    "star-passed local tuples": 134,
+    "classes": 721,
+    "fmt: skip": 99,
+    "star-passed local tuples": 40,
     "functions with 9 and more parameters": 1,
-    "file names that occur twice": 7,
-    "modules of 60 lines and more without a test of their name": 28,
+    "file names that occur twice": 0,
+    "modules of 60 lines and more without a test of their name": 0,
     "pages": 34,
     "sentences of 48 words and more": 0,
 }

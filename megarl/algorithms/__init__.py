@@ -16,8 +16,8 @@ _MAXRL = partial(by_group, group_advantages.maxrl)
 _PREFERENCE = estimators.preference_advantages
 # Name in --advantage -> function, what it needs, the options that it reads, and whether it whitens by default.
 ESTIMATORS: dict[str, Estimator] = {
-    name: Estimator(function, frozenset(needs.split()), frozenset(options.split()), whitens, *measured)
-    for name, function, needs, options, whitens, *measured in (
+    name: Estimator(function, frozenset(needs.split()), frozenset(options.split()), whitens)
+    for name, function, needs, options, whitens in (
         ("gae", estimators.gae_advantages, "values", "gamma lam length_alpha whiten", True),
         ("grpo", _GRPO, "groups", "group_std whiten", False),
         ("rloo", estimators.rloo_advantages, "groups", "credit_turns whiten", False),
@@ -31,9 +31,10 @@ ESTIMATORS: dict[str, Estimator] = {
         ("otb", estimators.otb_advantages, "groups squares", "whiten", False),
         ("remax", estimators.remax_advantages, "baselines", "whiten", False),
         (NO_ADVANTAGE, estimators.no_advantages, "", "", False),
-        ("preference", _PREFERENCE, "groups logprobs", "preference", False, estimators.measured_preference),
+        ("preference", _PREFERENCE, "groups logprobs", "preference", False),
     )
 }
+ESTIMATORS["preference"] = ESTIMATORS["preference"]._replace(measured=estimators.measured_preference)
 _BETA_OF_SIMPO = PreferenceOptions(beta=2.0)
 # Name in --preference-loss -> function, the options that it reads, and what else is its own.
 PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {

@@ -184,12 +184,14 @@ def preference_advantages(step: StepData, options: AdvantageOptions) -> Advantag
 def measured_preference(step: StepData, options: AdvantageOptions) -> tuple[Advantages, dict[str, float]]:
     """`preference_advantages`, and `preference/…` of the pairs, at the policy before the update."""
     pairs, (loss, its_options) = best_and_worst(step.raw_scores, step.groups), options.preference
-    gradient = pair_gradient(pairs, step.logprobs, step.reference_logprobs, step.response_lengths, loss, its_options)
+    by_chosen, by_rejected, metrics = pair_gradient(
+        pairs, step.logprobs, step.reference_logprobs, step.response_lengths, loss, its_options
+    )
     advantages = torch.zeros_like(step.logprobs)
-    advantages[pairs.chosen], advantages[pairs.rejected] = -gradient.chosen, -gradient.rejected
+    advantages[pairs.chosen], advantages[pairs.rejected] = -by_chosen, -by_rejected
     unchanged = dataclasses.replace(options, whiten=False)
     found = _on_tokens(step, unchanged, (step.response_lengths > 0).sum() * advantages)
-    return found, {f"preference/{name}": value for name, value in gradient.metrics.items()}
+    return found, {f"preference/{name}": value for name, value in metrics.items()}
 
 
 def estimator_of(function: Callable[[StepData, AdvantageOptions], Advantages]) -> Estimator:

@@ -26,14 +26,6 @@ class GroupPairs(NamedTuple):
     ties: int  # groups of several responses whose scores are all equal: they have no pair
 
 
-class PairGradient(NamedTuple):
-    """The gradient of the mean loss of the pairs, and what is measured of them."""
-
-    chosen: Tensor  # [P] float64 by the Σ log π of the chosen response
-    rejected: Tensor  # [P]
-    metrics: dict[str, float]  # means of `PAIR_METRICS`, without pairs none; number of pairs and ties
-
-
 def best_and_worst(scores: Tensor, groups: Tensor) -> GroupPairs:
     """The pair of each group, from scores [S] and groups [S] as of `group_advantages`; the first response counts where
     several are the best or the worst."""
@@ -55,8 +47,9 @@ def pair_gradient(
     tokens: Tensor,
     loss: PreferenceLoss,
     options: PreferenceOptions,
-) -> PairGradient:
-    """The gradient of a preference loss, as a mean over the pairs.
+) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """The gradient [P] float64 of a preference loss, as a mean over the pairs, by the Σ log π of the chosen and of the
+    rejected response; means of `PAIR_METRICS`, without pairs none, and the number of pairs and ties.
 
     Args:
         logprobs: [S] float64 Σ log π over the tokens of each response.
@@ -81,4 +74,4 @@ def pair_gradient(
     if count:
         means = torch.stack(pair_metrics(of_pairs, terms)).mean(1).tolist()
         found |= dict(zip(PAIR_METRICS, means, strict=True))
-    return PairGradient(by_chosen, by_rejected, found)
+    return by_chosen, by_rejected, found

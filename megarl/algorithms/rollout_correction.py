@@ -18,7 +18,6 @@ tokens that off-policy sequence masking drops: bad responses that the policy has
 """
 
 import dataclasses
-from typing import NamedTuple
 
 from megarl.algorithms.aggregation import masked_sum
 from megarl.algorithms.kl import kl_estimate
@@ -69,18 +68,12 @@ def off_policy_kept(tokens: PolicyTokens, threshold: float) -> Tensor:
     return ~(is_far & (tokens.advantages < 0))
 
 
-class CorrectionSums(NamedTuple):
-    """Sums of the diagnostics over a micro-batch of whole sequences."""
-
-    sums: Tensor  # float64 [9], to be added over micro-batches
-    maxima: Tensor  # float64 [1], to be maximized over micro-batches
-
-
 @no_grad
 def correction_sums(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor, options: CorrectionOptions
-) -> CorrectionSums:
-    """Sums of one micro-batch for `correction_report`; arguments as for `correction_weights`."""
+) -> tuple[Tensor, Tensor]:
+    """Of a micro-batch of whole sequences for `correction_report`: sums float64 [9], to be added over micro-batches,
+    and maxima float64 [1], to be maximized over them. Arguments as for `correction_weights`."""
     weights = _level_weights(old_logprobs, rollout_logprobs, mask, cu_seqlens, options.level)
     counted = mask if options.level == "token" else response_counts(mask, cu_seqlens) > 0
     weights = weights[counted]
@@ -98,7 +91,7 @@ def correction_sums(
         masked_sum(kl_estimate(rollout, old, "k3", log_ratio_limit=LOG_WEIGHT_LIMIT), mask),
     ]
     largest = torch.cat([weights, weights.new_zeros(1)]).amax(0, keepdim=True)  # weights are > 0, so 0 means none
-    return CorrectionSums(torch.stack([each.double() for each in sums]), largest)
+    return torch.stack([each.double() for each in sums]), largest
 
 
 def correction_report(sums: Tensor, maxima: Tensor) -> dict[str, float]:

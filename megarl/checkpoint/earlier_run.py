@@ -24,11 +24,11 @@ from megarl.plain_files import resolved
 CHECKPOINTS = "checkpoints"
 EXPORTS = ("hf", "peft")
 LAST_WRITTEN = "timeline.json"  # of a run that has ended
-FILES = (
-    CHECKPOINTS, *EXPORTS, "metrics.jsonl", "samples", "tokens", "rollouts", "schedule", "journal", "sessions.jsonl",
-    "tensorboard", "trackers.json", "settings.yaml", "status.json", "report.html", "report.png",
-    LAST_WRITTEN, "profile", "hang",
-)  # fmt: skip
+_RECORDS = """
+    metrics.jsonl samples tokens rollouts schedule journal sessions.jsonl tensorboard trackers.json settings.yaml
+    status.json report.html report.png
+"""
+FILES = (CHECKPOINTS, *EXPORTS, *_RECORDS.split(), LAST_WRITTEN, "profile", "hang")
 OF_EVALUATION = ("evaluation.json", "samples.jsonl")  # of `evaluate --save`, whose subject may be the earlier run
 _WRITTEN = ("save", "rollout_bank", "tracker_folder")  # settings that name folders to write to
 _NAME = "old"  # old-1, …: an earlier run, which can be used like any other

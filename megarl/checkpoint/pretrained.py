@@ -5,8 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from megarl.arguments import RoleSettings
 from megarl.checkpoint import factors, folders
 from megarl.data import node_files
@@ -18,7 +16,7 @@ from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.dist_checkpoint import average_of
 from megarl.mcore.weights.hf.folder import HFFolder, damaged_decays, damaged_scales
 from megarl.mcore.weights.hf.import_weights import import_weights
-from megarl.mcore.weights.hf.weight_map import WeightMap
+from megarl.mcore.weights.hf.weight_map import WeightMap, weight_map_of
 
 BASES = ("actor", "reward")  # roles whose weights may be under factors
 POLICIES = ("actor", average_of("actor"))  # whose weights have no scalar head
@@ -119,7 +117,7 @@ def find_pretrained(
 
 def folder_weights(role: RoleSettings, value_head: bool = False) -> FolderWeights:
     """The weights in a role's Hugging Face folder. UsageError unless it holds exactly those of the role's model."""
-    weight_map = WeightMap(role.hf_model, role.megatron, value_head)
+    weight_map = weight_map_of(role.hf_model, role.megatron, value_head)
     weight_map.check()
     _check_numbers(weight_map)
     return FolderWeights(weight_map)
@@ -145,12 +143,8 @@ def _check_numbers(weight_map: WeightMap):
 
 def _found_once(kind: str, folder: HFFolder, find: Callable[[HFFolder], list[str]]) -> list[str]:
     """What `find` returns; one process of a node calls it. `kind`: of what it looks for."""
-
-    def found() -> dict[str, np.ndarray]:
-        return {"names": np.frombuffer("\n".join(find(folder)).encode(), np.uint8)}
-
     key = kind, [node_files.identity(str(folder.path / file)) for file in folder.files()]
-    return node_files.arrays(lambda: key, found)["names"].tobytes().decode().splitlines()
+    return node_files.text(key, lambda: "\n".join(find(folder))).splitlines()
 
 
 def _others(names: list[str]) -> str:

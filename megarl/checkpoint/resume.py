@@ -22,36 +22,33 @@ from megarl.plain_files import read_bytes
 DATA = "data"  # the manifest's entry with the fingerprints of prompts, tokenizer and chat template
 SETTINGS = "settings"  # the manifest's entry with the settings that decide the numbers
 # Settings of files, layout, memory and the length of a run, and those that DATA fingerprints.
-_NOT_NUMBERS = {
-    "role_map", "prompts", "eval_prompts", "evals", "prompt_column", "answer_column", "response_column",
-    "messages_column", "chosen_column", "rejected_column", "filter_long_prompts",
-    "hf_model", "tokenizer_type", "tokenizer_model", "chat_template", "chat_template_kwargs",
-    "chat_template_date", "bos", "seed", "teacher_context_template",
-    "reward_model", "reward_hf_model", "judge_config", "judge_hf_model", "judge_load", "judge_buffer_gb",
-    "judge_max_requests", "judge_max_length", "reward_url", "reward_retries", "reward_concurrency", "reward_memory_mb",
-    "reward_timeout", "reward_workers", "rollout_buffer_gb", "rollout_max_requests", "rollout_dispatch",
-    "rollout_prefix_caching", "rollout_state_snapshots", "rollout_chunked_prefill", "speculative_rollout",
-    "mtp_drafts", "decode_graphs", "verify_weights",
-    "max_tokens_per_microbatch", "lora_adapter", "export_peft", "export_hf", "hf_mtp", "eval_interval", "evaluate_ema",
-    "keep_best", "best_metric", "offload",
-    "train_iters", "deterministic", "save", "overwrite", "save_interval", "async_save", "keep_last", "keep_every",
-    "on_save_failure", "load", "load_changed_data",
-    "kernels", "replay_schedule", "save_rollouts", "load_rollouts", "debug_train_only", "debug_rollout_only",
-    "profile_steps", "profile_memory", "trackers", "tracker_project", "tracker_run", "tracker_folder",
-    "tracker_offline",
-}  # fmt: skip
-_LEARNING = (
-    "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "lr_decay_style",
-    "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "global_batch_size", "bf16", "fp16", "sgd_momentum",
-)  # fmt: skip
+_NOT_NUMBERS = set(
+    """
+    role_map prompts eval_prompts evals prompt_column answer_column response_column messages_column chosen_column
+    rejected_column filter_long_prompts hf_model tokenizer_type tokenizer_model chat_template chat_template_kwargs
+    chat_template_date bos seed teacher_context_template reward_model reward_hf_model judge_config judge_hf_model
+    judge_load judge_buffer_gb judge_max_requests judge_max_length reward_url reward_retries reward_concurrency
+    reward_memory_mb reward_timeout reward_workers rollout_buffer_gb rollout_max_requests rollout_dispatch
+    rollout_prefix_caching rollout_state_snapshots rollout_chunked_prefill speculative_rollout mtp_drafts decode_graphs
+    verify_weights max_tokens_per_microbatch lora_adapter export_peft export_hf hf_mtp eval_interval evaluate_ema
+    keep_best best_metric offload train_iters deterministic save overwrite save_interval async_save keep_last
+    keep_every on_save_failure load load_changed_data kernels replay_schedule save_rollouts load_rollouts
+    debug_train_only debug_rollout_only profile_steps profile_memory trackers tracker_project tracker_run
+    tracker_folder tracker_offline
+    """.split()
+)
+_LEARNING = tuple(
+    """
+    lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad lr_decay_style lr_decay_iters lr_warmup_iters
+    lr_warmup_fraction global_batch_size bf16 fp16 sgd_momentum
+    """.split()
+)
 _MOMENTS, _BY_BYTES = ("exp_avg_dtype", "exp_avg_sq_dtype"), {4: "fp32", 2: "bf16"}
 PROMPTS, EVAL_PROMPTS, EVALS = "prompts", "eval_prompts", "evals "  # sets in DATA; a name of --evals follows the last
 SCHEDULES, OPTIMIZERS = "schedules", "optimizers"  # entries of the manifest: role -> `schedule_flags`, `state_flags`
 _MULTIPLIERS = ("lr_multipliers", "weight_decay_multipliers")
-_ALWAYS = (
-    "lr", "decoupled_lr", "lr_decay_style", "lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init",
-    "weight_decay_incr_style", *_MULTIPLIERS,
-)  # fmt: skip
+_WARMUP = ("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init")
+_ALWAYS = ("lr", "decoupled_lr", "lr_decay_style", *_WARMUP, "weight_decay_incr_style", *_MULTIPLIERS)
 _OF_WEIGHT_DECAY = ("start_weight_decay", "end_weight_decay")  # --weight-decay if it is constant
 _OF_A_DECAY = ("min_lr", "decoupled_min_lr", "lr_wsd_decay_iters", "lr_wsd_decay_style")
 _KINDS = ("bf16", "fp16", "use_distributed_optimizer", "use_torch_fsdp2")

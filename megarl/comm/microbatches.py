@@ -314,6 +314,6 @@ def write_back(batch: Batch, name: str, results: list[tuple[Tensor, Tensor]]):
     field = torch.zeros(len(batch.tokens), dtype=FIELDS[name].dtype, device=batch.tokens.device)
     results = [(values, positions) for values, positions in results if len(positions)]  # without blank micro-batches
     if results:
-        values, positions = map(torch.cat, zip(*results, strict=True))
-        field[batch.token_positions(positions)] = values
+        positions = torch.cat([positions for _, positions in results])
+        field[batch.token_positions(positions)] = torch.cat([values for values, _ in results])
     setattr(batch, name, field)

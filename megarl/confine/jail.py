@@ -60,14 +60,16 @@ CALLS = {
         # memfd_create, memfd_secret, shmget, msgget, semget, mq_open, unshare, setns, ptrace, process_vm_readv/writev,
         # keyctl, add_key, request_key, bpf, perf_event_open, userfaultfd, io_uring_setup, syslog
         (319, 447, 29, 68, 64, 240, 272, 308, 101, 310, 311, 250, 248, 249, 321, 298, 323, 425, 103),
-        (56, 435, 41, 157), 155,
+        (56, 435, 41, 157),
+        155,
     ),
     "aarch64": (
         0xC00000B7,
         (279, 447, 194, 186, 190, 180, 97, 268, 117, 270, 271, 219, 217, 218, 280, 241, 282, 425, 116),
-        (220, 435, 198, 167), 41,
+        (220, 435, 198, 167),
+        41,
     ),
-}  # fmt: skip
+}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -330,7 +332,8 @@ def native_calls(architecture: int) -> list[tuple[int, int, int, int]]:
 
 def install_filter(program: list[tuple[int, int, int, int]]) -> None:
     """Install a filter of system calls, irrevocably, given as lines of BPF (`LOAD` and the others)."""
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    lines = (struct.pack("HBBI", code, if_true, if_false, value) for code, if_true, if_false, value in program)
+    code = ctypes.create_string_buffer(b"".join(lines))
     call("prctl", _SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     call("prctl", _SET_SECCOMP, 2, struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)), 0, 0)
 

@@ -263,11 +263,11 @@ def _with_aliases(message: Mapping[str, Any]) -> Mapping[str, Any]:
 class _Dict:
     """`dict` in a template: without the type itself, whose attributes lead out of the sandbox."""
 
-    def __call__(self, *args, **kwargs):
-        return dict(*args, **kwargs)
+    def __call__(self, entries=(), /, **more):
+        return dict(entries, **more)
 
-    def fromkeys(self, *args):
-        return dict.fromkeys(*args)
+    def fromkeys(self, keys, value=None, /):
+        return dict.fromkeys(keys, value)
 
 
 class _Namespace(jinja2.utils.Namespace):

@@ -4,7 +4,7 @@ Responses end with EOS, as in a rollout. One rank of a node tokenizes the lines 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -254,21 +254,23 @@ class LabelledResponses(Examples):
     of this one. Responses are masked.
     """
 
-    def __init__(self, prompts: PromptSet, encoder: Encoder, *limits: Any):
-        """`limits`: as of `response_pairs`. UsageError as of `_within_limits`, for a line without a response and its
+    def __init__(
+        self, prompts: PromptSet, encoder: Encoder, max_prompt_length: int, max_response_length: int, drops_long=False
+    ):
+        """Arguments as of `response_pairs`. UsageError as of `_within_limits`, for a line without a response and its
         label, and of a single prompt.
         """
-        whole = prompts
+        whole, limits = prompts, TokenLimits(max_prompt_length, max_response_length, drops_long)
 
         def labels(kept: np.ndarray) -> Arrays:
             found, numbers = [], {}
             for index in np.unique(kept).tolist():
                 prompt = whole[index]
                 found += [(label, numbers.setdefault(prompt.key, len(numbers))) for _, label in _texts(prompt)]
-            labels, prompt_ids = zip(*found, strict=True) if found else ((), ())
-            return {"labels": np.array(labels, np.bool_), "prompt_ids": np.array(prompt_ids, np.int64)}
+            prompt_ids = np.array([number for _, number in found], np.int64)
+            return {"labels": np.array([label for label, _ in found], np.bool_), "prompt_ids": prompt_ids}
 
-        prompts, arrays = _within_limits(_labelled, whole, encoder, "lines", TokenLimits(*limits), labels)
+        prompts, arrays = _within_limits(_labelled, whole, encoder, "lines", limits, labels)
         super().__init__(prompts, arrays)
         self.labels = arrays["labels"]  # [N] bool
         if len(set(arrays["prompt_ids"].tolist())) == 1:

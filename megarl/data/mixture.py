@@ -13,6 +13,7 @@ Weights count draws: here three of four prompts are of `math`, whatever the size
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -80,7 +81,7 @@ def whole_weights(entries: tuple[MixtureEntry, ...]) -> list[int]:
     """The weights as whole numbers in the same proportions."""
     common = math.lcm(*(entry.weight.denominator for entry in entries))
     weights = [int(entry.weight * common) for entry in entries]
-    divisor = math.gcd(*weights)
+    divisor = functools.reduce(math.gcd, weights)
     return [weight // divisor for weight in weights]
 
 

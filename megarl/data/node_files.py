@@ -59,6 +59,12 @@ def arrays(key: Callable[[], tuple], compute: Callable[[], dict[str, np.ndarray]
     return _read(folder)
 
 
+def text(key: tuple, compute: Callable[[], str]) -> str:
+    """As `arrays`, for a text."""
+    found = arrays(lambda: key, lambda: {"text": np.frombuffer(compute().encode(), np.uint8)})
+    return found["text"].tobytes().decode()
+
+
 def remove():
     """Leaves the job's files; the last process that does removes them. Also called at exit, as after wrong input."""
     if os.environ.get(FOLDER):

@@ -5,6 +5,7 @@ What an environment returns is checked: its code, and texts that a policy may ha
 
 import asyncio
 import dataclasses
+import functools
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -129,9 +130,8 @@ class BaseEnvironment:
 
 async def called(function: Callable, *args, **kwargs) -> Any:
     """The result of a user's function; a plain one runs in a thread."""
-    if is_async(function):
-        return await function(*args, **kwargs)
-    return await resolved(await asyncio.to_thread(function, *args, **kwargs))
+    call = functools.partial(function, *args, **kwargs)
+    return await call() if is_async(function) else await resolved(await asyncio.to_thread(call))
 
 
 async def resolved(result):

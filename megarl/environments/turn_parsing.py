@@ -9,9 +9,9 @@ from typing import Any
 from megarl.environments.protocol import ToolCall, Turn
 from megarl.plain_values import whole_unicode
 from megarl.tool_formats import FORMATS
-from megarl.tool_formats.calls import WrittenCall, attempt, checked
 from megarl.tool_formats.reader import CONTENT, REASONING, Said, TurnParts, joined
 from megarl.tool_formats.tool_format import TextParser, ToolFormat
+from megarl.tool_formats.written_calls import WrittenCall, attempt, checked
 
 HERMES = FORMATS["hermes"]
 
@@ -23,8 +23,8 @@ def parse_turn(
 
     Its thoughts end with a mark such as `</think>`, and may begin with one, unless the template wrote that; a turn that
     begins so and does not end its thoughts is nothing else, so calls in thoughts are not made. Calls that
-    `megarl.tool_formats.calls` does not allow are errors. `tools`: whose schemas say what an argument is where the
-    format does not; `marked`: the text with the special tokens that are marks of the format; None: the same text.
+    `megarl.tool_formats.written_calls` does not allow are errors. `tools`: whose schemas say what an argument is where
+    the format does not; `marked`: the text with the special tokens that are marks of the format; None: the same text.
     """
     text = whole_unicode(text)
     read = text if marked is None else whole_unicode(marked)

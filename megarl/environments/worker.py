@@ -5,6 +5,7 @@ It answers each call when it is done; many episodes run at once on its event loo
 
 import asyncio
 import contextlib
+import functools
 import os
 import queue
 import sys
@@ -126,13 +127,13 @@ class Worker:
 
     async def _limited(self, function, *args):
         """The result of a method, a coroutine or not. Late at the limit."""
-        problem = f"no answer within {self._seconds:g} s"
+        problem, call = f"no answer within {self._seconds:g} s", functools.partial(function, *args)
         if is_async(function):
             try:
-                return await asyncio.wait_for(function(*args), self._seconds)
+                return await asyncio.wait_for(call(), self._seconds)
             except TimeoutError:
                 raise Late(problem) from None
-        running = asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+        running = asyncio.get_running_loop().run_in_executor(self._threads, call)
         done, _ = await asyncio.wait([running], timeout=self._seconds)
         if not done:
             running.add_done_callback(lambda future: future.exception())  # nobody else asks for it

@@ -53,7 +53,7 @@ def curves(rows: Sequence[dict]) -> dict:
         points = [(row["step"], row[name]) for row in rows if name in row]
         metric = _reduced(points) if len(points) > MAX_POINTS else {"y": [value for _, value in points]}
         edges = metric.pop("edges", None) or [(step, step) for step, _ in points]
-        grid = tuple(map(tuple, zip(*edges, strict=True)))
+        grid = tuple(first for first, _ in edges), tuple(last for _, last in edges)
         metric["grid"] = grids.setdefault(grid, len(grids))
         metrics[name] = metric | _summary(name, points)
     return {"grids": [{"from": list(first), "to": list(last)} for first, last in grids], "metrics": metrics}
@@ -83,10 +83,10 @@ def _summary(name: str, points: list[tuple[int, float | None]]) -> dict:
     lost = len(points) - len(finite)
     if not finite:
         return dict.fromkeys(("first", "last", "min", "max", "best")) | {"lost": lost}
-    steps, values = zip(*finite, strict=True)
+    values = [value for _, value in finite]
     best = best_index(name, values)
     found = {"first": values[0], "last": values[-1], "min": min(values), "max": max(values), "lost": lost}
-    return found | {"best": None if best is None else [steps[best], values[best]]}
+    return found | {"best": None if best is None else list(finite[best])}
 
 
 # (label, metric): first and last value.

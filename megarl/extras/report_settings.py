@@ -45,14 +45,15 @@ def _set_by_user(settings: dict, keys: set[tuple[str, ...]]) -> set[tuple[str, .
     names = {section: set(map(str, said[section])) for section in lists}
     prefixes = [f"{role}_" for role in roles] if isinstance(roles, dict) else []
 
-    def is_set(section: str, name: str, *role: str) -> bool:
+    def is_set(key: tuple[str, ...]) -> bool:
+        section, name, *role = key
         if section == "roles":  # the row is named by the role, then the setting
             return any({each, f"{name}_{each}"} & names.get("megarl", set()) for each in role)
         own = [f"{role[0]}_"] if role else prefixes
         given = names.get(section, set())
         return name in given or section == "megatron" and any(prefix + name in given for prefix in own)
 
-    return {key for key in keys if is_set(*key)}
+    return set(filter(is_set, keys))
 
 
 def _flatten(settings: dict) -> dict[tuple[str, ...], str]:

@@ -36,11 +36,15 @@ def cautions(run: FlagContext) -> list[str]:
     """Warnings about combinations that run, but seldom as the user expects."""
     s, found = run.settings, []
     if "parts" in run.estimator.needs and not s.part_weights:
-        found.append(f"--advantage {s.advantage}: --reward {s.reward} has one part that counts, so that there are no "
-                     "others to tell apart")  # fmt: skip
+        found.append(
+            f"--advantage {s.advantage}: --reward {s.reward} has one part that counts, so that there are no "
+            "others to tell apart"
+        )
     if (sizes := s.uneven_minibatches) is not None and not s.debug_rollout_only:
-        found.append(f"--minibatch-size {s.minibatch_size}: the last mini-batch of a step has {sizes[0]} responses "
-                     f"instead of {sizes[1]}, and is an update like the others")  # fmt: skip
+        found.append(
+            f"--minibatch-size {s.minibatch_size}: the last mini-batch of a step has {sizes[0]} responses "
+            f"instead of {sizes[1]}, and is an update like the others"
+        )
     if not s.generation_lag or is_corrected(run) or s.debug_rollout_only:
         return found
     return [

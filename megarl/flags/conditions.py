@@ -66,14 +66,18 @@ def _thinks(run: FlagContext) -> bool:
 SAVED = on(lambda s: s.save is not None, "needs --save")
 ENGINE = on(lambda s: not s.debug_train_only, "--debug-train-only has no rollout engine")
 TRAINED = on(lambda s: not s.debug_rollout_only, "--debug-rollout-only trains nothing")
-EVALUATES = on(lambda s: not s.debug_train_only and not s.debug_rollout_only,
-               "--debug-train-only and --debug-rollout-only evaluate nothing")  # fmt: skip
+EVALUATES = on(
+    lambda s: not s.debug_train_only and not s.debug_rollout_only,
+    "--debug-train-only and --debug-rollout-only evaluate nothing",
+)
 EVALUATION = Condition(lambda run: run.program == "evaluate" or run.settings.evaluates, "needs --eval-prompts")
 ENVIRONMENT = on(lambda s: s.environment is not None, "needs --environment")
 SERVES = Condition(_serves, "needs --serve-policy")
 THINKS = Condition(_thinks, "needs --thinking-budget or --serve-policy")
-TOOL_CALLS = Condition(lambda run: _thinks(run) or run.settings.environment is not None,
-                       "needs --environment, --serve-policy or --thinking-budget")  # fmt: skip
+TOOL_CALLS = Condition(
+    lambda run: _thinks(run) or run.settings.environment is not None,
+    "needs --environment, --serve-policy or --thinking-budget",
+)
 
 # Of the roles that a run may lack.
 CRITIC = Condition(lambda run: "critic" in run.roles, "--advantage {advantage} needs no critic", first=TRAINED)
@@ -82,6 +86,8 @@ REFERENCE = Condition(
 )
 TEACHER = Condition(lambda run: "teacher" in run.roles, "--distill is none", first=TRAINED)
 REWARD_MODEL = Condition(lambda run: run.program == "reward" or MODEL in run.rewards, "--reward {reward} has no model")
-SCORING_MODEL = Condition(lambda run: run.program == "reward" or bool(run.rewards & {MODEL, JUDGE}),
-                          "--reward {reward} has neither model nor judge")  # fmt: skip
+SCORING_MODEL = Condition(
+    lambda run: run.program == "reward" or bool(run.rewards & {MODEL, JUDGE}),
+    "--reward {reward} has neither model nor judge",
+)
 OF_ROLES = {"critic": CRITIC, "reference": REFERENCE, "teacher": TEACHER, "reward": SCORING_MODEL}

@@ -57,9 +57,12 @@ def rules(run: FlagContext) -> Iterator[Broken]:
     """Rules of episodes."""
     s, has_turns = run.settings, run.settings.environment is not None
     in_sessions = {
-        "--serve-policy": s.serve_policy, "--over-sampling": s.over_sampling > 1, "--credit turns": s.credit == "turns",
-        "--rollout-bank": s.rollout_bank is not None, "--branch-turns": s.branch_turns > 0,
-    }  # fmt: skip
+        "--serve-policy": s.serve_policy,
+        "--over-sampling": s.over_sampling > 1,
+        "--credit turns": s.credit == "turns",
+        "--rollout-bank": s.rollout_bank is not None,
+        "--branch-turns": s.branch_turns > 0,
+    }
     others = [flag for flag, is_set in in_sessions.items() if is_set]
     if s.agent_sessions and s.environment != SESSIONS:
         yield "--agent-sessions", "drivers outside of the run are the environment; leave --environment out"

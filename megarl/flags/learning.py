@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from megarl.flags.conditions import CRITIC, ENGINE, REFERENCE, TRAINED, Broken, FlagContext, on
 from megarl.flags.fields import TRAINING, flag, not_negative, positive
-from megarl.flags.lora import ALL_LINEAR, TARGETS, are_targets
+from megarl.flags.lora import NAMES, TARGETS, are_targets
 
 MODELS = ("actor", "critic", "reward", "reference", "teacher")  # roles that run a model over packed sequences
 TRAINED_ROLES = ("actor", "critic")
@@ -49,7 +49,7 @@ class Learning:
     lora_targets: str | None = flag(
         None,
         are_targets,
-        f"{ALL_LINEAR}, or names with commas among {', '.join(TARGETS)}",
+        f"{NAMES}; with --model-source transformers names of the module's linear layers",
         programs=TRAINING,
         roles=TRAINED_ROLES,
         names=TARGETS,

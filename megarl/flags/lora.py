@@ -1,5 +1,6 @@
 """The low-rank factors of each role, by megarl's own flags."""
 
+import re
 import types
 from typing import TYPE_CHECKING
 
@@ -10,18 +11,21 @@ if TYPE_CHECKING:
 
 ALL_LINEAR = "all-linear"
 # Those of `megarl.mcore.lora.targets`, whose import takes seconds: it imports Megatron.
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-           "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
-           "in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj",
-           "out_proj")  # fmt: skip
+TARGETS = tuple(
+    """
+    q_proj k_proj v_proj o_proj gate_proj up_proj down_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj in_proj_q
+    in_proj_k in_proj_v in_proj_z in_proj_b in_proj_a in_proj out_proj
+    """.split()
+)
+NAMES = f"{ALL_LINEAR}, or names with commas among {', '.join(TARGETS)}"
 FLAGS = ("lora_rank", "lora_alpha", "lora_rslora", "lora_targets", "lora_adapter")
 QUERY_LATENT = ("q_a_proj", "q_b_proj")
 OF_ADAPTER = ("lora_alpha", "lora_rslora", "lora_targets")  # an adapter's folder gives them
 
 
 def are_targets(text: str) -> bool:
-    """Whether the text names layers that can have factors."""
-    return text == ALL_LINEAR or {name.strip() for name in text.split(",")} <= {*TARGETS}
+    """Whether the text has the form of names of layers; which names there are depends on the model."""
+    return text == ALL_LINEAR or all(re.fullmatch(r"\w+(\.\w+)*", name.strip()) for name in text.split(","))
 
 
 def lora_of_roles(
@@ -76,8 +80,10 @@ def _of_adapter(role: str, role_settings, args, hf_model) -> "LoRASettings":
         raise UsageError(f"--{name.replace('_', '-')}: --lora-adapter {path} gives it; leave it out")
     adapter = read_adapter(path, args, hf_model.family)
     if adapter.head is not None and role == "actor":
-        raise UsageError(f"--lora-adapter {path}: has a scalar head (score.weight), which the actor has not; allowed "
-                         "is an adapter of a causal language model")  # fmt: skip
+        raise UsageError(
+            f"--lora-adapter {path}: has a scalar head (score.weight), which the actor has not; allowed "
+            "is an adapter of a causal language model"
+        )
     stored = adapter.lora
     if rank is None:
         return stored
@@ -89,6 +95,10 @@ def _of_adapter(role: str, role_settings, args, hf_model) -> "LoRASettings":
 def _targets(role: str, text: str | None, args) -> tuple[str, ...]:
     from megarl.mcore.lora.targets import parse_targets  # imports Megatron
 
+    if args.model_folder is not None:
+        return args.model_folder.linears().parse_targets(text or ALL_LINEAR)
+    if text not in (None, ALL_LINEAR) and not {name.strip() for name in text.split(",")} <= {*TARGETS}:
+        raise UsageError(f"--lora-targets {text}: allowed is {NAMES}")
     targets, missing = parse_targets(text or ALL_LINEAR), _missing(args)
     if text not in (None, ALL_LINEAR):
         for name in (name for name in targets if name in missing):

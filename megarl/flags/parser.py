@@ -24,20 +24,21 @@ from megarl.flags.megatron_options import options
 from megarl.flags.settings import Settings
 
 # Module of each program.
-MODULES = {"rl": "train_rl", "sft": "train_sft", "reward": "train_reward", "preference": "train_preference",
-           "evaluate": "evaluate", "serve": "serve"}  # fmt: skip
+MODULES = {name: f"train_{name}" for name in ("rl", "sft", "reward", "preference")}
+MODULES |= {"evaluate": "evaluate", "serve": "serve"}
 # What verl, TRL, OpenRLHF, vLLM or their users call a flag -> its name here, where the two do not look alike.
-ELSEWHERE = {
-    "learning-rate": "lr", "max-new-tokens": "max-response-length", "max-completion-length": "max-response-length",
-    "num-generations": "samples-per-prompt", "n-samples-per-prompt": "samples-per-prompt", "beta": "kl-coefficient",
-    "kl-coef": "kl-coefficient", "init-kl-coef": "kl-coefficient", "tp-size": "tensor-model-parallel-size",
-    "tp": "tensor-model-parallel-size", "pp-size": "pipeline-model-parallel-size", "cp-size": "context-parallel-size",
-    "ep-size": "expert-model-parallel-size", "model": "hf-model", "model-path": "hf-model", "pretrain": "hf-model",
-    "dataset": "prompts", "prompt-data": "prompts", "output-dir": "save", "save-path": "save",
-    "ref-model-sync-steps": "reference-update-interval", "ref-model-mixup-alpha": "reference-mixup",
-    "ema-beta": "ema-decay",
-    "num-epochs": "train-iters",
-}  # fmt: skip
+ELSEWHERE = dict(
+    pair.split(":")
+    for pair in """
+    learning-rate:lr max-new-tokens:max-response-length max-completion-length:max-response-length
+    num-generations:samples-per-prompt n-samples-per-prompt:samples-per-prompt beta:kl-coefficient
+    kl-coef:kl-coefficient init-kl-coef:kl-coefficient tp-size:tensor-model-parallel-size
+    tp:tensor-model-parallel-size pp-size:pipeline-model-parallel-size cp-size:context-parallel-size
+    ep-size:expert-model-parallel-size model:hf-model model-path:hf-model pretrain:hf-model dataset:prompts
+    prompt-data:prompts output-dir:save save-path:save ref-model-sync-steps:reference-update-interval
+    ref-model-mixup-alpha:reference-mixup ema-beta:ema-decay num-epochs:train-iters
+    """.split()
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from megarl.errors import UsageError
 from megarl.flags import teachers
 
 if TYPE_CHECKING:
+    from megarl.mcore.any_model.module_map import AnyModel
     from megarl.mcore.weights.hf.hf_model import HFModel
 
 ROLES = ("actor", "critic", "reward", "reference", "teacher", "rollout")
@@ -234,7 +235,7 @@ def can_share_model(actor, rollout) -> bool:
 
 def read_hf_models(
     program: str, settings, own: dict[str, dict], lengths: dict[str, int]
-) -> "dict[str, HFModel | None]":
+) -> "dict[str, HFModel | AnyModel | None]":
     """The folder of each role, read and checked; None for a role without one. UsageError for a wrong one.
 
     The rollout has the actor's. `--hf-model` does not give the reward model's weights, but it describes the role like
@@ -254,15 +255,27 @@ def read_hf_models(
         paths["reward"], flags["reward"] = settings.reward_hf_model, "--reward-hf-model"
     if settings.judge_hf_model:
         paths["reward"], flags["reward"] = settings.judge_hf_model, "--judge-hf-model"
-    from megarl.mcore.weights.hf.hf_model import read_model  # imports Megatron
-
-    keys = {role: (path, flags[role], lengths[role]) for role, path in paths.items()}
-    mtp = settings.hf_mtp == "keep", settings.mtp_train
-    read = {key: read_model(*key, *mtp) for key in dict.fromkeys(keys.values()) if key[0] is not None}
+    sources = {role: own["actor" if role == "rollout" else role]["model_source"] for role in paths}
+    for role, path in paths.items():
+        if sources[role] == "transformers" and path is None and (role != "reward" or program == "reward"):
+            prefix = "" if settings.model_source == "transformers" else f"{role}-"
+            raise UsageError(f"--{prefix}model-source transformers: needs --{prefix}hf-model, whose model it computes")
+    keys = {role: (sources[role], path, flags[role], lengths[role]) for role, path in paths.items()}
+    read = {key: _read_model(settings, *key) for key in dict.fromkeys(keys.values()) if key[1] is not None}
     return {role: read.get(key) for role, key in keys.items()}
 
 
-def with_hf_defaults(role: str, own: dict, values: dict[str, object], hf_model: "HFModel | None") -> dict:
+def _read_model(settings, source: str, path: str, flag: str, longest: int) -> "HFModel | AnyModel":
+    if source == "transformers":
+        from megarl.mcore.any_model import module_map  # needs transformers
+
+        return module_map.read_model(path, flag, longest)
+    from megarl.mcore.weights.hf.hf_model import read_model  # imports Megatron
+
+    return read_model(path, flag, longest, settings.hf_mtp == "keep", settings.mtp_train)
+
+
+def with_hf_defaults(role: str, own: dict, values: dict[str, object], hf_model: "HFModel | AnyModel | None") -> dict:
     """A role's values of megarl's own flags; without flags for the tokenizer, it is the folder's.
 
     Args:
@@ -280,11 +293,12 @@ def with_hf_defaults(role: str, own: dict, values: dict[str, object], hf_model: 
 
 def check_models(settings, offloads: dict[str, bool], megatron: dict, lora: dict, hf_models: dict):
     """UsageError for models that a run's settings do not allow; all by role, `offloads` of those with a model."""
-    from megarl.mcore.config import kernel_rules, model_flags, recurrent_rules  # they import Megatron
+    from megarl.mcore.config import kernel_rules, model_flags, module_rules, recurrent_rules  # they import Megatron
     from megarl.mcore.model.pipeline_layout import check_shared_choices
 
     for role, args in megatron.items():
         check_shared_choices(role, args)
+    module_rules.check_run(settings, hf_models)
     kernel_rules.check_lora(megatron, lora)
     recurrent_rules.check_run(settings, megatron)
     model_flags.check_prediction(settings, megatron, lora, hf_models)

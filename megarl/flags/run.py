@@ -25,6 +25,14 @@ class Run:
     """ranks per role, as 'actor=0-3;critic=4;…', or 'actor=nodes 0-1;…'; default: every role on all ranks"""
     hf_model: str | None = flag(None, programs=ALL, roles=("actor", "critic", "reference", "teacher"))
     """Hugging Face folder: gives architecture, weights, tokenizer, chat template and end tokens; may differ per role"""
+    model_source: str = one_of(
+        "megatron",
+        ("megatron", "transformers"),
+        programs=ALL,
+        roles=("actor", "critic", "reference", "reward", "teacher"),
+    )
+    """whose layers compute the model of --hf-model: Megatron's, of the families that megarl maps, or transformers' own
+    of any type; may differ per role"""
     seed: int = not_negative(1, programs=ALL)
     """seed of every random stream"""
     kernels: str = one_of("auto", ("auto", "compiled", "onednn", "blas"), programs=ALL)

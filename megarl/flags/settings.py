@@ -20,7 +20,7 @@ from megarl.flags import (
     distillation,
     environment,
     evaluation,
-    generation,
+    generation_flags,
     learning,
     preferences,
     rewards,
@@ -34,14 +34,14 @@ from megarl.rewards import expression
 
 # In the order of their rules: the first that is broken is the error.
 TOPICS = (
-    data, rewards, selection, algorithm, distillation, preferences, learning, generation, correction, evaluation, debug,
-    serving, environment,
+    data, rewards, selection, algorithm, distillation, preferences, learning, generation_flags, correction, evaluation,
+    debug, serving, environment,
 )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings(
-    run.Run, data.Data, generation.Generation, selection.Selection, rewards.Rewards, algorithm.Algorithm,
+    run.Run, data.Data, generation_flags.Generation, selection.Selection, rewards.Rewards, algorithm.Algorithm,
     correction.Correction, learning.Learning, evaluation.Evaluation, environment.Environments,
     distillation.Distillation, preferences.Preferences, serving.Serving, debug.Debug,
 ):  # fmt: skip
@@ -116,7 +116,7 @@ class Settings(
 def rules(run: FlagContext) -> Iterator[Rule]:
     """The rules that a run breaks."""
     for flag, reason, *shown in itertools.chain.from_iterable(topic.rules(run) for topic in TOPICS):
-        yield Rule(flag, True, reason, *shown)
+        yield Rule(flag, True, reason, shown[0] if shown else None)
     for field in dataclasses.fields(Settings):
         needs, is_given = field.metadata["needs"], getattr(run.settings, field.name) != field.default
         if needs and is_given and needs.why_not(run) is not None:

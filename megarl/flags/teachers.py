@@ -42,6 +42,7 @@ class TeacherFolder(NamedTuple):
     hf_model: str | None  # the Hugging Face folder that describes it; None: `attributes` do
     attributes: dict[str, Any]  # of Megatron's namespace
     run: str | None  # what names a checkpoint of megarl with its weights; None: they are in the Hugging Face folder
+    model_source: str | None = None  # of a run; None: that of the flags
 
 
 def read_folder(path: str) -> TeacherFolder:
@@ -61,10 +62,11 @@ def read_folder(path: str) -> TeacherFolder:
     where = f"{FLAG} {run / SETTINGS_FILE}"
     settings, _ = read_mapping(str(run / SETTINGS_FILE), where, "settings")
     try:
-        hf_model, described = settings["megarl"].get("hf_model"), settings["roles"]["actor"]["megatron"]
+        of_run, described = settings["megarl"], settings["roles"]["actor"]["megatron"]
+        hf_model, model_source = of_run.get("hf_model"), of_run.get("model_source", "megatron")
     except (KeyError, TypeError, AttributeError):
         raise UsageError(f"{where}: describes no policy (roles: actor: megatron)") from None
-    return TeacherFolder(hf_model, {} if hf_model else _shape(described), path)
+    return TeacherFolder(hf_model, {} if hf_model else _shape(described), path, model_source)
 
 
 def _shape(stored: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from megarl.mcore import device
 
@@ -15,7 +15,7 @@ TRACKERS = ("torch.utils.tensorboard", "wandb")  # seconds of a start; Megatron 
 
 
 @contextlib.contextmanager
-def absent(*names: str) -> Iterator[None]:
+def absent(names: Iterable[str]) -> Iterator[None]:
     """Context in which importing these modules raises ImportError, as if they were not installed. Modules that have
     been imported already stay."""
     hidden = [name for name in names if sys.modules.setdefault(name, None) is None]
@@ -36,7 +36,7 @@ warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", Fu
 # A rank's current device is its own: `role_mesh.join_process_group` says why its groups are bound to none.
 warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
 
-with absent(*TRACKERS):  # Megatron's timers would import them
+with absent(TRACKERS):  # Megatron's timers would import them
     device.install()  # before any other import of megatron
 
     from megarl.mcore.kernels import linear  # imports megatron

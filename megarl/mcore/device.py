@@ -22,9 +22,7 @@ CPU = torch.device("cpu")
 ASK_DRIVER = "PYTORCH_NVML_BASED_CUDA_CHECK"
 # Megarl hides them from Megatron without a device: their layers and optimizers would be chosen, and cannot run.
 DEVICE_PACKAGES = ("transformer_engine", "apex")
-FACTORIES = (
-    "empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "randint", "empty_like", "zeros_like",
-)  # fmt: skip
+FACTORIES = tuple("empty zeros ones full tensor arange rand randn randint empty_like zeros_like".split())
 
 
 def has_cuda() -> bool:

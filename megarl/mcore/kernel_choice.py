@@ -37,7 +37,9 @@ def choose(wanted: str, sizes: Sizes) -> str:
 
 def _is_usable(name: str, sizes: Sizes) -> bool:
     """Whether this process has these kernels; of oneDNN, also whether its rows are independent, which takes a while."""
-    return name in available() and (name != ONEDNN or all(_has_independent_rows(*size) for size in sizes))
+    return name in available() and (
+        name != ONEDNN or all(_has_independent_rows(columns, inner) for columns, inner in sizes)
+    )
 
 
 def _on_all_ranks(flag: bool) -> bool:

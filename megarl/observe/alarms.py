@@ -10,20 +10,20 @@ import math
 import operator
 import re
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
 from megarl.errors import RunStopped, UsageError, warn
 
-DEFAULT_ALARMS = "; ".join((
-    "actor/grad_norm > 30x: warn", "actor/ppo_kl > 0.5: warn", "critic/loss > 10x: warn", "sft/loss > 3x: warn",
-    "reward/loss > 3x: warn", "reward/mean < 0.3x: warn", "rollout/response_length_mean < 0.3x: warn",
-    "rollout/logprob_gap_mean > 0.05: warn",
+DEFAULT_ALARMS = (
+    "actor/grad_norm > 30x: warn; actor/ppo_kl > 0.5: warn; critic/loss > 10x: warn; sft/loss > 3x: warn; "
+    "reward/loss > 3x: warn; reward/mean < 0.3x: warn; rollout/response_length_mean < 0.3x: warn; "
+    "rollout/logprob_gap_mean > 0.05: warn; "
     # Runs that learn nothing.
-    "actor/updates < 1 for 3: warn", "actor/grad_norm < 1e-12 for 5: warn", "reward/std < 1e-09 for 5: warn",
-    "environment/failed_fraction > 0.9: warn",
-))  # fmt: skip
+    "actor/updates < 1 for 3: warn; actor/grad_norm < 1e-12 for 5: warn; reward/std < 1e-09 for 5: warn; "
+    "environment/failed_fraction > 0.9: warn"
+)
 # Of runs whose rewards do not count.
 ALARMS_WITHOUT_REWARD = "; ".join(alarm for alarm in DEFAULT_ALARMS.split("; ") if not alarm.startswith("reward/"))
 ACTIONS = ("warn", "skip", "stop")
@@ -91,22 +91,21 @@ def _parse(text: str) -> Alarm:
     return alarm
 
 
-class UpdateCheck:
-    """Decides before an update whether it is applied, from numbers that are the same on all ranks of the role."""
+def update_check(text: str, role: str) -> Callable[[float, Mapping[str, float]], bool]:
+    """What decides before an update of a role whether it is applied: whether its loss is finite and no alarm says to
+    skip. Its numbers are the same on all ranks of the role. `text`: value of `--alarms`."""
+    alarms = [each for each in parse_alarms(text) if each.action == "skip" and each.metric in OF_UPDATE[role]]
 
-    def __init__(self, text: str, role: str):
-        """`text`: value of `--alarms`."""
-        alarms = [alarm for alarm in parse_alarms(text) if alarm.action == "skip"]
-        self._alarms = [alarm for alarm in alarms if alarm.metric in OF_UPDATE[role]]
+    def accepts(loss: float, metrics: Mapping[str, float]) -> bool:
+        return math.isfinite(loss) and not any(
+            alarm.metric in metrics and alarm.holds(metrics[alarm.metric]) for alarm in alarms
+        )
 
-    def accepts(self, loss: float, metrics: Mapping[str, float]) -> bool:
-        """Whether the loss is finite and no alarm says to skip."""
-        found = [alarm for alarm in self._alarms if alarm.metric in metrics and alarm.holds(metrics[alarm.metric])]
-        return math.isfinite(loss) and not found
+    return accepts
 
 
 class Alarms:
-    """Watches the metrics of steps; rank 0 only. Alarms that skip are those of `UpdateCheck`."""
+    """Watches the metrics of steps; rank 0 only. Alarms that skip are those of `update_check`."""
 
     def __init__(self, text: str):
         """`text`: value of `--alarms`."""

@@ -100,7 +100,7 @@ def _cells(name: str, row: list[float], memory: bool) -> list[str]:
 
 def _aligned(rows: list[list[str]], memory: bool) -> list[str]:
     rows = [["CPU ms", "device ms", "calls", *(["MiB"] if memory else []), "operator"], *rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  " + "  ".join([*(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)), row[-1]])
         for row in rows

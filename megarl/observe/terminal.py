@@ -17,10 +17,10 @@ def table(rows: Sequence[Sequence[str]], right: int = 0) -> list[str]:
     """Lines of columns that are as wide as their widest cell, aligned to the left except for some at the right end.
 
     Args:
-        rows: printable cells, equally many in each row.
+        rows: printable cells, equally many in each row; at least one row.
         right: number of columns at the end that are aligned to the right.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     first_right = len(widths) - right
     return [
         "  ".join(

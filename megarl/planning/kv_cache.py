@@ -44,6 +44,8 @@ def cache_plan(role, settings, step: StepSizes) -> CachePlan:
     states = [state_bytes(config, count, sizes.tensor) if count else 0 for count in counts]
     further = int(settings.mtp_drafts)  # the layer that drafts has keys and values, too
     cached = [sum(kind.has_mixer and not kind.is_recurrent for kind in stage) for stage in stages]
+    if args.model_folder is not None:
+        config.num_query_groups, config.kv_channels = args.model_folder.mean_cache(sizes.tensor)
     tokens_of = [token_bytes(config, max(1, count) + further, sizes.tensor) for count in cached]
     snapshots = snapshot_count(max_requests, settings.rollout_prefix_caching, settings.rollout_state_snapshots)
     buffers = [cache_bytes(settings.rollout_buffer_gb, max_requests, state, snapshots) for state in states]

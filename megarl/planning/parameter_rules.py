@@ -58,6 +58,8 @@ def _check_stages(role: str, args, value_head: bool, trained: list[str]):
     flag = f"{role}: --freeze {' '.join(args.freeze)}"
     if not trained:
         raise UsageError(f"{flag}: leaves nothing to train")
+    if args.model_folder is not None:  # one chunk
+        return
     for stage, chunks in enumerate(stage_weights(args, 1, value_head)):
         if not all(trained_and_frozen(weights, args, None, value_head)[0] for weights in chunks):
             raise UsageError(f"{flag}: leaves nothing to train on pipeline stage {stage}; use fewer stages")

@@ -115,7 +115,8 @@ def _parameter_totals(model: ModelKey, vocab_size: int, value_head: bool) -> Par
     args = model.args
     kinds = layer_kinds(args)
     weights = [(1, _chunk(args, vocab_size, value_head, range(0), True, True, UNSPLIT))]
-    weights += [(kinds.count(kind), layer_weights(args, kind)) for kind in set(kinds)]
+    if args.model_folder is None:
+        weights += [(kinds.count(kind), layer_weights(args, kind)) for kind in set(kinds)]
     total = sum(times * w.elements for times, module in weights for w in module)
     routed = sum(times * w.elements for times, module in weights for w in module if w.is_routed)
     idle = routed * (args.num_experts - args.moe_router_topk) // args.num_experts if routed else 0
@@ -131,6 +132,8 @@ def _whole_model(args, vocab_size: int, value_head: bool) -> list[Weight]:
 
 def layout_free_names(args, value_head: bool) -> list[str]:
     """The names that patterns are matched with (`optimizer_flags`), each once."""
+    if args.model_folder is not None:
+        return args.model_folder.parameter_names(value_head)
     return list(dict.fromkeys(layout_free(weight.name) for weight in _whole_model(args, 1, value_head)))
 
 
@@ -141,6 +144,8 @@ def frozen_total(args, vocab_size: int, value_head: bool) -> int:
 
 
 def _chunk(args, vocab_size: int, value_head: bool, layers: range, first: bool, last: bool, sizes) -> list[Weight]:
+    if args.model_folder is not None:
+        return args.model_folder.rank_weights(value_head, sizes.tensor, args.params_dtype.itemsize)
     weights = embedding_weights(args, vocab_size, value_head, sizes) if first else []
     kinds = layer_kinds(args)
     of_kind = {kind: layer_weights(args, kind, sizes) for kind in {kinds[layer] for layer in layers}}

@@ -7,7 +7,7 @@ from megarl.comm import load_balance
 from megarl.comm.early_responses import judges_early
 from megarl.flags.combinations import group_sizes
 from megarl.planning.traffic import StepSizes, step_sizes
-from megarl.rewards.build import needs_whole_groups
+from megarl.rewards.chosen_verifiers import needs_whole_groups
 from megarl.rewards.judge.config import read_config
 from megarl.rewards.judge.questions import judgements_of_group
 
@@ -40,8 +40,8 @@ def holds_own_groups(role_groups: dict, settings, has_judge: bool) -> bool:
 
 def early_responses(role_groups: dict, settings, has_judge: bool, vocab_size: int) -> list[dict]:
     """What a judge reads during the rollout, in the form of `exchanges`: tokens as JSON, through the store."""
-    ranks = [role_groups[name].ranks if name in role_groups else range(0) for name in ("reward", "rollout")]
-    if not judges_early(settings, has_judge, *ranks):
+    reward, rollout = (role_groups[name].ranks if name in role_groups else range(0) for name in ("reward", "rollout"))
+    if not judges_early(settings, has_judge, reward, rollout):
         return []
     step = step_sizes(settings)
     sent = step.sequences * step.response * (len(str(vocab_size - 1)) + 1)  # digits and a comma

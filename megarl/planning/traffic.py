@@ -86,10 +86,15 @@ def step_sizes(settings) -> StepSizes:
     loss, recomputes = POLICY_LOSSES.get(s.policy_loss), s.old_logprobs == RECOMPUTE
     compares = loss is not None and loss.compare is not None and (s.updates_per_step > 1 or not recomputes)
     return StepSizes(
-        sequences=expected_responses(s), prompt=s.max_prompt_length, response=s.max_response_length,
-        epochs=s.ppo_epochs, updates=s.updates_per_step, greedy=s.prompts_per_step if s.greedy_baseline else 0,
-        skips_old_logprobs=not recomputes or s.updates_on_policy(s.prompts_per_step), compares=compares,
-    )  # fmt: skip
+        sequences=expected_responses(s),
+        prompt=s.max_prompt_length,
+        response=s.max_response_length,
+        epochs=s.ppo_epochs,
+        updates=s.updates_per_step,
+        greedy=s.prompts_per_step if s.greedy_baseline else 0,
+        skips_old_logprobs=not recomputes or s.updates_on_policy(s.prompts_per_step),
+        compares=compares,
+    )
 
 
 class FieldMove(NamedTuple):
@@ -293,7 +298,7 @@ def gradients(role, kind: str, vocab_size: int, step: StepSizes, forwards: int, 
         return total / len(stages)
     count = step.microbatches(size.data(len(role.ranks)), role.max_tokens_per_microbatch)
     microbatches = count * step.updates / step.epochs  # of one pass over the batch
-    for weights in itertools.chain(*stages):
+    for weights in itertools.chain.from_iterable(stages):
         trained, _ = trained_and_frozen(weights, args, role.lora, kind in SCALAR_HEAD)
         factors, unsharded = all_factors(weights, args, role.lora), [w for w in trained if is_unsharded(w, args)]
         held, _ = sharded_bytes([w for w in weights + factors if not is_unsharded(w, args)], args)

@@ -194,7 +194,7 @@ class Verifier:
             if self._takes_list:
                 results = _listed(user_results.settled(self._function(samples)))
             else:
-                results = [user_results.settled(self._function(*samples))]
+                results = [user_results.settled(self._function(samples[0]))]
             if len(results) != len(samples):
                 raise ValueError(f"returned {len(results)} results for {len(samples)} samples")
         except (Exception, SystemExit) as error:

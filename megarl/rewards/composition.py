@@ -67,9 +67,13 @@ def unscored(terms: Sequence[Term], columns: dict[str, list[Score]], count: int)
 
 
 def fail_unscored(
-    terms: Sequence[Term], samples: Sequence[Sample], columns: dict[str, list[Score]], failures: dict[str, list[str]],
-    reasons: Sequence[str | None], fallback: float,
-) -> tuple[dict[str, list[str]], list[str | None]]:  # fmt: skip
+    terms: Sequence[Term],
+    samples: Sequence[Sample],
+    columns: dict[str, list[Score]],
+    failures: dict[str, list[str]],
+    reasons: Sequence[str | None],
+    fallback: float,
+) -> tuple[dict[str, list[str]], list[str | None]]:
     """(failures by name, reasons by sample), with those of the `unscored` samples. The first term that abstains gets
     the score `fallback` there, in `columns`.
     """

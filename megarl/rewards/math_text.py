@@ -7,14 +7,14 @@ or sums: `10\\,000` as 0, `1\\,010` as 11. Both sides go through the same functi
 import re
 import unicodedata
 
-_SIGNS = str.maketrans({
-    **dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\ufe63\uff0d", "-"),
-    **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", None),
-    "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/", "⁄": "/", "≤": r"\le ", "≥": r"\ge ",
-    "≠": r"\ne ", "∞": r"\infty ", "π": r"\pi ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ",
-    "°": r"^{\circ}", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "≈": r"\approx ", "％": r"\%",
-    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "“": '"', "”": '"', "‘": "'", "’": "'",
-})  # fmt: skip
+_NAMED = "×times ·cdot ⋅cdot ≤le ≥ge ≠ne ∞infty πpi ∪cup ∩cap ∈in ±pm ∅emptyset ≈approx θtheta αalpha βbeta"
+_SIGNS = str.maketrans(
+    dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\ufe63\uff0d", "-")
+    | dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", None)
+    | {each[0]: rf"\{each[1:]} " for each in _NAMED.split()}
+    | {"÷": "/", "∕": "/", "⁄": "/", "°": r"^{\circ}", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "％": r"\%"}
+    | {"“": '"', "”": '"', "‘": "'", "’": "'"}
+)
 # Of another width, raised or lowered; a fraction in one sign. NFKC alone would make 10² the number 102.
 _RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "₀₁₂₃₄₅₆₇₈₉"
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
@@ -33,7 +33,7 @@ _COMMANDS = [
     (re.compile(r"(?<=[\w)}])\*\*(?=[\w({])"), "^"),
     # Money. A dollar sign without a backslash is a delimiter, see `unmarked`.
     (re.compile(r"\\\$|[€£¥₹₽₩₪₫]|\\(?:pounds|euro|textdollar|yen)(?![A-Za-z])"), ""),
-]  # fmt: skip
+]
 # Between groups of three digits: LaTeX's spaces, a comma in braces or before a negative space, and any space.
 _GAP = r"(?:\\[,;:! ]\s*|~|\{\s*,\s*\}|,\s*\\!\s*|\s)"
 _THOUSANDS = re.compile(rf"(?<![\w.,}}^])(\d{{1,3}})((?:(?:{_GAP}|,)\d{{3}})+)(?![\d])(?!\s*[A-Za-z(]*\\frac)")

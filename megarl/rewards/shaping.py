@@ -36,7 +36,7 @@ def parse_cosine(text: str) -> CosineValues:
     numbers = [float(item) for item in text.split(",")]
     if len(numbers) != len(CosineValues._fields) or not all(map(math.isfinite, numbers)):
         raise ValueError(f"{text!r} is not {len(CosineValues._fields)} finite numbers")
-    return CosineValues(*numbers)
+    return CosineValues._make(numbers)
 
 
 def cosine_by_length(share: float, is_correct: bool, is_finished: bool, values: CosineValues) -> float:
@@ -63,44 +63,47 @@ def repeated_share(tokens: Sequence[int], n: int) -> float:
     return 1.0 - len(set(numbers)) / total
 
 
-class ShapingTerms:
-    """The shaping terms of one expression."""
+def shaping_scores(
+    terms: Sequence[Term],
+    cosine: CosineValues,
+    n: int,
+    responses: Sequence[Shaped],
+    others: dict[str, list[Score]],
+    groups: Sequence[Sequence[int]],
+) -> dict[str, list[Score]]:
+    """Each shaping term's scores of the responses.
 
-    def __init__(self, terms: Sequence[Term], cosine: CosineValues, n: int):
-        """`cosine`: of `--reward-cosine`; `n`: of `--reward-ngram`."""
-        self.terms, self.names = terms, [term.name for term in terms if term.name in SHAPING]
-        self._cosine, self._n = cosine, n
-
-    def scores(
-        self, responses: Sequence[Shaped], others: dict[str, list[Score]], groups: Sequence[Sequence[int]]
-    ) -> dict[str, list[Score]]:
-        """Each shaping term's scores of the responses. `others`: scores of the other terms by name. `groups`: positions
-        of the responses to each prompt that count in its mean.
-        """
-        positions = range(len(responses))
-        columns = dict(others)
-        if COSINE in self.names:
-            decides = others[correctness_term(self.terms)]
-            shaped = [
-                Score(cosine_by_length(r.share, score.correct, r.is_finished, self._cosine), score.correct)
-                for r, score in zip(responses, decides, strict=True)
-            ]
-            columns[COSINE] = [
-                Score(0.0, False, abstains=True) if score.abstains else own
-                for own, score in zip(shaped, decides, strict=True)
-            ]
-        if REPETITION in self.names:
-            columns[REPETITION] = [Score(0.0 - repeated_share(r.tokens, self._n), False) for r in responses]
-        added = [(weight, columns[name]) for weight, name in self.terms if name not in (TRUNCATED, ADAPTIVE)]
-        rewards = [math.fsum(weight * column[i].reward for weight, column in added) for i in positions]
-        if TRUNCATED in self.names:
-            lost = [0.0 if responses[i].is_finished else rewards[i] for i in positions]
-            columns[TRUNCATED] = [Score(0.0 - reward, False) for reward in lost]
-        if ADAPTIVE in self.names:
-            means = [0.0] * len(responses)
-            for group in groups:
-                mean = math.fsum(rewards[i] for i in group) / max(len(group), 1)
-                for i in group:
-                    means[i] = mean
-            columns[ADAPTIVE] = [Score(0.0 - means[i] * min(responses[i].share, 1.0), False) for i in positions]
-        return {name: columns[name] for name in self.names}
+    Args:
+        terms: of one expression.
+        cosine: of `--reward-cosine`; `n`: of `--reward-ngram`.
+        others: scores of the other terms by name.
+        groups: positions of the responses to each prompt that count in its mean.
+    """
+    names = [term.name for term in terms if term.name in SHAPING]
+    positions = range(len(responses))
+    columns = dict(others)
+    if COSINE in names:
+        decides = others[correctness_term(terms)]
+        shaped = [
+            Score(cosine_by_length(r.share, score.correct, r.is_finished, cosine), score.correct)
+            for r, score in zip(responses, decides, strict=True)
+        ]
+        columns[COSINE] = [
+            Score(0.0, False, abstains=True) if score.abstains else own
+            for own, score in zip(shaped, decides, strict=True)
+        ]
+    if REPETITION in names:
+        columns[REPETITION] = [Score(0.0 - repeated_share(r.tokens, n), False) for r in responses]
+    added = [(weight, columns[name]) for weight, name in terms if name not in (TRUNCATED, ADAPTIVE)]
+    rewards = [math.fsum(weight * column[i].reward for weight, column in added) for i in positions]
+    if TRUNCATED in names:
+        lost = [0.0 if responses[i].is_finished else rewards[i] for i in positions]
+        columns[TRUNCATED] = [Score(0.0 - reward, False) for reward in lost]
+    if ADAPTIVE in names:
+        means = [0.0] * len(responses)
+        for group in groups:
+            mean = math.fsum(rewards[i] for i in group) / max(len(group), 1)
+            for i in group:
+                means[i] = mean
+        columns[ADAPTIVE] = [Score(0.0 - means[i] * min(responses[i].share, 1.0), False) for i in positions]
+    return {name: columns[name] for name in names}

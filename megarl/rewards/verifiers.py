@@ -11,7 +11,7 @@ from megarl import plugins
 from megarl.observe import activity
 from megarl.rewards import guard
 from megarl.rewards.base import Job, Sample, Score, TimedOut, Verifier, failure, reference_sample
-from megarl.rewards.pool import Workers
+from megarl.rewards.verifier_workers import Workers
 
 
 class VerifierSet:

@@ -26,7 +26,7 @@ from megarl.comm.step_batch import StepBatch
 from megarl.flags.correction import INTERPOLATE, RECOMPUTE
 from megarl.groups import PromptGroups
 from megarl.mcore.model.forward_pass import SquaredScores, TaughtScores, TokenScores
-from megarl.observe.alarms import UpdateCheck
+from megarl.observe.alarms import update_check
 from megarl.observe.timers import Timers
 from megarl.roles.actor_loss import PPO_KL, ActorLoss
 from megarl.roles.loss_mask import actor_mask, is_all_masked
@@ -44,12 +44,17 @@ class Actor:
     name = "actor"
 
     def __init__(
-        self, settings: Settings, role: RoleSettings, role_groups: RoleGroups, vocab_size: int, policy_loss: PolicyLoss,
+        self,
+        settings: Settings,
+        role: RoleSettings,
+        role_groups: RoleGroups,
+        vocab_size: int,
+        policy_loss: PolicyLoss,
         timers: Timers,
-    ):  # fmt: skip
+    ):
         self.settings, self.role_groups = settings, role_groups
         self.timers, self.vocab_size = timers, vocab_size
-        self.loss, self.update_check = ActorLoss(settings, policy_loss), UpdateCheck(settings.alarms, self.name)
+        self.loss, self.accepts = ActorLoss(settings, policy_loss), update_check(settings.alarms, self.name)
         self.trainable_model: TrainableModel | None = None
         self.teacher_output: TeacherOutput | None = None  # with `--distill loss`
         self.metrics: dict[str, float] = {}
@@ -195,10 +200,13 @@ class Actor:
         sequences = token_sequences(part.response_mask, part.cu_seqlens)
         places = torch.arange(len(sequences), device=sequences.device) - part.cu_seqlens[sequences]
         tokens = MinibatchTokens(
-            logprobs=part.logprobs, rollout_logprobs=part.rollout_logprobs, advantages=part.advantages,
-            mask=actor_mask(part, self.settings), uniforms=uniforms(keys[sequences], places),
+            logprobs=part.logprobs,
+            rollout_logprobs=part.rollout_logprobs,
+            advantages=part.advantages,
+            mask=actor_mask(part, self.settings),
+            uniforms=uniforms(keys[sequences], places),
             total=self.role_groups.dp_all_reduce,
-        )  # fmt: skip
+        )
         selected = loss.select(tokens, loss.options)
         batch.selected = torch.zeros_like(batch.response_mask)
         batch.selected[batch.token_positions(positions)] = selected
@@ -224,10 +232,14 @@ class Actor:
             log_ratios = present.logprobs - batch.logprobs
         part = batch.only("response_mask", "finished", "kept").select(positions)
         responses = MinibatchResponses(
-            log_ratios=log_ratios[at], advantages=advantages[at], mask=actor_mask(part, self.settings),
-            cu_seqlens=part.cu_seqlens, groups=groups.of(part.sequence_ids), group_count=len(groups),
+            log_ratios=log_ratios[at],
+            advantages=advantages[at],
+            mask=actor_mask(part, self.settings),
+            cu_seqlens=part.cu_seqlens,
+            groups=groups.of(part.sequence_ids),
+            group_count=len(groups),
             total=self.role_groups.dp_all_reduce,
-        )  # fmt: skip
+        )
         compared = torch.zeros_like(advantages)
         compared[at] = loss.compare(responses, loss.options)
         return compared
@@ -276,9 +288,14 @@ class Actor:
 
         microbatches = self.trainable_model.microbatches(batch, positions)
         results, update = self.trainable_model.checked_update(
-            microbatches, self._forward_of_update, loss, self.loss.names, self.loss.metric_counts(counts),
-            self.update_check.accepts, has_loss,
-        )  # fmt: skip
+            microbatches,
+            self._forward_of_update,
+            loss,
+            self.loss.names,
+            self.loss.metric_counts(counts),
+            self.accepts,
+            has_loss,
+        )
         if measures:
             scored = zip(results, microbatches, strict=True)
             found = [(logprobs, entropy, at) for (_, logprobs, entropy), (_, at) in scored]

@@ -27,9 +27,11 @@ class ActorLoss:
         self.settings, self.policy_loss = settings, policy_loss
         s = settings
         self.correction = CorrectionOptions(
-            kind=s.rollout_correction, level=s.rollout_correction_level, cap=s.rollout_correction_cap,
+            kind=s.rollout_correction,
+            level=s.rollout_correction_level,
+            cap=s.rollout_correction_cap,
             floor=s.rollout_correction_floor,
-        )  # fmt: skip
+        )
         self.weight_mean = 1.0  # of the step's correction weights, which it divides
         self.norm = s.loss_norm_length or float(s.max_response_length)
         self.teachers: tuple[str, ...] = ()
@@ -109,9 +111,14 @@ class ActorLoss:
             x.masked_fill(~mask, 0.0) for x in (old_logprobs, microbatch.rollout_logprobs, microbatch.advantages)
         )
         return PolicyTokens(
-            logprobs=logprobs, old_logprobs=old, advantages=advantages, response_mask=mask,
-            cu_seqlens=microbatch.cu_seqlens, rollout_logprobs=rollout, selected=microbatch.selected,
-        )  # fmt: skip
+            logprobs=logprobs,
+            old_logprobs=old,
+            advantages=advantages,
+            response_mask=mask,
+            cu_seqlens=microbatch.cu_seqlens,
+            rollout_logprobs=rollout,
+            selected=microbatch.selected,
+        )
 
     def _of_teachers(
         self, microbatch: Batch, mask: Tensor, counts: Tensor, compared: tuple[Tensor, ...]

@@ -36,10 +36,14 @@ class AdvantageComputer:
         whiten = estimator.whiten if s.whiten_advantages is None else s.whiten_advantages
         credit_turns = s.max_turns if s.credit == "turns" else 0
         self.options = AdvantageOptions(
-            gamma=s.gamma, lam=s.gae_lambda, length_alpha=s.gae_length_alpha, group_std=s.group_std, whiten=whiten,
+            gamma=s.gamma,
+            lam=s.gae_lambda,
+            length_alpha=s.gae_length_alpha,
+            group_std=s.group_std,
+            whiten=whiten,
             credit_turns=credit_turns,
             preference=(PREFERENCE_LOSSES[s.preference_loss], preference_options(s)),
-        )  # fmt: skip
+        )
         weights = {term.name: term.weight for term in expression.terms_of_run(s) if term.weight}
         self._turn_weight = weights.get(expression.ENVIRONMENT, 0.0)
         self._has_other_rewards = bool(s.overlong_buffer or weights.keys() - {expression.ENVIRONMENT})

@@ -11,7 +11,7 @@ from megarl.batch import Batch
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
-from megarl.observe.alarms import UpdateCheck
+from megarl.observe.alarms import update_check
 from megarl.observe.timers import Timers
 from megarl.roles.loss_mask import is_all_masked, loss_mask
 from megarl.roles.passes import token_values
@@ -29,7 +29,7 @@ class Critic:
         self, settings: Settings, role: RoleSettings | None, role_groups: RoleGroups, vocab_size: int, timers: Timers
     ):
         self.settings, self.role_groups = settings, role_groups
-        self.timers, self.update_check = timers, UpdateCheck(settings.alarms, self.name)
+        self.timers, self.accepts = timers, update_check(settings.alarms, self.name)
         self.trainable_model = None
         self.metrics: dict[str, float] = {}
         if role_groups.is_member:
@@ -77,6 +77,6 @@ class Critic:
 
         microbatches = self.trainable_model.microbatches(batch, positions)
         _, update = self.trainable_model.checked_update(
-            microbatches, token_values, loss, METRIC_NAMES, count, self.update_check.accepts, has_loss
+            microbatches, token_values, loss, METRIC_NAMES, count, self.accepts, has_loss
         )
         return update

@@ -71,9 +71,14 @@ class WeightRefresh:
     """Brings the actor's weights to a frozen role, on the ranks of both."""
 
     def __init__(
-        self, mesh: RoleMesh, role: str, actor: TrainableModel | None, frozen: FrozenModel | None, mixup: float,
+        self,
+        mesh: RoleMesh,
+        role: str,
+        actor: TrainableModel | None,
+        frozen: FrozenModel | None,
+        mixup: float,
         timers: Timers,
-    ):  # fmt: skip
+    ):
         """Plans the transfer. A collective of the ranks of actor and role.
 
         Args:

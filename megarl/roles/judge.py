@@ -19,7 +19,7 @@ from megarl.observe import activity
 from megarl.observe.timers import Timers
 from megarl.rewards import guard
 from megarl.rewards.judge.config import JudgeConfig
-from megarl.rewards.judge.prompts import JudgePrompts
+from megarl.rewards.judge.judge_prompts import JudgePrompts
 from megarl.rewards.judge.questions import order_agreement
 from megarl.roles.frozen_model import FrozenModel
 from megarl.roles.judge_requests import (
@@ -72,10 +72,15 @@ class Judge:
         self.frozen_model.load_pretrained(weights)
         with self.frozen_model.offload.present("weights"):
             self.engine = RolloutEngine(
-                self.frozen_model.model[0], role_groups.pg_collection, vocab_size, settings.judge_max_length,
-                settings.judge_buffer_gb, settings.judge_max_requests, prefix_caching=not has_states(role.megatron),
+                self.frozen_model.model[0],
+                role_groups.pg_collection,
+                vocab_size,
+                settings.judge_max_length,
+                settings.judge_buffer_gb,
+                settings.judge_max_requests,
+                prefix_caching=not has_states(role.megatron),
                 decode_graphs=settings.decode_graphs == "auto",
-            )  # fmt: skip
+            )
         if self.engine.capacity < settings.judge_max_length:
             raise UsageError(
                 f"--judge-buffer-gb {settings.judge_buffer_gb}: the KV cache holds {self.engine.capacity} tokens; "
@@ -106,9 +111,13 @@ class Judge:
         self._early = {}
 
     def judge(
-        self, texts: list[tuple[Prompt, str]] | None, sequence_ids: list[int], groups: list[list[int]], step: int,
+        self,
+        texts: list[tuple[Prompt, str]] | None,
+        sequence_ids: list[int],
+        groups: list[list[int]],
+        step: int,
         for_training: bool = True,
-    ) -> list[JudgedResponse]:  # fmt: skip
+    ) -> list[JudgedResponse]:
         """Judges the replica's responses; [] except on its leader. A collective of the replica, and of replicas that
         share experts.
 

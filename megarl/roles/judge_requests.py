@@ -15,7 +15,7 @@ from megarl.groups import PromptGroups
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe.timers import Timers
 from megarl.rewards.judge.config import JudgeConfig
-from megarl.rewards.judge.prompts import JudgePrompts
+from megarl.rewards.judge.judge_prompts import JudgePrompts
 from megarl.rewards.judge.questions import JudgeQuestion, questions_of
 
 STREAMS = 0x6A75646765  # added to the seed, so that no judgement has the random numbers of a response
@@ -61,9 +61,13 @@ class ArrivingResponses:
     """The responses to this replica's prompts of a round, as the rollout ends them, on the replica's leader."""
 
     def __init__(
-        self, receiver: ResponseReceiver, prompts: Sequence[Prompt | None], groups: PromptGroups,
-        decode: Callable[[list[int]], str], together: bool,
-    ):  # fmt: skip
+        self,
+        receiver: ResponseReceiver,
+        prompts: Sequence[Prompt | None],
+        groups: PromptGroups,
+        decode: Callable[[list[int]], str],
+        together: bool,
+    ):
         """
         Args:
             prompts: of the round, by group; None: its responses are not judged.

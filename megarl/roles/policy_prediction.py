@@ -27,7 +27,7 @@ from megarl.mcore.model.prediction_layer import PredictionLayer
 from megarl.mcore.training import optimizer
 from megarl.mcore.weights import dist_checkpoint, optimizer_states
 from megarl.mcore.weights.hf.import_weights import import_weights
-from megarl.mcore.weights.hf.weight_map import WeightMap
+from megarl.mcore.weights.hf.weight_map import weight_map_of
 
 
 class PolicyPrediction:
@@ -69,7 +69,7 @@ class PolicyPrediction:
         if loaded:
             dist_checkpoint.load_weights([self.layer], loaded["model"])
         elif self.role.hf_model is not None:
-            import_weights(WeightMap(self.role.hf_model, self.role.megatron), [self.layer], pg_collection)
+            import_weights(weight_map_of(self.role.hf_model, self.role.megatron), [self.layer], pg_collection)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 

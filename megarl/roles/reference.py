@@ -38,9 +38,14 @@ class Reference:
     name = "reference"
 
     def __init__(
-        self, settings: Settings, role: RoleSettings | None, role_groups: RoleGroups, vocab_size: int, timers: Timers,
+        self,
+        settings: Settings,
+        role: RoleSettings | None,
+        role_groups: RoleGroups,
+        vocab_size: int,
+        timers: Timers,
         policy: TrainableModel | None = None,
-    ):  # fmt: skip
+    ):
         """`policy`: the actor, if the reference is the model under its low-rank factors (`shares_base`)."""
         self.role, self.is_shared = role, policy is not None
         self.settings, self.role_groups = settings, role_groups

@@ -22,7 +22,7 @@ from megarl.observe.timers import Timers
 from megarl.rewards.base import Sample, Score, failure
 from megarl.rewards.composition import compose, fail_unscored
 from megarl.rewards.expression import ADAPTIVE, ENVIRONMENT, INFALLIBLE, JUDGE, MODEL, Term
-from megarl.rewards.shaping import Shaped
+from megarl.rewards.shaping import SHAPING, Shaped
 from megarl.rewards.verifiers import VerifierSet
 from megarl.roles.judge import Judge, JudgedResponse
 from megarl.roles.judge_requests import ArrivingResponses
@@ -207,9 +207,9 @@ class Reward:
             pairs = zip(normalized, values[MODEL], strict=True)
             columns[MODEL] = [Score(reward=reward, correct=raw > 0) for reward, raw in pairs]
         counted = [not self.drops or reason is None for reason in reasons]
-        if shaping.names:
+        if not names.isdisjoint(SHAPING):
             members = [[i for i in group if counted[i]] for group in groups]
-            shaped = shaping.scores(self._shaped(batch, step_batch.prompts), columns, members)
+            shaped = shaping(self._shaped(batch, step_batch.prompts), columns, members)
             columns |= shaped
             values |= {name: list(map(_value, column)) for name, column in shaped.items()}
         if for_training:

@@ -1,5 +1,7 @@
 """The rewards of a run on the ranks of the reward role: which responses each of them scores."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -9,8 +11,9 @@ from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.prompts import PromptSet
+from megarl.rewards.base import Score
 from megarl.rewards.expression import Term, expressions_of
-from megarl.rewards.shaping import ShapingTerms, parse_cosine
+from megarl.rewards.shaping import parse_cosine, shaping_scores
 
 
 class RewardExpression(NamedTuple):
@@ -18,12 +21,12 @@ class RewardExpression(NamedTuple):
 
     terms: tuple[Term, ...]
     names: frozenset[str]
-    shaping: ShapingTerms
+    shaping: Callable[..., dict[str, list[Score]]]  # `shaping_scores` of these terms
 
     @classmethod
     def of(cls, terms: tuple[Term, ...], settings: Settings) -> "RewardExpression":
         """Of these terms and the flags of shaping terms."""
-        shaping = ShapingTerms(terms, parse_cosine(settings.reward_cosine), settings.reward_ngram)
+        shaping = partial(shaping_scores, terms, parse_cosine(settings.reward_cosine), settings.reward_ngram)
         return cls(terms, frozenset(term.name for term in terms), shaping)
 
 

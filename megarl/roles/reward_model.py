@@ -23,9 +23,13 @@ class RewardModel:
     """Frozen models with a scalar head on the ranks of the reward role."""
 
     def __init__(
-        self, role: RoleSettings, role_groups: RoleGroups, encoder: Encoder, weights: list[PretrainedWeights],
+        self,
+        role: RoleSettings,
+        role_groups: RoleGroups,
+        encoder: Encoder,
+        weights: list[PretrainedWeights],
         timers: Timers,
-    ):  # fmt: skip
+    ):
         """Builds a model for each of `weights` and loads them. A collective of the role."""
         self.role, self.role_groups = role, role_groups
         self.encoder = encoder

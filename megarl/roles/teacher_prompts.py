@@ -62,9 +62,14 @@ def with_prompts(batch: Batch, prompts: TeacherPrompts) -> tuple[Batch, Tensor, 
         tokens[at : at + len(source)] = source
     others = {name: getattr(batch, name) for name in ("sequence_ids", "finished", "solved", "teacher_ids")}
     read_batch = Batch(
-        **others, prompt_ids=prompts.ids.to(batch.prompt_ids), lengths=(new + rest).to(batch.lengths),
-        prompt_lengths=new.to(batch.lengths), tokens=tokens, response_mask=mask, row_starts=row_starts,
-    )  # fmt: skip
+        **others,
+        prompt_ids=prompts.ids.to(batch.prompt_ids),
+        lengths=(new + rest).to(batch.lengths),
+        prompt_lengths=new.to(batch.lengths),
+        tokens=tokens,
+        response_mask=mask,
+        row_starts=row_starts,
+    )
     return read_batch, own, read
 
 

@@ -21,7 +21,7 @@ from megarl.mcore.training import optimizer, parameter_groups
 from megarl.mcore.training.weight_average import WeightAverage
 from megarl.mcore.weights import dist_checkpoint, optimizer_states
 from megarl.mcore.weights.hf.export_weights import export_weights
-from megarl.mcore.weights.hf.weight_map import WeightMap
+from megarl.mcore.weights.hf.weight_map import weight_map_of
 from megarl.roles.passes import forward_only, run_microbatches
 from megarl.roles.policy_prediction import PolicyPrediction
 from megarl.router_replay.router_state import Microbatches, RouterState
@@ -143,7 +143,7 @@ class TrainableModel:
 
         `files`: content by name of files that are not those of that folder.
         """
-        weight_map = WeightMap(self.role.hf_model, self.role.megatron, self.value_head)
+        weight_map = weight_map_of(self.role.hf_model, self.role.megatron, self.value_head)
         with self.offload.present("weights"), adapter.folded_weights(self.model):
             export_weights(weight_map, self.all_chunks, self.role_groups.pg_collection, folder, files)
 

@@ -55,9 +55,14 @@ class GroupCollector:
     groups."""
 
     def __init__(
-        self, rollout: Rollout, prompts: PromptSet, prompt_tokens: Ragged, scorer: RoundScorer,
-        announcements: Announcements, writer: RolloutWriter | None = None,
-    ):  # fmt: skip
+        self,
+        rollout: Rollout,
+        prompts: PromptSet,
+        prompt_tokens: Ragged,
+        scorer: RoundScorer,
+        announcements: Announcements,
+        writer: RolloutWriter | None = None,
+    ):
         """
         Args:
             prompt_tokens: tokens of each prompt in the set.
@@ -129,20 +134,20 @@ class GroupCollector:
         """Scores a round where the run needs it now, and buffers the groups that pass the filter."""
         if self._scorer.is_needed:
             self._announcements.send({"round": {"lines": found.lines, "kept": found.kept}})
-        scores = self._scorer.score(found, step)
+        keep, responses, reward_sum, shares = self._scorer.score(found, step)
         groups = PromptGroups(self.prompts.group_sizes(found.lines, self.settings.samples_per_prompt))
         if self._writer is not None:
             with self.timers.phase(self.role_groups.model_role, "save"):
-                self._writer.add(found, groups, scores.keep)
-        self.group_buffer.add(found.batch, groups, scores.keep)
+                self._writer.add(found, groups, keep)
+        self.group_buffer.add(found.batch, groups, keep)
         if self.pools is not None:
-            for line, share in zip(found.lines, scores.correct_shares.tolist(), strict=True):
+            for line, share in zip(found.lines, shares.tolist(), strict=True):
                 self.pools.add(line, share)
         statistics.rounds += 1
         statistics.groups += len(found.lines)
-        statistics.kept += int(scores.keep.sum())
-        statistics.responses += scores.responses
-        statistics.reward_sum += scores.reward_sum
+        statistics.kept += int(keep.sum())
+        statistics.responses += responses
+        statistics.reward_sum += reward_sum
 
     def _requests_of_round(self, step: int, wanted: int, draws: Counter) -> list[PromptRequest]:
         """Carried groups first, then new prompts, unless enough of the carried groups are finished already."""

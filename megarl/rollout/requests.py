@@ -93,9 +93,14 @@ class RoundRequests:
     """
 
     def __init__(
-        self, prompts: list[PromptRequest], seed: int, step: int, thinking: ThinkingBudget | None = None,
-        branching: Branching | None = None, prompt_set: PromptSet | None = None,
-    ):  # fmt: skip
+        self,
+        prompts: list[PromptRequest],
+        seed: int,
+        step: int,
+        thinking: ThinkingBudget | None = None,
+        branching: Branching | None = None,
+        prompt_set: PromptSet | None = None,
+    ):
         """`prompts`: of all replicas; `step`: the one that generates; `thinking`: the budget of each response, or turn;
         `branching`: of episodes; `prompt_set`: the set whose lines the prompts are, for environments."""
         self.prompts, self.groups = prompts, groups_of(prompts)
@@ -273,8 +278,8 @@ def batch_to_responses(batch: Batch) -> list[Response]:
         response.prompt_weights = versions[start] if length else None
         columns = zip(*(column[first:end] for column in (versions, mask, tokens, logprobs)), strict=True)
         for (version, chosen), items in itertools.groupby(columns, operator.itemgetter(0, 1)):
-            _, _, of_span, their_logprobs = zip(*items, strict=True)
-            response.add(of_span, their_logprobs, version, not chosen)
+            same = list(items)
+            response.add([row[2] for row in same], [row[3] for row in same], version, not chosen)
         response.finished = finished
         found.append(response)
     return found

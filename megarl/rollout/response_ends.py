@@ -6,7 +6,7 @@ from megarl.data.detokenizer import StopMatcher, Vocabulary
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
 from megarl.flags.fields import parse_ints
-from megarl.flags.generation import parse_stops
+from megarl.flags.generation_flags import parse_stops
 from megarl.flags.settings import Settings
 from megarl.tool_formats.chosen_format import load_format, name_of
 from megarl.tool_formats.thinking_budget import ThinkingBudget, ThoughtReader

@@ -186,10 +186,15 @@ class Rollout:
             self._weight_sync.wait_sends()
 
     def generate(
-        self, prompts: list[PromptRequest], step: int, temperature: float | None = None,
-        wanted: int | None = None, prompt_set: PromptSet | None = None, sender: ResponseSender | None = None,
+        self,
+        prompts: list[PromptRequest],
+        step: int,
+        temperature: float | None = None,
+        wanted: int | None = None,
+        prompt_set: PromptSet | None = None,
+        sender: ResponseSender | None = None,
         versions: PolicyVersions | None = None,
-    ) -> Batch | None:  # fmt: skip
+    ) -> Batch | None:
         """Generates responses to each prompt, or the rest of those that are continued; returns this replica's share,
         packed.
 

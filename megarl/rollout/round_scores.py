@@ -42,15 +42,6 @@ class GenerationRound(NamedTuple):
     records: dict[int, dict] | None = None  # with `--save-rollouts`, of this replica's episodes by sequence id
 
 
-class RoundScores(NamedTuple):
-    """What the scores of a round say about its groups."""
-
-    keep: Tensor  # [G] bool: groups that the filter keeps
-    responses: int = 0  # that count; 0 without a group filter
-    reward_sum: float = 0.0  # of all responses
-    correct_shares: Tensor | None = None  # [G] float64 of those that count; NaN of none; None: not scored yet
-
-
 class RoundScorer:
     """Scores the rounds of a step; `rows` are the samples-file rows of those with a group filter, of this rank."""
 
@@ -76,9 +67,16 @@ class RoundScorer:
         """Whether the rounds of a step have to be scored before its batch is full."""
         return self._scores_all or self.settings.greedy_baseline
 
-    def score(self, found: GenerationRound, step: int) -> RoundScores:
+    def score(self, found: GenerationRound, step: int) -> tuple[Tensor, int, float, Tensor | None]:
         """Scores a round; sets scores and baselines of its batch. A collective of the ranks of rollout and reward, if
-        the scores are needed now."""
+        the scores are needed now.
+
+        Returns:
+            keep: [G] bool, groups that the filter keeps.
+            responses: that count; 0 without a group filter.
+            reward_sum: of all responses.
+            correct_shares: [G] float64 of those that count; NaN of none; None: not scored yet.
+        """
         batch, groups = found.batch, self._groups(found)
         if self.settings.greedy_baseline:
             self._set_baselines(found, step)
@@ -101,7 +99,7 @@ class RoundScorer:
         if self._scores_all:
             self.rows += self._rows_of_round(of_file, groups, keep)
         self._responses += groups.count
-        return RoundScores(keep, responses, reward_sum, shares)
+        return keep, responses, reward_sum, shares
 
     def _groups(self, found: GenerationRound) -> PromptGroups:
         return PromptGroups(self.prompts.group_sizes(found.lines, self.settings.samples_per_prompt))

@@ -7,20 +7,17 @@ from megarl.arguments import RoleSettings, Settings
 from megarl.batch import generated_fields
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
+from megarl.data.prompts import PromptSet
+from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
 from megarl.groups import PromptGroups
-from megarl.mcore.model.pipeline_layout import moe_layer_pattern
+from megarl.mcore.model.pipeline_layout import RoutedLayers
 from megarl.observe.timers import Timers
 from megarl.rollout.group_collector import GroupCollector, SamplingStatistics
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import GREEDY, RESPONSES, SavedRollouts
 from megarl.rollout.round_scores import GenerationRound
 from megarl.rollout.waiting_groups import VERSIONS
-
-
-def moe_layers(role: RoleSettings) -> list[int]:
-    """Numbers of the MoE layers of a role's whole model, from 1."""
-    return [number for number, has_experts in enumerate(moe_layer_pattern(role.megatron), 1) if has_experts]
 
 
 class SavedRollout(Rollout):
@@ -38,7 +35,7 @@ class SavedRollout(Rollout):
         if self.settings.router_replay != "rollout":
             return None
         is_first = self.role_groups.is_member and dist.get_rank(self.role_groups.pg_collection.pp) == 0
-        return tuple(moe_layers(self.role)) if is_first else ()
+        return RoutedLayers.of(self.role.megatron).numbers if is_first else ()
 
     def load_weights(self):
         """There are no weights to copy."""
@@ -54,9 +51,9 @@ class SavedRollout(Rollout):
 class SavedGroupCollector(GroupCollector):
     """Fills the group buffer with the saved groups of each step. Rewards and baselines are computed again."""
 
-    def __init__(self, saved: SavedRollouts, *args):
-        """`args`: of `GroupCollector`, with a `SavedRollout`."""
-        super().__init__(*args)
+    def __init__(self, saved: SavedRollouts, rollout, prompts: PromptSet, prompt_tokens: Ragged, scorer, announcements):
+        """Arguments after `saved` as of `GroupCollector`, with a `SavedRollout`."""
+        super().__init__(rollout, prompts, prompt_tokens, scorer, announcements)
         self._saved, self._step = saved, 0  # the step that is read
 
     def check_start(self, step: int):

@@ -36,9 +36,11 @@ def _is_id(name: str) -> bool:
 # What records are (`plain_values`). A schema, since whoever edits a file can write its checksums, too.
 _RUN = {"run": {"seed": int, "data": Each(str), "settings": dict}}
 _ROUND = dict.fromkeys(("step", "round", "replica"), is_count) | {
-    "weights": _is_pair, "groups": (None, [is_count]), "segments": Each([_is_pair], _is_id),
+    "weights": _is_pair,
+    "groups": (None, [is_count]),
+    "segments": Each([_is_pair], _is_id),
     "replicas": lambda value: is_whole(value, 1, MAX_REPLICAS),
-}  # fmt: skip
+}
 
 
 class RoundRecord(NamedTuple):

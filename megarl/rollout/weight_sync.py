@@ -41,8 +41,8 @@ class WeightSync:
         self._actor, self._rollout = mesh["actor"], mesh["rollout"]
         self._roles = [role for role in (self._actor, self._rollout) if role.is_member]
         self._group, self._verifies, self._timers = mesh.channel("weights"), verifies, timers
-        models = (trained, self._actor.pg_collection), (model, self._rollout.pg_collection)
-        self._transfer = PolicyTransfer(*models, self._group, has_factors)
+        policy, of_rollout = (trained, self._actor.pg_collection), (model, self._rollout.pg_collection)
+        self._transfer = PolicyTransfer(policy, of_rollout, self._group, has_factors)
         self._copies = copies
         self._sent = deque[tuple[PendingSends, int]]()  # copies on their way and their bytes of all ranks, oldest first
         self._expected: list[dict[str, int]] | None = None  # checksums of weights that are not compared yet

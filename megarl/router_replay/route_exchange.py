@@ -20,6 +20,7 @@ from megarl.comm import exchange
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ACTOR, ROLLOUT, StepBatch
 from megarl.mcore import device
+from megarl.mcore.model.pipeline_layout import RoutedLayers
 from megarl.router_replay.router_state import RouterState, RouteTable
 
 
@@ -44,7 +45,8 @@ class RoutingReplay:
         if settings.router_replay == "rollout":
             layers = {name: router_states[name].layers for name in self._roles if name in router_states}
             layers[ROLLOUT] = recorded_layers
-            self._exchange = RouteExchange(mesh, layers, policy.megatron.moe_router_topk, policy.megatron.num_experts)
+            shape = RoutedLayers.of(policy.megatron)
+            self._exchange = RouteExchange(mesh, layers, shape.topk, shape.experts)
 
     def begin_step(self):
         """Resets the routers of all models: removes routes to replay, and statistics."""

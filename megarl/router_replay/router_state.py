@@ -19,6 +19,7 @@ from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore import device
 from megarl.mcore.attention.packing import routed_tokens
+from megarl.mcore.model.pipeline_layout import RoutedLayers
 from megarl.mcore.moe import router
 from megarl.mcore.moe.balancing import aux_loss_names
 from megarl.mcore.moe.routes import NO_ROUTE, MinibatchCounts, RoutedTokens, Routing
@@ -54,11 +55,11 @@ class RouterState:
     """State of the routers of a role's model on this rank."""
 
     def __init__(self, role: RoleSettings, role_groups: RoleGroups, stages):
-        args = role.megatron
+        args, shape = role.megatron, RoutedLayers.of(role.megatron)
         self.role = role
         self.role_groups = role_groups
         self.stages = stages
-        self.experts, self.topk = args.num_experts or 0, args.moe_router_topk
+        self.experts, self.topk = shape.experts, shape.topk
         self.layers = router.moe_layers_of(stages)
         # Ranks that hold the same layers and split the tokens of a micro-batch.
         self._token_group = role_groups.pg_collection.tp_cp if args.sequence_parallel else role_groups.pg_collection.cp

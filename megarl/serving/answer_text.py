@@ -13,10 +13,10 @@ from megarl.data.detokenizer import Vocabulary
 from megarl.data.messages import tool_call
 from megarl.serving.replica_messages import RequestUpdate
 from megarl.serving.sampling import StopRules
-from megarl.tool_formats.calls import WrittenCall
 from megarl.tool_formats.reader import CONTENT, Calls, Part
 from megarl.tool_formats.tool_format import ToolFormat
 from megarl.tool_formats.typed_arguments import Tools
+from megarl.tool_formats.written_calls import WrittenCall
 
 _LAST_TOKENS = 16  # of a prompt: enough for a mark, one character each
 
@@ -40,9 +40,9 @@ class AnswerText:
 
     def __init__(self, vocabulary: Vocabulary, rules: StopRules, marks: Collection[str] = ()):
         """`marks`: special tokens whose strings are part of the text."""
-        self._rules = rules
+        strings, self._end_tokens, self._includes_stops = rules
         self._detokenizer = vocabulary.detokenizer(marks)
-        self._stops = StopStrings(rules.strings, rules.include)
+        self._stops = StopStrings(strings, self._includes_stops)
         self._length = 0
 
     def prompt(self, tokens: Sequence[int]) -> AnswerProgress:
@@ -60,9 +60,9 @@ class AnswerText:
             is_end = update.finish == "stop" and len(progress.tokens) == len(update.tokens) - 1
             progress.tokens.append(token)
             progress.offsets.append(self._length)
-            if is_end and token in self._rules.tokens:
+            if is_end and token in self._end_tokens:
                 progress.stop_reason = token
-            if not is_end or self._rules.include:
+            if not is_end or self._includes_stops:
                 progress.text += self._stops.feed(self._piece(token))
             if self._stops.matched is not None:
                 break

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from megarl.serving.errors import RequestError
+from megarl.serving.error_answers import RequestError
 from megarl.serving.schemas import OpenAIFields
 
 MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON lacks

@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.data.messages import template_message, with_tool_names
 from megarl.serving.answers import OpenAIAnswer
-from megarl.serving.errors import invalid
+from megarl.serving.error_answers import invalid
 from megarl.serving.schemas import AssistantMessage, ChatCompletionRequest, check_json
 
 

@@ -10,7 +10,7 @@ from megarl.serving import sampling
 from megarl.serving.answer_text import AnswerProgress, AnswerText
 from megarl.serving.answers import OpenAIAnswer, Parts, finite
 from megarl.serving.context import ServingContext
-from megarl.serving.errors import invalid
+from megarl.serving.error_answers import invalid
 from megarl.serving.replica_messages import Request, RequestUpdate, ScorePrompt
 from megarl.serving.replica_pool import Submission
 from megarl.serving.schemas import MAX_PROMPTS, CompletionRequest

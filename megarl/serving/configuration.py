@@ -61,8 +61,11 @@ def check_server_flags(config: "RunConfig") -> Keys:
     if s.environment is None and not _is_built_in(s.tool_call_parser):
         allowed = ", ".join([AUTO, *FORMATS])
         raise UsageError(f"--tool-call-parser {s.tool_call_parser}: a server has {allowed}, and no plug-ins")
-    if s.serve_routes and (not rollout.num_experts or rollout.pipeline_model_parallel_size > 1):
-        raise UsageError("--serve-routes: needs a model with experts (--num-experts) on one pipeline stage")
+    if s.serve_routes:
+        from megarl.mcore.model.pipeline_layout import RoutedLayers  # imports Megatron
+
+        if not RoutedLayers.of(rollout).experts or rollout.pipeline_model_parallel_size > 1:
+            raise UsageError("--serve-routes: needs a model with experts (--num-experts) on one pipeline stage")
     return Keys(api_keys, admin_keys)
 
 

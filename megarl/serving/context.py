@@ -11,7 +11,7 @@ from megarl.data.detokenizer import Vocabulary
 from megarl.errors import UsageError
 from megarl.serving.answers import start_stream
 from megarl.serving.configuration import FrontendConfig
-from megarl.serving.errors import JSONResponse, RequestError, echo, invalid
+from megarl.serving.error_answers import JSONResponse, RequestError, echo, invalid
 from megarl.serving.middleware import ServerMetrics
 from megarl.serving.replica_pool import ReplicaPool
 from megarl.tool_formats import FORMATS

@@ -6,7 +6,7 @@ from typing import Any
 from megarl.serving import sampling
 from megarl.serving.answers import Parts, finite
 from megarl.serving.context import ServingContext
-from megarl.serving.errors import invalid
+from megarl.serving.error_answers import invalid
 from megarl.serving.replica_messages import RequestUpdate
 from megarl.serving.replica_pool import Submission
 from megarl.serving.schemas import GenerateRequest

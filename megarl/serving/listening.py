@@ -21,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megarl.errors import UsageError
 from megarl.flags.serving import Serving
-from megarl.serving.errors import RequestError
+from megarl.serving.error_answers import RequestError
 from megarl.serving.middleware import OPEN_PATHS, checked
 
 RESERVED = 32  # further connections, for health checks and /admin
@@ -100,13 +100,13 @@ def max_connections(wanted: int) -> int:
 class LimitedProtocol(H11Protocol):
     """uvicorn's protocol with limits: one connection."""
 
-    def __init__(self, limit: int, seconds: float, *args: Any, **named: Any):
+    def __init__(self, limit: int, seconds: float, **named: Any):
         """`limit`: of clients; `RESERVED` more are answered at `OPEN_PATHS` and below /admin alone.
 
         `seconds`: until the head of the first request is there, of each further one from its first byte on, and for the
         rest of a body that the application did not read. Between requests uvicorn closes idle connections.
         """
-        super().__init__(*args, **named)
+        super().__init__(**named)
         self._limit, self._head_seconds = limit, seconds
         self._head_timer: asyncio.TimerHandle | None = None
 

@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from megarl.serving import routing
-from megarl.serving.errors import RequestError, echo, internal, invalid, timed_out
+from megarl.serving.error_answers import RequestError, echo, internal, invalid, timed_out
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.serving import replica_messages as messages
-from megarl.serving.errors import RequestError, invalid, timed_out, unavailable
+from megarl.serving.error_answers import RequestError, invalid, timed_out, unavailable
 from megarl.serving.links import Link
 from megarl.serving.middleware import ServerMetrics
 from megarl.serving.routing import FairQueue, ReplicaRouter

@@ -2,10 +2,9 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from megarl.serving.context import ServingContext
-from megarl.serving.errors import invalid
+from megarl.serving.error_answers import invalid
 from megarl.serving.replica_messages import Generate
 from megarl.serving.schemas import OpenAIFields, SamplingFields
 
@@ -15,13 +14,9 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
 
-@dataclass(frozen=True)
-class StopRules:
-    """What ends a response besides its length: stop strings, and the tokens of `stop_token_ids`."""
-
-    strings: tuple[str, ...] = ()
-    tokens: frozenset[int] = frozenset()
-    include: bool = False
+# What ends a response besides its length: stop strings, the tokens of `stop_token_ids`, and whether the strings are
+# part of the text.
+StopRules = tuple[tuple[str, ...], frozenset[int], bool]
 
 
 def stop_rules(context: ServingContext, fields: OpenAIFields) -> StopRules:
@@ -30,7 +25,7 @@ def stop_rules(context: ServingContext, fields: OpenAIFields) -> StopRules:
     check_stops(context, stops)
     if fields.thinking_budget is not None and any(stop in _thinking_text(context, fields) for stop in stops):
         raise invalid("stop: a string is part of the text that ends thoughts (thinking_budget_text)", "stop")
-    return StopRules(tuple(stops), frozenset(fields.stop_token_ids or ()), fields.include_stop_str_in_output)
+    return tuple(stops), frozenset(fields.stop_token_ids or ()), fields.include_stop_str_in_output
 
 
 def check_stops(context: ServingContext, stops: Sequence[str]):

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
 from megarl.data.chat import RESERVED
-from megarl.serving.errors import echo
-from megarl.tool_formats.calls import inside
+from megarl.serving.error_answers import echo
+from megarl.tool_formats.written_calls import inside
 
 MAX_TEXT_LENGTH = 2**24  # characters
 MAX_TOKENS = 2**24

@@ -179,5 +179,5 @@ def _scores(request: ScorePrompt, logprobs, tokens, tops) -> RequestUpdate:
     best: list[list[tuple[int, float]] | None] | None = None
     if count := request.top_logprobs:
         rows = zip(tokens[1:, :count].tolist(), tops[1:, :count].tolist(), strict=True)
-        best = [None, *(list(zip(*row, strict=True)) for row in rows)]
+        best = [None, *(list(zip(found, values, strict=True)) for found, values in rows)]
     return RequestUpdate(request.id, logprobs=[None, *logprobs[1:].tolist()], top=best, finish="scored")

@@ -12,9 +12,9 @@ from megarl import plugins
 from megarl.data.messages import tool_call
 from megarl.errors import UsageError
 from megarl.tool_formats import FORMATS
-from megarl.tool_formats.calls import WrittenCall
 from megarl.tool_formats.reader import CONTENT, Grammar, Until, joined
 from megarl.tool_formats.tool_format import TextParser, ToolFormat
+from megarl.tool_formats.written_calls import WrittenCall
 
 if TYPE_CHECKING:  # it imports Jinja
     from megarl.data.chat import ChatTemplate

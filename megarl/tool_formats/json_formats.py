@@ -5,7 +5,8 @@ Each is a grammar of `--tool-call-parser`, and its marks.
 
 import re
 
-from megarl.tool_formats.calls import (
+from megarl.tool_formats.reader import CONTENT, Begins, Calls, Grammar, Said, Until
+from megarl.tool_formats.written_calls import (
     MAX_CALLS,
     WrittenCall,
     attempt,
@@ -14,7 +15,6 @@ from megarl.tool_formats.calls import (
     read_json,
     read_json_values,
 )
-from megarl.tool_formats.reader import CONTENT, Begins, Calls, Grammar, Said, Until
 
 _FENCE = re.compile(r"\A```(?:json)?[ \t]*\n(.*)\n[ \t]*```\Z", re.DOTALL)
 _LIKE_PLAIN_CALL = re.compile(r'\A\s*(?:\[\s*)?\{\s*"(?:name|arguments)"\s*:')

@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
-from megarl.tool_formats.calls import WrittenCall, attempt, call_of, checked, read_arguments, read_json
 from megarl.tool_formats.reader import CONTENT, REASONING, Begins, Calls, Grammar, Said, ThoughtMarks, Until
 from megarl.tool_formats.typed_arguments import TextCursor, Tools, argument, parameters_of
+from megarl.tool_formats.written_calls import WrittenCall, attempt, call_of, checked, read_arguments, read_json
 
 
 class SectionMarks(NamedTuple):

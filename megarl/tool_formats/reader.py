@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any, NamedTuple
 
 from megarl.data.message_forms import CLOSE, OPEN
-from megarl.tool_formats.calls import MAX_CALLS, TOO_MANY, WrittenCall
+from megarl.tool_formats.written_calls import MAX_CALLS, TOO_MANY, WrittenCall
 
 CONTENT, REASONING = "content", "reasoning"
 THINK = OPEN, CLOSE  # marks of thoughts in most formats

@@ -6,7 +6,7 @@ A string stays as it is written; other values are JSON. What is no JSON stays te
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.tool_formats.calls import read_json
+from megarl.tool_formats.written_calls import read_json
 
 Tools = Sequence[Mapping[str, Any]]
 _PYTHON = {"True": True, "False": False, "None": None}  # which templates write that do not make JSON of values

@@ -99,9 +99,8 @@ def named_in(prompts: PromptSet, encoder: Encoder) -> list[str]:
 
 
 def open_sessions(
-    config: "SessionsConfig", settings: Settings, role_groups: RoleGroups, encoder: Encoder,
-    stack: contextlib.ExitStack,
-) -> SessionPool | None:  # fmt: skip
+    config: "SessionsConfig", settings: Settings, role_groups: RoleGroups, encoder: Encoder, stack: contextlib.ExitStack
+) -> SessionPool | None:
     """Starts the process on rank 0, and says where it is; the sessions of a replica on its leader, None elsewhere.
 
     A collective of the world.

@@ -42,9 +42,14 @@ def fitting(settings: Settings, encoder: Encoder, prompts: PromptSet, tokens: Ra
         return prompts.noted(_UNKNOWN.format("a driver asks")), tokens
     alone = np.diff(tokens.offsets)
     found = prompts.on_node(
-        lambda: _measured(s, encoder, prompts, alone), "first prompts", encoder, s.environment, s.environment_timeout,
-        s.max_prompt_length, s.filter_long_prompts,
-    )  # fmt: skip
+        lambda: _measured(s, encoder, prompts, alone),
+        "first prompts",
+        encoder,
+        s.environment,
+        s.environment_timeout,
+        s.max_prompt_length,
+        s.filter_long_prompts,
+    )
     kept = (found["lengths"] <= s.max_prompt_length).nonzero()[0]
     for note in json.loads(found["notes"].tobytes()):
         prompts = prompts.noted(note)
@@ -142,6 +147,10 @@ class _Added:
 
 def _task(prompt: Prompt, seed: int) -> Task:
     return Task(
-        messages=[dict(message) for message in prompt.conversation], answer=prompt.answer,
-        metadata=prompt.metadata or {}, task=prompt.task, seed=seed, sample_seed=seed,
-    )  # fmt: skip
+        messages=[dict(message) for message in prompt.conversation],
+        answer=prompt.answer,
+        metadata=prompt.metadata or {},
+        task=prompt.task,
+        seed=seed,
+        sample_seed=seed,
+    )

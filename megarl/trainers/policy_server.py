@@ -17,7 +17,6 @@ from megarl.comm.role_mesh import RoleGroups, RoleMesh
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
 from megarl.mcore.model import gpt
-from megarl.mcore.weights.hf.hf_model import read_model
 from megarl.observe.files import step_name
 from megarl.observe.timers import Timers
 from megarl.rollout.rollout import Rollout
@@ -74,9 +73,7 @@ def _read_other(inputs: ServerInputs, path: str) -> PretrainedWeights:
     role = inputs.config.roles["actor"]
     known = role.hf_model
     if known is not None and (Path(path) / "config.json").is_file():
-        model = read_model(path, "weights", role.megatron.seq_length)
-        if model.flags != known.flags or model.vocab_size != known.vocab_size:
-            raise UsageError(f"weights {path}: config.json describes another model than the server has")
+        model = known.other(path, "weights", role.megatron.seq_length)
         return folder_weights(dataclasses.replace(role, hf_model=model))
     weights = checkpoint_weights(path, "weights", role, inputs.vocab_size)
     lora = weights.lora if isinstance(weights, FactorWeights) else None

@@ -145,9 +145,14 @@ class PairTrainer(PairwiseTrainer, PreferenceTrainer):
         reference_chosen, reference_rejected, margin = known[microbatch.sequence_ids[::2] // 2].unbind(1)
         chosen_tokens, rejected_tokens = counts.clamp(min=1).double().unbind(1)
         pairs = PairLogprobs(
-            chosen=chosen, rejected=rejected, chosen_tokens=chosen_tokens, rejected_tokens=rejected_tokens,
-            reference_chosen=reference_chosen, reference_rejected=reference_rejected, margin=margin,
-        )  # fmt: skip
+            chosen=chosen,
+            rejected=rejected,
+            chosen_tokens=chosen_tokens,
+            rejected_tokens=rejected_tokens,
+            reference_chosen=reference_chosen,
+            reference_rejected=reference_rejected,
+            margin=margin,
+        )
         terms = self._loss.function(pairs, self._options)
         sums = [masked_sum(values, is_pair) for values in pair_metrics(pairs, terms)]
         return masked_sum(terms.loss, is_pair), torch.stack(sums)
@@ -207,10 +212,13 @@ class KTOTrainer(PreferenceTrainer):
         is_right = (rewards > self._options.beta * self._divergence) == is_desirable
         liked, disliked = is_response & is_desirable, is_response & ~is_desirable
         found = [
-            masked_sum(losses.detach(), is_response), masked_sum(is_right.double(), is_response),
-            masked_sum(rewards, liked), masked_sum(rewards, disliked),
-            masked_sum(sums.detach(), liked), masked_sum(sums.detach(), disliked),
-        ]  # fmt: skip
+            masked_sum(losses.detach(), is_response),
+            masked_sum(is_right.double(), is_response),
+            masked_sum(rewards, liked),
+            masked_sum(rewards, disliked),
+            masked_sum(sums.detach(), liked),
+            masked_sum(sums.detach(), disliked),
+        ]
         return masked_sum(losses, is_response) / len(labels), torch.stack(found) / _counts(labels).clamp(min=1)
 
     def _labels(self, examples: ExampleBatch) -> Tensor:

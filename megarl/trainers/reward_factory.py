@@ -13,10 +13,10 @@ from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
 from megarl.flags.combinations import group_sizes
 from megarl.observe.timers import Timers
-from megarl.rewards.build import build_verifiers, check_prompts, prompts_of_terms
+from megarl.rewards.chosen_verifiers import build_verifiers, check_prompts, prompts_of_terms
 from megarl.rewards.expression import JUDGE, MODEL
 from megarl.rewards.judge.config import read_config
-from megarl.rewards.judge.prompts import JudgePrompts
+from megarl.rewards.judge.judge_prompts import JudgePrompts
 from megarl.roles.judge import Judge
 from megarl.roles.reward import Reward
 from megarl.roles.reward_model import RewardModel

@@ -8,11 +8,10 @@ from megarl.checkpoint.pretrained import PretrainedWeights, checkpoint_weights, 
 from megarl.data.places import read_context_template
 from megarl.errors import UsageError
 from megarl.flags.distillation import SIBLING
-from megarl.mcore.model import pipeline_layout
+from megarl.mcore.model.pipeline_layout import RoutedLayers
 from megarl.rollout import waiting_groups
 from megarl.rollout.response_ends import check_ends, thinking_budget_of
 from megarl.rollout.rollout_files import SavedRollouts
-from megarl.rollout.saved_rollout import moe_layers
 from megarl.serving.configuration import check_server_flags, frontend_config
 from megarl.trainers.environment_inputs import check_environment_flags, check_environments, sessions_of
 from megarl.trainers.evaluator import check_best_metric, check_names, held_out
@@ -66,7 +65,10 @@ class RLInputs:
         self.data = resume.data_fingerprints(encoder, s, self.prompt_sets) if is_compared else {}
         if s.load:
             factors.check_factors(s.load, saved)
-            shapes = {role.name: factors.resume_shapes(role, role.model_vocab_size(tokens)) for role in saved}
+            shapes = {
+                role.name: factors.resume_shapes(role, role.model_vocab_size(tokens), role.has_scalar_head)
+                for role in saved
+            }
             self.resume, self.manifest = resume.check_resume("train_rl", config, self.data, shapes)
             _check_stored_reference(s, config.roles, self.manifest)
             waiting_groups.check(self.manifest, s, "prompts" in resume.changed_data(self.manifest, self.data))
@@ -102,8 +104,8 @@ class RLInputs:
         names = "seed temperature prompts_per_step samples_per_prompt greedy_baseline partial_rollouts environment"
         routes = None
         if s.router_replay == "rollout":
-            args = actor.megatron
-            routes = {"layers": moe_layers(actor), "topk": args.moe_router_topk, "experts": args.num_experts}
+            numbers, experts, topk = RoutedLayers.of(actor.megatron)
+            routes = {"layers": list(numbers), "topk": topk, "experts": experts}
         vocab_size = actor.model_vocab_size(self.tokenizer.vocab_size)
         settings = {name: getattr(s, name) for name in names.split()}
         return settings | {"vocab_size": vocab_size, "data": self.data, "routes": routes}
@@ -151,9 +153,11 @@ def _check_rollout(s: Settings, roles: dict[str, RoleSettings]):
 def _check_replay(config: RunConfig):
     replay, experts = config.settings.router_replay, {}
     for name in ("actor", "reference") if config.settings.router_replay_reference else ("actor",):
-        args = config.roles[name].megatron
-        experts[name] = (args.num_experts, args.moe_router_topk, pipeline_layout.moe_layer_pattern(args))
-    if replay != "none" and not experts["actor"][0]:
+        experts[name] = RoutedLayers.of(config.roles[name].megatron)
+    folder = config.roles["actor"].megatron.model_folder
+    if replay != "none" and not experts["actor"].experts and folder is not None:
+        raise UsageError(f"--router-replay {replay}: allowed is none: {folder.routed_layers()[1]}")
+    if replay != "none" and not experts["actor"].experts:
         raise UsageError(f"--router-replay {replay}: the actor has no experts; allowed is none, or set --num-experts")
     if experts.get("reference", experts["actor"]) != experts["actor"]:
         raise UsageError(

@@ -131,9 +131,12 @@ def _is_writable(folder: Path) -> bool:
 
 
 def read_inputs(
-    config: arguments.RunConfig, timers: Timers, read: Callable[[], Inputs], notes: TextIO | None = None,
+    config: arguments.RunConfig,
+    timers: Timers,
+    read: Callable[[], Inputs],
+    notes: TextIO | None = None,
     folder: str | None = None,
-) -> tuple[Inputs, role_mesh.RoleMesh, list[Path]]:  # fmt: skip
+) -> tuple[Inputs, role_mesh.RoleMesh, list[Path]]:
     """Reads a program's inputs, joins the process group, and reads every checkpoint among the inputs for damage.
 
     If the latest checkpoint of a run is damaged, the inputs are read again with the newest intact one. With `--check`

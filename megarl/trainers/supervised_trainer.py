@@ -125,9 +125,13 @@ class SupervisedTrainer(Trainer, abc.ABC):
             counts = torch.stack([examples.batch.response_mask.sum(), examples.batch.lengths.sum()]).double()
             tokens, total = self.role_groups.dp_all_reduce(counts)
             _, update = self.trainable_model.checked_update(
-                self.microbatches(examples.batch), self._forward, self.loss_of(examples, tokens), self.metric_names,
-                counts=self.metric_counts(tokens), check=lambda loss, _: math.isfinite(loss),
-            )  # fmt: skip
+                self.microbatches(examples.batch),
+                self._forward,
+                self.loss_of(examples, tokens),
+                self.metric_names,
+                counts=self.metric_counts(tokens),
+                check=lambda loss, _: math.isfinite(loss),
+            )
             prefix = self.program.removeprefix("train_")
             names = tuple(name if "/" in name else f"{prefix}/{name}" for name in self.metric_names)
             self.metrics = {

@@ -143,9 +143,12 @@ class Trainer(abc.ABC):
             if self.ends_step and not run_stop.may_begin(ending):
                 is_stopping = True
                 if self.mesh.rank == 0 and not self.may_stop(ending - 1):
-                    print(f"megarl: step {ending} is trained on all the same: the schedule that the run follows needs"
-                          " its weights; the run stops as soon as it needs none of a later step",
-                          file=sys.stderr, flush=True)  # fmt: skip
+                    print(
+                        f"megarl: step {ending} is trained on all the same: the schedule that the run follows needs"
+                        " its weights; the run stops as soon as it needs none of a later step",
+                        file=sys.stderr,
+                        flush=True,
+                    )
             if self.ends_step and is_stopping and self.may_stop(ending - 1):
                 self._stop(first)
                 return
@@ -253,11 +256,12 @@ class Trainer(abc.ABC):
 
     def flush(self, wait: bool = True):
         """Writes and prints steps that all ranks have ended, on rank 0; `wait`: all steps that rank 0 has ended."""
-        for step, published in self._async_metrics.poll(wait):
-            self._write_step(step, *zip(*published, strict=True))
+        for step, reports in self._async_metrics.poll(wait):
+            self._write_step(step, reports)
 
-    def _write_step(self, step: int, metrics: tuple, times: tuple, seconds: tuple, samples: tuple):
-        """Merges and writes the metrics of a step. Each argument holds one item per rank, in rank order."""
+    def _write_step(self, step: int, reports: Sequence[StepReport]):
+        """Merges and writes the metrics of a step. `reports`: of all ranks, in their order."""
+        metrics, seconds = [report.metrics for report in reports], reports[0].seconds
         row = {name: value for of_rank in reversed(metrics) for name, value in of_rank.items()}  # the first rank wins
         for name in (name for name in row if name.startswith("memory/")):
             row[name] = max(of_rank.get(name, 0) for of_rank in metrics)
@@ -265,19 +269,19 @@ class Trainer(abc.ABC):
         self.skipped += is_skipped
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if is_skipped else 0
         roles_of_ranks = [self.mesh.roles_of(rank) for rank in range(self.mesh.size)]
-        times = reduce_times(times, roles_of_ranks)
+        times = reduce_times([report.times for report in reports], roles_of_ranks)
         row |= times | {"steps_skipped": self.skipped}
         if "perf/tokens" in row:
-            row["perf/tokens_per_s"] = row["perf/tokens"] / seconds[0]
+            row["perf/tokens_per_s"] = row["perf/tokens"] / seconds
         if "rollout/tokens" in row:
             rollout_seconds = times.get(f"time/{self.mesh['rollout'].model_role}/rollout_s")
             if rollout_seconds is not None:  # None: saved responses, which no engine has generated
                 row["rollout/tokens_per_s"] = row["rollout/tokens"] / max(rollout_seconds, 1e-9)
-        rows = sorted((row for of_rank in samples for row in of_rank), key=lambda row: row["sequence"])
+        rows = sorted((row for report in reports for row in report.samples), key=lambda row: row["sequence"])
         if rows and self.folder:
             write_samples(self.folder, step, rows)
         self.write(step, row)
-        self._progress.line(step, row, seconds[0])
+        self._progress.line(step, row, seconds)
         self._alarms.watch(step, row)
         if self._skipped_in_a_row >= (self.settings.max_skipped_steps or math.inf):
             raise RunStopped(

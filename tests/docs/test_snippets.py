@@ -20,7 +20,7 @@ from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
 from megarl.extras import report_samples
 from megarl.rewards.base import only_turn
-from megarl.rewards.build import build_verifiers
+from megarl.rewards.chosen_verifiers import build_verifiers
 from megarl.rewards.judge.config import read_config
 from megarl.roles.scored import sample_of
 from tests.helpers.pages import documents, pasted

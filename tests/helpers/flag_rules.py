@@ -56,3 +56,11 @@ def _stopped(rules: Generator) -> tuple[str, int] | None:
     while inner.gi_yieldfrom is not None:
         inner = inner.gi_yieldfrom
     return inner.gi_code.co_filename, inner.gi_frame.f_lineno
+
+
+def from_configs(tmp_path, *texts: str, argv=(), program: str = "rl"):
+    """A program parsed from files with these texts, in this order, and from flags after them."""
+    paths = [tmp_path / f"{number}.yaml" for number in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_text(text)
+    return parse([*MODEL, "--config", *map(str, paths), *argv], 4, program)

@@ -22,11 +22,12 @@ from tools.train_tokenizer import train as train_tokenizer
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
 RL_RECIPES = [path for path in RECIPES if "\nadvantage:" in path.read_text()]  # the others are of train_preference
-SHAPE = (
+LAYERS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --swiglu --normalization RMSNorm"
     " --disable-bias-linear --group-query-attention --num-query-groups 2 --make-vocab-size-divisible-by 32"
-    " --max-prompt-length 6 --max-response-length 4 --max-tokens-per-microbatch 40"
 )
+LENGTHS = " --max-prompt-length 6 --max-response-length 4 --max-tokens-per-microbatch 40"
+SHAPE = LAYERS + LENGTHS
 RL = (
     " --prompts-per-step 6 --samples-per-prompt 2 --minibatch-size 4 --ppo-epochs 1 --lr 1e-3"
     " --kl-coefficient 0.05 --entropy-coefficient 0.01 --temperature 0.9 --rollout-buffer-gb 0.001"
@@ -116,8 +117,9 @@ def reward_model() -> Path:
 
 
 def rl_argv(save: Path, flags: str = "", warm_start: bool = True) -> list[str]:
-    """Command line of a small run from the warm start, PPO by default; `flags` win over the defaults."""
-    shape = SHAPE + RL + CRITIC * ("--advantage" not in flags)
+    """Command line of a small run from the warm start, PPO by default; `flags` win over the defaults. If they name a
+    folder, it describes the layers."""
+    shape = (LENGTHS if "hf-model" in flags else SHAPE) + RL + CRITIC * ("--advantage" not in flags)
     start = ["--pretrained-checkpoint", str(inputs() / "sft")] if warm_start else []
     return [*shape.split(), *_files(inputs()), "--save", str(save), *start, *flags.split()]
 

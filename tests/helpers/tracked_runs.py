@@ -7,7 +7,9 @@
 The packages start threads, so no test process may import them.
 """
 
+import importlib.util
 import json
+import math
 import os
 import signal
 import struct
@@ -15,6 +17,8 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+
+import pytest
 
 HEADER, BLOCK, CHUNK = 7, 32768, struct.Struct("<IHB")  # of the log format of LevelDB, which .wandb files have
 
@@ -135,6 +139,21 @@ def mlflow_runs(folder: Path) -> list[dict]:
                 "tags": dict(run.data.tags),
             })  # fmt: skip
     return sorted(found, key=lambda run: run["start"])
+
+
+def installed(name: str):
+    """Marks a test of a package that only the extra `trackers` installs."""
+    is_missing = importlib.util.find_spec(name) is None
+    return pytest.mark.skipif(is_missing, reason=f"{name} is not installed: pip install 'megarl[trackers]'")
+
+
+METRICS = {"reward/mean": 0.1 + 0.2, "eval/pass@4": 0.5, "reward/a.b:c/mean": 5e-324}
+
+
+def track_steps(folder, name, resume_step, steps, sign=1.0, **more) -> str:
+    """Steps of a run with one tracker; returns what is printed."""
+    rows = [[step, {key: sign * step * value for key, value in METRICS.items()} | {"nan": math.nan}] for step in steps]
+    return track(folder, name, resume_step, rows, **more)
 
 
 if __name__ == "__main__":

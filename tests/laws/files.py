@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.helpers.envs.judges import judge_flags, write
 from tests.helpers.programs import addition, inputs, preferences, sft_argv, train, write_lines
 from tests.helpers.rollout.thinkers import thinkers
+from tests.helpers.worlds import run_world
 from tests.laws.plug_ins import REWARDS, SHORT
 
 
@@ -96,6 +97,18 @@ def _template() -> Path:
     return folder() / "template.txt"
 
 
+def _of_transformers(kind: str) -> Path:
+    """A small folder of a type of transformers, made in a world: transformers starts threads."""
+    run_world(_save, 1, kind, folder() / kind)
+    return folder() / kind
+
+
+def _save(rank: int, kind: str, path: Path):
+    from tests.helpers.folders import any_types
+
+    any_types.save(kind, path)
+
+
 MAKERS: dict[str, Callable[[], Path | str]] = {
     "heldout": lambda: inputs() / "heldout.jsonl",
     "heldout_pairs": lambda: preferences() / "heldout-preferences.jsonl",
@@ -109,6 +122,7 @@ MAKERS: dict[str, Callable[[], Path | str]] = {
     "one": lambda: _mixture("one", many=f"{inputs()}/train.jsonl", few=f"{_few(6)}\n  samples-per-prompt: 1"),
     "eight": lambda: _mixture("eight", many=f"{inputs()}/train.jsonl", few=f"{_few(6)}\n  samples-per-prompt: 8"),
     "rewards": _rewards, "labelled": _labelled, "hinted": _hinted, "teacher": _teacher, "teachers": _teachers,
+    **{kind: functools.partial(_of_transformers, kind) for kind in ("gemma2", "gemma4_text", "qwen3_moe")},
     "judge": _judge, "template": _template, "thinkers": thinkers,
 }  # fmt: skip
 

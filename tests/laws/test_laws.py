@@ -49,6 +49,7 @@ OTHERWISE = re.compile(
 RESUMED = (
     "adaptive kl, epochs", "waiting groups", "partial rollouts, a filter", "lag, reward of the trained ranks", "pools",
     "average of factors", "drafts", "refresh of other ranks", "frozen, rates, sgd", "shared turns over rounds, late",
+    "modules, tensor",
 )  # fmt: skip
 ALSO_ELSEWHERE = [("adaptive kl, epochs", *TP2)]
 LAID_OUT = [
@@ -58,15 +59,17 @@ LAID_OUT = [
 KILLED = (
     "waiting groups", "partial rollouts", "lag", "lag, partial rollouts", "pools", "mixture", "average of factors",
     "drafts", "refresh", "frozen, rates, sgd", "factors", "turns", "an agent's turns", "branching agent",
-    "carried turns", "carried agent", "shared turns over rounds", "siblings",
+    "carried turns", "carried agent", "shared turns over rounds", "siblings", "modules",
 )  # fmt: skip
 TRAINED_AGAIN = (
     "waiting groups", "ppo", "routes ahead", "routes of two stages", "greedy baselines, a filter", "sizes, partial",
     "turns of experts", "partial rollouts, a filter", "carried turns of experts", "thoughts", "thoughts in turns",
+    "modules", "modules of experts",
 )  # fmt: skip
 PLAYED = (
     "turns", "waiting groups", "opening turns of two stages", "turns ahead", "branching agent", "mixture", "drafts",
     "turns of factors", "thoughts", "thoughts in turns", "carried turns",
+    "modules", "modules of unlike layers",
 )  # fmt: skip
 PARALLEL = "model-parallel-size 2"
 

@@ -9,6 +9,7 @@ import pytest
 from megarl.mcore.recurrence import fused_chunks
 from tests.emulator.programs import needs_emulator
 from tests.helpers.envs.judges import judge_flags, rows, write
+from tests.helpers.folders import any_types
 from tests.helpers.pages.combinations import MAMBA, RECURRENT
 from tests.helpers.programs import GRADED, ROOT, inputs, metrics, rl_argv, samples, timeless, train
 from tests.helpers.tiers import by_default, long
@@ -96,6 +97,81 @@ def test_gradients_in_bf16_are_near_those_in_fp32(tied, emulator, tmp_path):
     for step in (1, 2, 3):
         for name in ("actor/grad_norm", "critic/grad_norm"):
             assert found[step][name] == pytest.approx(wanted[step][name], rel=5e-2), (step, name)
+
+
+# Type of transformers -> what its steps on a device show: a graph, grouped experts; attention and passes with waits.
+TYPES = {
+    "ernie4_5_moe": {"graph launch", "aten::_grouped_mm", "triton paged_decode"},
+    "granite": {"graph launch", "triton paged_decode"},
+    "longcat_flash": {"triton paged_decode"},
+    "gpt_oss": {"aten::_grouped_mm"},
+}
+
+
+def argv_of_type(kind: str, folder, save, flags: str) -> list[str]:
+    """The command line of train_rl with a model of transformers of two layers."""
+    if not folder.exists():
+        any_types.save(kind, folder, num_hidden_layers=2)
+    files = f"--hf-model {folder} --model-source transformers --prompts {inputs() / 'train.jsonl'} --save {save}"
+    sizes = "--max-prompt-length 48 --max-response-length 6 --max-tokens-per-microbatch 240 --train-iters 2"
+    step = "--prompts-per-step 2 --samples-per-prompt 2 --lr 1e-3 --rollout-buffer-gb 0.01 --advantage grpo"
+    return f"{files} {sizes} {step} --reward exact-match --entropy-coefficient 0.05 {flags}".split()
+
+
+@pytest.mark.parametrize("kind", by_default(TYPES, ("ernie4_5_moe",)))
+def test_graphs_change_nothing_of_a_model_of_transformers(kind, emulator, tmp_path):
+    graphs, steps = (
+        emulator.run("rl", argv_of_type(kind, tmp_path / "hf", tmp_path / value, f"--bf16 --decode-graphs {value}"))
+        for value in ("auto", "off")
+    )
+    shown = {"graph launch", "aten::_grouped_mm", "triton paged_decode"}
+    assert shown & graphs.keys() == TYPES[kind] and "graph launch" not in steps
+    found, wanted = (metrics(tmp_path / value) for value in ("auto", "off"))
+    assert {step: timeless(row) for step, row in found.items()} == {step: timeless(row) for step, row in wanted.items()}
+    limit = 2e-2 if kind == "gpt_oss" else 1e-6
+    assert all(row["rollout/logprob_gap_max"] < limit and row["actor/grad_norm"] > 0 for row in (found[1], found[2]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "kind, flags, ranks",
+    [*((kind, "", 1) for kind in TYPES), ("granite", "--use-torch-fsdp2", 2),
+     ("granite", "--tensor-model-parallel-size 2", 2), ("granite", "--recompute-granularity full "
+      "--recompute-method uniform --recompute-num-layers 1", 1)],
+)  # fmt: skip
+def test_a_model_of_transformers_trains_as_on_a_cpu(kind, flags, ranks, emulator, tmp_path):
+    """Its gradients in bf16, by grouped products and added to fp32, are near those in fp32."""
+    places = {"cpu": flags, "fp32": flags, "bf16": f"{flags} --bf16"}
+    lines = {name: argv_of_type(kind, tmp_path / "hf", tmp_path / name, more) for name, more in places.items()}
+    train("rl", lines["cpu"], ranks)
+    for name in ("fp32", "bf16"):
+        emulator.run("rl", lines[name], ranks)
+    cpu, fp32, bf16 = (metrics(tmp_path / name) for name in places)
+    assert texts_of(tmp_path / "fp32") == texts_of(tmp_path / "cpu") != []
+    for step in (1, 2):
+        assert fp32[step]["actor/grad_norm"] == pytest.approx(cpu[step]["actor/grad_norm"], rel=1e-3)
+        assert fp32[step]["rollout/logprob_gap_max"] < 1e-5
+    near = 0.05 if kind == "ernie4_5_moe" else 0.2  # its head is tied: without the embedding's part 0.12 are missing
+    assert bf16[1]["actor/grad_norm"] == pytest.approx(cpu[1]["actor/grad_norm"], rel=near)
+
+
+REFUSED = {  # type, flags -> what one line says
+    (
+        "cohere2",
+        "--bf16 --exact-rollout",
+    ): "--exact-rollout True: with --model-source transformers allowed is none on CUDA:"
+    " Cohere2LayerNorm computes mean of 64 terms itself",
+    ("gpt_oss", "--bf16 --attention-backend varlen"): "--attention-backend varlen: with"
+    " --model-source transformers allowed is eager, for softcaps and sinks",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind, flags", REFUSED)
+def test_what_a_device_does_not_compute_is_refused(kind, flags, emulator, tmp_path):
+    with pytest.raises(AssertionError) as error:
+        emulator.run("rl", argv_of_type(kind, tmp_path / "hf", tmp_path / "run", flags))
+    assert "status 2: megarl: error: " in str(error.value) and REFUSED[kind, flags] in str(error.value)
 
 
 @pytest.mark.nightly

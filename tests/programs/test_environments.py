@@ -13,7 +13,7 @@ import torch
 
 from tests.helpers.envs.sum_environments import EPISODES, FOLDER
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
-from tests.helpers.forked_programs import accepted, launch, refusal
+from tests.helpers.forked_programs import accepted, refusal
 from tests.helpers.programs import in_world, inputs, metrics, program, rl_argv, samples, timeless, train
 from tests.helpers.rollout.engine_records import recorded, saved_fields
 from tests.helpers.tiers import long
@@ -97,11 +97,6 @@ def test_sequences_and_masks_are_those_that_a_spy_on_the_engine_rebuilds(tmp_pat
     assert max(map(len, turns.values())) > 1
 
 
-def test_a_prompt_that_an_environment_makes_too_long_fails(tmp_path):
-    with pytest.raises(RankFailed, match="tokens with the tools and the first observation; --max-prompt-length"):
-        run(tmp_path / "run", "OpeningSums", "--max-prompt-length 5 --filter-long-prompts --environment-max-failures 0")
-
-
 @pytest.mark.parametrize("how", ["kill", long("hang"), long("crash")])
 def test_an_environment_that_breaks_in_each_turn_changes_nothing(how, tmp_path):
     flags = "--environment-workers 2 --environment-retries 20" + " --environment-timeout 5" * (how == "hang")
@@ -121,21 +116,6 @@ def test_a_checkpoint_is_evaluated_with_its_environment(tmp_path):
     run_evaluate(late, 2)
     rows = [(tmp_path / name / "samples.jsonl").read_text() for name in ("one", "two")]
     assert rows[0] == rows[1] and len(json.loads(rows[0].splitlines()[0])["turns"]) >= 1
-
-
-def test_what_fails_for_good_is_left_out_and_stops_the_run_above_the_limit(tmp_path):
-    found = run(tmp_path / "run", "OnceOnlySums", "--environment-max-failures 1")
-    failures = [metrics(found)[step]["environment/failures"] for step in (1, 2)]
-    assert 0 < sum(failures) < 24 and all(count % 2 == 0 for count in failures)  # whole groups of two
-    flags = f"{EPISODES} --environment {SUMS}:OnceOnlySums --environment-max-failures 0"
-    status, _, err = launch(tmp_path, rl_argv(tmp_path / "stopped", flags))
-    file = tmp_path / "stopped" / "samples" / "failed_step_00000001_rank_0.jsonl"
-    line = rf"environments failed in .*-failures allows 0 of them.*broken.*; the samples of the step are in {file}\n"
-    assert status == 1 and re.search(line, err), err
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    failed = [row for row in rows if row.get("failed")]
-    assert 0 < len(failed) < len(rows) and all(row["prompt"] for row in rows)
-    assert all(row["response"] and row["turns"] and row["reward"] is None for row in rows if row not in failed)
 
 
 def counted(rank: int, parsed, save: Path, answers: int | None):

@@ -1,8 +1,8 @@
 """The programs on models of Hugging Face folders: training, export, resume, evaluation, reward models and critics."""
 
-import dataclasses
 import importlib.util
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -11,14 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.arguments import parse
-from megarl.errors import UsageError
-from megarl.trainers.exports import text_files
-from megarl.trainers.setup import build_role_encoder, check_training_flags
 from tests.helpers.converter import converted
 from tests.helpers.evaluation import run_evaluate
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.folders import hf_folders
+from tests.helpers.folders import any_measures, any_types, hf_folders
 from tests.helpers.folders.hf_damage import in_order
 from tests.helpers.folders.hf_layouts import build, logprobs
 from tests.helpers.folders.hf_prediction import of_case, with_prediction
@@ -86,30 +82,6 @@ def test_an_export_holds_the_trained_weights_and_every_file_besides(run, data):
             assert all(torch.equal(before[key], after[key]) == (not float(before[key].abs().sum())) for key in before)
 
 
-def test_an_export_has_the_tokenizer_and_the_template_of_the_run(data, tmp_path):
-    other = Path(small_tokenizers.chatml(tmp_path / "other"))
-    (tmp_path / "t.jinja").write_text(small_tokenizers.CHATML + "{# mine #}")
-    for flags, template in (("", None), (f"--chat-template {tmp_path}/t.jinja", (tmp_path / "t.jinja").read_bytes())):
-        config = parse(f"{LENGTHS} --hf-model {data}/llama3 --global-batch-size 2 {flags}".split(), 1, "sft")
-        role = config.roles["actor"]
-        expected = {} if template is None else {"chat_template.jinja": template}
-        assert text_files(role, build_role_encoder(role, config.settings)) == expected
-        moved = dataclasses.replace(role, tokenizer_model=str(other))
-        files = text_files(moved, build_role_encoder(moved, config.settings))
-        assert files.pop("chat_template.jinja", None) == template
-        assert files == {name: (other / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}
-
-
-def test_an_export_with_a_sentencepiece_model_needs_the_folders_own(data, tmp_path):
-    model, folder = inputs() / "tokenizer.model", shutil.copytree(data / "llama3", tmp_path / "llama3")
-    flags = f"{LENGTHS} --hf-model {folder} --prompts x --tokenizer-model {model} --export-hf --save {tmp_path}/run"
-    config = parse(flags.split(), 1, "sft")
-    with pytest.raises(UsageError, match=f"of {folder} is not --tokenizer-model {model}, and only a Hugging Face"):
-        check_training_flags(config)
-    shutil.copy(model, folder / "tokenizer.model")
-    check_training_flags(config)
-
-
 def logprobs_of(rank: int, folder) -> list[torch.Tensor]:
     role, groups, model, _ = build(folder, "", False)
     return logprobs(model, groups, hf_folders.reference("llama3").tokens, role.model_vocab_size(0))
@@ -173,6 +145,58 @@ def test_a_supervised_run_and_a_reward_model_start_from_folders(data, tmp_path):
         assert {path.name for path in export.iterdir()} == {path.name for path in (data / case).iterdir()}
     head = load_file(tmp_path / "reward" / "hf" / "step_00000001" / "model-00002-of-00002.safetensors")["score.weight"]
     assert not head.equal(hf_folders.weights("qwen3_reward")["score.weight"])
+
+
+def test_programs_compute_what_a_module_of_transformers_computes(tmp_path):
+    """The first loss of a supervised run is the module's own, the converter gives the folder back, and transformers
+    loads a policy and a reward model."""
+    transformers = pytest.importorskip("transformers")
+    folder, save, texts = tmp_path / "granite", tmp_path / "run", [(f"{i}?", str(i)) for i in range(4)]
+    module, flags = any_types.save("granite", folder), any_measures.FLAGS.split()
+    lines = write_lines(tmp_path / "sft.jsonl", [{"prompt": one, "answer": other} for one, other in texts])
+    pairs = [{"prompt": one, "chosen": other, "rejected": "no"} for one, other in texts]
+    pairs = write_lines(tmp_path / "pairs.jsonl", pairs)
+    any_types.save("helium", tmp_path / "helium")  # transformers has no classifier of granite
+    common = [*f"{LENGTHS} --global-batch-size 4 --train-iters 1 --lr 1e-3 --export-hf".split(), *flags]
+    common[1] = "64"
+    for program, prompts, kind in (
+        ("sft", lines, "granite"),
+        ("reward", pairs, "helium"),
+        ("preference", pairs, "granite"),
+    ):
+        own = "--hf-model", str(tmp_path / kind), "--prompts", str(prompts), "--save", str(save / program)
+        train(program, [*common, *own])
+    assert metrics(save / "sft")[1]["sft/loss"] == pytest.approx(_own_loss(module, folder, texts), abs=1e-5)
+    assert metrics(save / "preference")[1]["preference/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    for program, kind in (("sft", "CausalLM"), ("reward", "SequenceClassification")):
+        export = save / program / "hf" / "step_00000001"
+        _, info = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(export, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    given = "--hf-model", folder, *flags
+    for argv in (("from-hf", *given, "--save", save / "c"), ("verify", *given, "--load", save / "c"),
+                 ("to-hf", *given, "--load", save / "c", "--save", save / "back")):  # fmt: skip
+        assert run_world(converted, 1, *argv) in ([0], [None])
+    assert run_world(converted, 1, "verify", *given, "--load", save / "sft") == [1]  # other weights
+    one, other = (load_file(of / "model.safetensors") for of in (folder, save / "back"))
+    assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+
+
+@torch.no_grad()
+def _own_loss(module, folder, texts) -> float:
+    """Mean cross entropy of the responses' tokens, by transformers' module, tokenizer and template."""
+    import transformers
+
+    tokenizer, losses = transformers.AutoTokenizer.from_pretrained(folder), []
+    for prompt, answer in texts:
+        said = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        ids, begin = (
+            torch.tensor([tokenizer.apply_chat_template(messages, add_generation_prompt=asks, return_dict=False)])
+            for messages, asks in ((said, False), (said[:1], True))
+        )
+        logprobs = module(ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        end = ids[0].tolist().index(tokenizer.convert_tokens_to_ids("<|im_end|>"), begin.shape[1])
+        losses.append(-logprobs[begin.shape[1] - 1 : end])
+    return float(torch.cat(losses).mean())
 
 
 @pytest.mark.long

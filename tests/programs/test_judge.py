@@ -7,7 +7,6 @@ import pytest
 from megarl.checkpoint import resume
 from tests.helpers.envs.judges import judge_flags, rows, write
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
-from tests.helpers.folders import hf_folders
 from tests.helpers.forked_programs import accepted, check, refusal
 from tests.helpers.programs import inputs, metrics, program, rl_argv, sft_argv, train
 from tests.helpers.tiers import by_default
@@ -44,29 +43,6 @@ def test_a_place_that_no_field_fills(tmp_path):
     config = write(tmp_path / "judge.yaml", messages=[{"role": "user", "content": "{rubrik} {response}"}])
     line = refusal(rl_argv(tmp_path / "run", judge_flags(config)))
     assert "train.jsonl:1: the line has no metadata field 'rubrik', for the place {rubrik} of --judge-config" in line
-
-
-def test_a_folder_of_a_reward_model_is_no_judge(tmp_path):
-    folder, config = hf_folders.write_folder("llama_reward", tmp_path / "model"), write(tmp_path / "judge.yaml")
-    policy = hf_folders.write_folder("qwen3", tmp_path / "policy")
-    argv = (
-        f"--hf-model {policy} --judge-hf-model {folder} --reward judge --judge-config {config} --advantage grpo"
-        f" --prompts {inputs()}/train.jsonl --max-prompt-length 48 --max-response-length 8"
-    ).split()
-    shorter = [*argv, "--judge-max-length", "256"]
-    assert f"--judge-hf-model {folder}: a model with a scalar head; a judge is a" in refusal(shorter)
-    assert "--max-position-embeddings 256: allowed is --judge-max-length = 2048 or more" in refusal(argv)
-
-
-def test_pairs_need_several_responses(tmp_path):
-    messages = [{"role": "user", "content": "{first} {second}"}]
-    config = write(tmp_path / "judge.yaml", mode="pair", messages=messages)
-    for flags, start in (
-        ("--samples-per-prompt 1 --minibatch-size 6", "--samples-per-prompt 1: "),
-        ("--advantage remax --greedy-baseline", "--greedy-baseline: "),
-    ):
-        line = refusal(rl_argv(tmp_path / "run", judge_flags(config, flags)))
-        assert f"{start}--judge-config {config} has the mode pair, which compares the responses to a prompt" in line
 
 
 def test_flags_of_a_judge_without_one_are_warned_of(tmp_path):

@@ -10,7 +10,7 @@ from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import build_tokenizer
 from megarl.rewards.base import Sample
 from megarl.rewards.judge.config import read_config
-from megarl.rewards.judge.prompts import JudgePrompts
+from megarl.rewards.judge.judge_prompts import JudgePrompts
 from tests.helpers.envs.judges import LENGTH, judge_flags, write
 from tests.helpers.programs import inputs, metrics, rl_argv, sft_argv, train, write_lines
 

@@ -11,8 +11,7 @@ import torch
 from megarl.rollout.waiting_groups import UNFINISHED, KeptRecords
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.forked_programs import refusal
-from tests.helpers.programs import inputs, metrics, program, samples, timeless, train
+from tests.helpers.programs import metrics, program, samples, timeless, train
 from tests.helpers.rollout.policy_versions import rows_of
 from tests.helpers.rollout.thinkers import BUDGET, FORCED, LONG_TEXT, TEXT, TURNS, thinkers, thinking_argv
 from tests.helpers.server.servers import serve_argv, served
@@ -198,19 +197,6 @@ def test_an_agent_gets_whole_turns(folder):
         assert row["rollout/logprob_gap_max"] <= largest_gap_allowed() and row["actor/ppo_kl_first"] == 0
         turns = [turn["text"] for line in samples(save, step).splitlines() for turn in json.loads(line)["turns"]]
         assert sum(TEXT in text for text in turns) >= 3 and not all(TEXT in text for text in turns)
-
-
-@pytest.mark.parametrize(("flags", "says"), [
-    (f"--thinking-budget 13 --thinking-budget-text {TEXT}",
-     "--thinking-budget 13: with the 3 tokens that end thoughts, --max-response-length 16 leaves no room"),
-    ("--thinking-budget-text +=", "--thinking-budget-text: needs </think>, with which this policy ends its thoughts"),
-    (f"{TURNS} --thinking-budget 11", "--thinking-budget 11: with the 3 tokens that end thoughts, --max-turn-length"),
-    ("--tool-call-parser mistral", "--thinking-budget-text: needs [/THINK], with which"),
-    ("--tool-call-parser none", "--tool-call-parser none: "),
-    ("--tokenizer-model {}", "--thinking-budget-text: its tokens do not end thoughts: they read"),
-], ids=str)  # fmt: skip
-def test_a_budget_that_cannot_work_is_refused(flags, says, tmp_path):
-    assert says in refusal(thinking_argv(tmp_path / "none", flags.format(inputs() / "tokenizer.model")))
 
 
 @pytest.mark.long

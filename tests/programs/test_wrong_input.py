@@ -12,7 +12,7 @@ import pytest
 from megarl.checkpoint import manifest
 from megarl.trainers import launch as launch_module
 from tests.helpers.forked_programs import accepted, check, error_line, launch, refusal
-from tests.helpers.programs import environment, inputs, rl_argv, sft_argv, train
+from tests.helpers.programs import environment, inputs, rl_argv, train
 from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY_SECONDS
 
@@ -71,11 +71,6 @@ def test_a_check_of_correct_input_says_so_and_starts_no_process_group(tmp_path):
     assert "ranks 0-1; TP 2" in accepted(rl_argv(tmp_path / "run", flags), size=4)[0]
 
 
-def test_a_policy_checkpoint_is_not_a_reward_model(checkpoint, tmp_path):
-    flags = f"--reward model --reward-model {checkpoint}"
-    assert "holds a policy" in refusal(rl_argv(tmp_path / "run", flags))
-
-
 # -- files -----------------------------------------------------------------------------------------------------
 
 SET = "is set in {file}; "
@@ -107,14 +102,6 @@ def test_an_error_says_which_flags_a_config_file_sets(case, tmp_path):
     file.write_text(text)
     line = refusal(rl_argv(tmp_path / "run", f"--config {file} {flags}"))
     assert line.endswith(end.format(file=file) + "\n")
-
-
-@pytest.mark.parametrize("name, argv", [("rl", rl_argv), ("sft", sft_argv)])
-def test_a_save_path_that_cannot_be_a_folder(name, argv, tmp_path):
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file", tmp_path / "file" / "run"):
-        line = refusal(argv(path, "--train-iters 3"), name)
-        assert f"--save {path}" in line
 
 
 SHAPE = "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --max-prompt-length 6 --max-response-length 4"

@@ -11,7 +11,7 @@ import pytest
 from megarl.data.prompts import load_prompts
 from megarl.flags.settings import Settings
 from megarl.rewards.base import Sample
-from megarl.rewards.build import Options, build_named_verifiers, check_prompts
+from megarl.rewards.chosen_verifiers import Options, build_named_verifiers, check_prompts
 from tests.helpers.texts.small_prompts import SHORT, SUMS, make, make_prompts
 from tests.helpers.tools import run_tool
 

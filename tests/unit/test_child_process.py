@@ -11,7 +11,7 @@ from megarl.child_process import STOP_SIGNALS
 from megarl.confine import sandbox, warm_process
 from megarl.flags.settings import Settings
 from megarl.rewards.base import Sample
-from megarl.rewards.build import build_verifiers
+from megarl.rewards.chosen_verifiers import build_verifiers
 from tests.helpers.envs.odd_environments import Plays
 from tests.helpers.processes import signalled_descendants
 from tests.helpers.tiers import long

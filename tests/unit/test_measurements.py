@@ -16,7 +16,7 @@ from megarl.rewards.base import Sample, Score, Verifier, grouped
 from megarl.rewards.isolated import Scorer
 from megarl.rewards.remote import _score
 from megarl.rollout.episodes.results import observations_of
-from megarl.serving.errors import RequestError
+from megarl.serving.error_answers import RequestError
 
 # Names of subjects and metrics in published benchmarks and tools.
 NAMES = [

@@ -15,7 +15,7 @@ from megarl.environments.agents.dialect import streamed
 from megarl.observe.files import json_bytes
 from megarl.plain_values import is_unicode, whole_unicode
 from megarl.serving.answers import event
-from megarl.serving.errors import JSONResponse
+from megarl.serving.error_answers import JSONResponse
 from megarl.trainers.prompt_inputs import print_notes
 from tests.helpers.programs import write_lines
 from tests.helpers.texts import small_tokenizers

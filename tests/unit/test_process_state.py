@@ -13,7 +13,7 @@ from megarl.arguments import parse
 from megarl.errors import UsageError
 from megarl.flags.settings import Settings
 from megarl.rewards.base import Sample
-from megarl.rewards.build import build_verifiers
+from megarl.rewards.chosen_verifiers import build_verifiers
 from megarl.tool_formats.chosen_format import load_format
 from tests.helpers.models.tiny_models import SHAPES
 

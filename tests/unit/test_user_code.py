@@ -10,7 +10,7 @@ from megarl.errors import TooManyFailures, UsageError
 from megarl.flags.settings import Settings
 from megarl.rewards import guard
 from megarl.rewards.base import Sample, Verifier
-from megarl.rewards.build import build_verifiers
+from megarl.rewards.chosen_verifiers import build_verifiers
 
 PLUG_IN = """
 import json

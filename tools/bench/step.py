@@ -76,8 +76,8 @@ def reward(sample) -> float:
     return distinct(sample.response)
 
 
-def megarl_flags(folder: Path, case: Case, steps: int) -> list[str]:
-    """Command line of megarl.train_rl, including the model's flags."""
+def megarl_flags(folder: Path, case: Case, steps: int, model: list[str] | None = None) -> list[str]:
+    """Command line of megarl.train_rl, including the `model`'s flags; default: a Llama's."""
     text = (
         f"--prompts {folder}/prompts.jsonl --tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}"
         f" --reward tools.bench.step:reward --prompts-per-step {PROMPTS} --samples-per-prompt {SAMPLES}"
@@ -85,7 +85,7 @@ def megarl_flags(folder: Path, case: Case, steps: int) -> list[str]:
         f" --lr {RATE} --lr-decay-style constant --weight-decay 0 --clip-grad 1"
         f" --train-iters {steps} --save {folder}/run"
     )
-    return [*case.shape.flags(), *text.split()]
+    return [*(case.shape.flags() if model is None else model), *text.split()]
 
 
 def world_size() -> int:
@@ -104,19 +104,19 @@ def train_megarl(folder: Path, flags: list[str]) -> list[float]:
     return [json.loads(row)["time/step_s"] for row in rows]
 
 
-def run_megarl(folder: Path, case: Case, steps: int) -> list[float]:
-    """Seconds of each step of a run in this process."""
+def run_megarl(folder: Path, case: Case, steps: int, model: list[str] | None = None) -> list[float]:
+    """Seconds of each step of a run in this process; `model`: as of `megarl_flags`."""
     from megarl.data.tokenizers_hf import HuggingFaceTokenizer
 
     if not case.ends:
         HuggingFaceTokenizer.end_ids = property(lambda self: (), lambda self, value: None)
-    return train_megarl(folder, megarl_flags(folder, case, steps))
+    return train_megarl(folder, megarl_flags(folder, case, steps, model))
 
 
 def run_trl(folder: Path, case: Case, steps: int, batch: int, continuous: bool) -> list[float]:
     """Seconds of each step of TRL's trainer in this process."""
     import datasets
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     if not case.ends:
@@ -124,7 +124,7 @@ def run_trl(folder: Path, case: Case, steps: int, batch: int, continuous: bool) 
     return train_trl(
         folder, steps, batch, case.new_tokens, use_transformers_continuous_batching=continuous,
         transformers_continuous_batching_config=PAGED if continuous else None,
-        model=LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
         reward_funcs=lambda completions, **_: [distinct(text) for text in completions],
         train_dataset=datasets.load_dataset("json", data_files=str(folder / "prompts.jsonl"), split="train"),
         processing_class=tokenizer,

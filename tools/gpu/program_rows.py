@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.helpers import programs as small
-from tests.helpers.folders import hf_folders
+from tests.helpers.folders import any_types, hf_folders
 from tests.helpers.pages import combinations
 
 Row = tuple[str, Callable[[Path], list[str]]]  # program, and save folder -> command line
@@ -23,6 +23,7 @@ EXACT = ["--exact-rollout", f"{ROUTED} --exact-rollout"]
 MUON = ["--optimizer muon", "--optimizer muon --use-distributed-optimizer"]
 # Without reward models, and a folder whose biases megarl refuses.
 FAMILIES = [case for case in hf_folders.CASES if not case.endswith("_reward") and case != "llama_bias"]
+OF_TRANSFORMERS = ("granite", "ernie4_5_moe")  # types that transformers' own modules compute
 BOTH = f"--train-iters 2 --use-cpu-initialization {small.GRADED}"
 FAMILY = (
     f"{BOTH} --max-prompt-length 48 --max-response-length 8 --max-tokens-per-microbatch 256 --prompts-per-step 4"
@@ -69,6 +70,12 @@ def family_argv(case: str, flags: str, save: Path) -> list[str]:
     return [*FAMILY.split(), *files, *replay, *flags.split()]
 
 
+def transformers_argv(kind: str, flags: str, save: Path) -> list[str]:
+    """The command line of train_rl with a model of transformers of a type, which `make_data` has made."""
+    files = ["--hf-model", str(small.inputs() / "hf" / kind), "--prompts", str(small.inputs() / "train.jsonl")]
+    return [*FAMILY.split(), *files, "--save", str(save), "--model-source", "transformers", *flags.split()]
+
+
 def other_argv(name: str, flags: str, save: Path) -> list[str]:
     """The command line of a supervised run."""
     _, command, own = OTHERS[name]
@@ -82,6 +89,8 @@ def make_data(folder: Path):
     if not (folder / "hf").exists():
         for case in FAMILIES:
             hf_folders.write_folder(case, folder / "hf" / case)
+        for kind in OF_TRANSFORMERS:
+            any_types.save(kind, folder / "hf" / kind)
 
 
 def rows(is_cpu: bool) -> dict[str, Row]:
@@ -91,9 +100,14 @@ def rows(is_cpu: bool) -> dict[str, Row]:
     found: dict[str, Row] = {}
     for precision, flag in [("fp32", ""), ("bf16", "--bf16")][: 1 if is_cpu else 2]:
         found |= {f"{precision} {case}": ("rl", partial(family_argv, case, flag)) for case in FAMILIES}
+        for kind in OF_TRANSFORMERS:
+            found[f"{precision} transformers {kind}"] = "rl", partial(transformers_argv, kind, flag)
         found |= {f"{precision} {name}": (OTHERS[name][0], partial(other_argv, name, flag)) for name in OTHERS}
     if not is_cpu:
         of_16_bits = {f"bf16 {flags}": f"--bf16 {flags}" for flags in [*EXACT, *GROUPED, *model]}
+        for kind in OF_TRANSFORMERS:
+            flags = "--bf16 --exact-rollout"
+            found[f"bf16 transformers {kind} --exact-rollout"] = "rl", partial(transformers_argv, kind, flags)
         of_16_bits["fp16"] = "--fp16 --initial-loss-scale 1024"
         found |= {name: ("rl", partial(argv_of, flags)) for name, flags in of_16_bits.items()}
     return found | {f"fp32 {flags}": ("rl", partial(argv_of, flags)) for flags in [*model, *algorithm]}

@@ -139,7 +139,7 @@ def lowest_that_fit(
         digits = (keys >> shift) & (2**_DIGIT - 1)
         bins = below.new_zeros(2, 2**_DIGIT).index_add_(1, digits, counted * inside)
         reached = below + total(bins).cumsum(1)
-        number = fits(*reached).long().cumprod(0).sum()
+        number = fits(reached[0], reached[1]).long().cumprod(0).sum()
         if is_top:
             are_all, number = number == 2**_DIGIT, number.clamp(max=2 ** (_DIGIT - 1) - 1)
         before = torch.cat([below, reached], dim=1)

@@ -13,7 +13,7 @@ from megarl.environments.agents.dialect import streamed, turns
 from megarl.environments.agents.session import Session
 from megarl.environments.calls import Ask, Reply
 from megarl.serving.chat_core import joined_text, offered
-from megarl.serving.errors import JSONResponse, invalid
+from megarl.serving.error_answers import JSONResponse, invalid
 from megarl.serving.schemas import FreeObject, Name, Stop, StrictModel, Text, neutral
 
 _IGNORED = ("temperature", "top_p", "top_k")

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from megarl.environments.agents.session import Session
 from megarl.environments.calls import Ask, Reply
 from megarl.serving.answers import event
-from megarl.serving.errors import JSONResponse, RequestError, invalid
+from megarl.serving.error_answers import JSONResponse, RequestError, invalid
 
 ANTHROPIC = "/v1/messages"
 

@@ -21,7 +21,7 @@ from megarl.environments.agents.dialect import ANTHROPIC, error_response
 from megarl.environments.agents.openai_chat import AgentChatRequest, complete_chat
 from megarl.environments.agents.openai_responses import ResponsesRequest, complete_response
 from megarl.environments.agents.session import Address, Session
-from megarl.serving.errors import (
+from megarl.serving.error_answers import (
     JSONResponse,
     RequestError,
     internal,

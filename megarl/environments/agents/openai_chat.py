@@ -10,7 +10,7 @@ from megarl.environments.agents.session import Session
 from megarl.environments.calls import Ask, Reply
 from megarl.serving.answers import Parts
 from megarl.serving.chat_core import ChatAnswer, chat_part, conversation
-from megarl.serving.errors import JSONResponse, invalid
+from megarl.serving.error_answers import JSONResponse, invalid
 from megarl.serving.schemas import ChatCompletionRequest, FreeObject
 
 MAX_CHOICES = 64

@@ -32,7 +32,7 @@ from megarl.flags.serving import Serving
 from megarl.measurements import MAX_PARTS, MAX_VALUE, NamesOfRun, parts_of
 from megarl.observe.files import json_bytes
 from megarl.serving import links
-from megarl.serving.errors import RequestError, add_error_handlers, invalid
+from megarl.serving.error_answers import RequestError, add_error_handlers, invalid
 from megarl.serving.listening import HttpServer, run_process
 from megarl.serving.middleware import BEARER, NO_KEY, BodyAndDisconnect, check_key, checked, one_length, same_origin
 from megarl.serving.schemas import StrictModel

@@ -53,7 +53,7 @@ class _PackedAttention(torch.autograd.Function):
             grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
             native.ops.segment_attention_backward(
                 grad, query, key, value, batch.queries, batch.keys, batch.last_keys, batch.real_queries, out, sums,
-                ctx.scale, batch.window, ctx.softcap, *grads,
+                ctx.scale, batch.window, ctx.softcap, grads[0], grads[1], grads[2],
             )  # fmt: skip
             total = grads if total is None else [x.add_(y) for x, y in zip(total, grads, strict=True)]
         of_sinks = None

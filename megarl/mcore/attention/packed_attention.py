@@ -55,8 +55,8 @@ class ScoredAttention(PackedAttention):
     they are 0.
     """
 
-    def __init__(self, config, *args, pg_collection, **kwargs):
-        super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
+    def __init__(self, config, pg_collection, **kwargs):
+        super().__init__(config, pg_collection=pg_collection, **kwargs)
         heads = config.num_attention_heads // pg_collection.tp.size()
         if config.softmax_type == "off-by-one":
             self.register_buffer("softmax_offset", torch.zeros(heads, device=device.device()), persistent=False)

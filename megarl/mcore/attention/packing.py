@@ -229,5 +229,5 @@ def pack_sequences(
         tokens=tokens,
         padding=total - tokens,
         routing=routing,
-        runs=runs_of_stream(*stream, taps) if taps else None,
+        runs=runs_of_stream(stream, taps) if taps else None,
     )

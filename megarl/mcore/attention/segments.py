@@ -193,7 +193,7 @@ def segments_of_stream(stream: TokenStream, chunks: list[tuple[int, int]]) -> Se
         )
         segments.append(found.at(is_inside))
         offset += stop - start
-    return Segments(*map(np.concatenate, zip(*segments, strict=True)))
+    return Segments._make(np.concatenate([each[field] for each in segments]) for field in range(len(Segments._fields)))
 
 
 def plan_segment_batches(segments: Segments, is_whole: bool, window: int | None = None) -> list[list[np.ndarray]]:
@@ -241,7 +241,7 @@ def plan_attention(segments: Segments, is_whole: bool, window: int | None) -> Ho
         batches = [SegmentBatch.of(list(itertools.islice(rest, len(arrays))), window) for arrays in plans]
         return SegmentPlan(batches, sent[0])
 
-    return HostPlan([restore, *itertools.chain(*plans)], build)
+    return HostPlan([restore, *itertools.chain.from_iterable(plans)], build)
 
 
 # -- sliding windows -----------------------------------------------------------------------------------------------

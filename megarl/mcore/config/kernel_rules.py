@@ -56,8 +56,8 @@ def _automatic_attention(args) -> str:
         return "sdpa"
     if is_exact(args):
         return INVARIANT
-    is_half = args.bf16 or args.fp16
-    return "varlen" if device.has_cuda() and is_half and not args.multi_latent_attention else "sdpa"
+    is_computed = (args.bf16 or args.fp16) and not args.multi_latent_attention and _channels(args) <= MAX_CHANNELS
+    return "varlen" if device.has_cuda() and is_computed else "sdpa"
 
 
 def _refused_varlen(args) -> str | None:
@@ -66,7 +66,13 @@ def _refused_varlen(args) -> str | None:
         return "a CUDA device"
     if not args.bf16 and not args.fp16:
         return "--bf16 or --fp16"
-    return "a model without --multi-latent-attention" if args.multi_latent_attention else None
+    if args.multi_latent_attention:
+        return "a model without --multi-latent-attention"
+    return None if _channels(args) <= MAX_CHANNELS else f"heads of at most {MAX_CHANNELS} channels"
+
+
+def _channels(args) -> int:
+    return args.kv_channels or args.hidden_size // args.num_attention_heads
 
 
 # -- keys that queries choose ------------------------------------------------------------------------------------
@@ -97,7 +103,7 @@ def is_exact(args) -> bool:
 
 def exact_rules(args) -> list[Rule]:
     """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant."""
-    backend, channels = args.attention_kernel, args.kv_channels or args.hidden_size // args.num_attention_heads
+    backend, channels = args.attention_kernel, _channels(args)
     return [
         allow("--bf16", args.bf16 or args.fp16, "--bf16 or --fp16"),
         only(args, "--transformer-impl", "local"),
@@ -110,10 +116,14 @@ def exact_rules(args) -> list[Rule]:
         only(args, "--softmax-type", "vanilla"),
         allow("--attention-backend", backend == INVARIANT, f"auto or {INVARIANT}", value=backend),
         allow("--hidden-size", args.hidden_size % ALIGNED == 0, f"a multiple of {ALIGNED}"),
-        allow("--kv-channels", channels % ALIGNED == 0 and channels <= MAX_CHANNELS,
-              f"a multiple of {ALIGNED} up to {MAX_CHANNELS}", value=channels),
+        allow(
+            "--kv-channels",
+            channels % ALIGNED == 0 and channels <= MAX_CHANNELS,
+            f"a multiple of {ALIGNED} up to {MAX_CHANNELS}",
+            value=channels,
+        ),
         *_exact_experts(args),
-    ]  # fmt: skip
+    ]
 
 
 def _exact_experts(args) -> list[Rule]:
@@ -154,13 +164,13 @@ def _missing() -> list[str]:
 def transformer_engine_rules(args) -> list[Rule]:
     """Returns all rules for a role with Transformer Engine's layers, as `exact_rules`."""
     experts, with_it = args.num_experts, f"with --transformer-impl {TRANSFORMER_ENGINE}"
+    fused = f"none {with_it}, which fuses the norm of latents that the KV cache holds"
+    grouped = f"none without --moe-grouped-gemm {with_it}: experts are grouped"
+    plain = f"none without --disable-bias-linear {with_it}"
     return [
-        allow("--multi-latent-attention", not args.multi_latent_attention,
-              f"none {with_it}, which fuses the norm of latents that the KV cache holds"),
+        allow("--multi-latent-attention", not args.multi_latent_attention, fused),
         allow("--use-torch-fsdp2", not args.use_torch_fsdp2, f"none {with_it}"),
-        allow("--num-experts", not experts or args.moe_grouped_gemm,
-              f"none without --moe-grouped-gemm {with_it}: experts are grouped"),
-        allow("--num-experts", not experts or not args.add_bias_linear,
-              f"none without --disable-bias-linear {with_it}"),
+        allow("--num-experts", not experts or args.moe_grouped_gemm, grouped),
+        allow("--num-experts", not experts or not args.add_bias_linear, plain),
         allow("--moe-latent-size", args.moe_latent_size is None, f"none {with_it}"),
-    ]  # fmt: skip
+    ]

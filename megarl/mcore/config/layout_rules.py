@@ -12,9 +12,12 @@ from megarl.mcore.config.rules import allow, is_pattern, min_value, positive, va
 TRAINED = ("actor", "critic")  # roles that run backward
 MAX_LAYERS = 100_000
 # Sizes of 1 or more, if they are given.
-SIZES = ("ffn-hidden-size", "moe-ffn-hidden-size", "make-vocab-size-divisible-by", "tensor-model-parallel-size",
-         "pipeline-model-parallel-size", "context-parallel-size", "expert-model-parallel-size",
-         "expert-tensor-parallel-size")  # fmt: skip
+SIZES = tuple(
+    """
+    ffn-hidden-size moe-ffn-hidden-size make-vocab-size-divisible-by tensor-model-parallel-size
+    pipeline-model-parallel-size context-parallel-size expert-model-parallel-size expert-tensor-parallel-size
+    """.split()
+)
 GROUPED_ALIGNED = 8  # sizes of grouped products on CUDA: rows begin at multiples of 16 bytes
 BALANCING_LOSSES = ("seq_aux_loss", "global_aux_loss")  # losses that do not depend on the split into micro-batches
 
@@ -138,17 +141,16 @@ def _pipeline(args) -> list[Rule]:
     fits = inner == 0 if inner_stages == 0 else inner > 0 and _divides(inner_stages, inner)
     end_size = "from 1 to below --num-layers, with --pipeline-model-parallel-size above 1"
     ends = "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+    counts = "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split"
+    equal = f"a multiple of --pipeline-model-parallel-size {stages} (layers counted: {counted}), or others with {ends}"
+    even = f"one that splits equally: {inner} layer(s) are left for {inner_stages} stage(s) between {ends}"
     return [
         allow("--decoder-first-pipeline-num-layers", first is None or stages > 1 and 0 < first < layers, end_size),
         allow("--decoder-last-pipeline-num-layers", last is None or stages > 1 and 0 < last < layers, end_size),
-        allow("--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split",
-              counted == layers or not given, f"none of them with {ends}", value=True),
-        allow("--num-layers", bool(given) or _divides(stages, counted),
-              f"a multiple of --pipeline-model-parallel-size {stages} "
-              f"(layers counted: {counted}), or others with {ends}"),
-        allow("--num-layers", not given or fits,
-              f"one that splits equally: {inner} layer(s) are left for {inner_stages} stage(s) between {ends}"),
-    ]  # fmt: skip
+        allow(counts, counted == layers or not given, f"none of them with {ends}", value=True),
+        allow("--num-layers", bool(given) or _divides(stages, counted), equal),
+        allow("--num-layers", not given or fits, even),
+    ]
 
 
 def _end_stages(args) -> list[int]:
@@ -274,12 +276,12 @@ def as_list(value) -> list:
 def _training(role: str, args) -> list[Rule]:
     tensor = args.tensor_model_parallel_size
     needs = args.num_experts and tensor > 1 and role in TRAINED
+    not_split = f"none with --tensor-model-parallel-size {tensor}: it splits over tensor-parallel ranks"
+    of_experts = "1 for a role that trains experts, or others with --sequence-parallel"
     return [
-        allow("--sequence-parallel", not args.sequence_parallel or tensor > 1,
-              f"none with --tensor-model-parallel-size {tensor}: it splits over tensor-parallel ranks"),
-        allow("--tensor-model-parallel-size", not needs or args.sequence_parallel,
-              "1 for a role that trains experts, or others with --sequence-parallel"),
-    ]  # fmt: skip
+        allow("--sequence-parallel", not args.sequence_parallel or tensor > 1, not_split),
+        allow("--tensor-model-parallel-size", not needs or args.sequence_parallel, of_experts),
+    ]
 
 
 def _sharding(args) -> list[Rule]:
@@ -290,10 +292,13 @@ def _sharding(args) -> list[Rule]:
         allow(flag, not on or pipeline == 1, f"none with --pipeline-model-parallel-size {pipeline}"),
         allow(flag, not on or expert == 1, f"none with --expert-model-parallel-size {expert}"),
         allow(flag, not on or not args.use_distributed_optimizer, "none with --use-distributed-optimizer"),
-        allow(flag, not on or not args.num_experts or tensor == 1,
-              f"none with --num-experts {args.num_experts} and --tensor-model-parallel-size {tensor}"),
+        allow(
+            flag,
+            not on or not args.num_experts or tensor == 1,
+            f"none with --num-experts {args.num_experts} and --tensor-model-parallel-size {tensor}",
+        ),
         allow(flag, not on or not args.fp16, "none with --fp16"),
-    ]  # fmt: skip
+    ]
 
 
 def _runs_on_cpu() -> bool:

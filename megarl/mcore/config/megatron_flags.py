@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from megarl.errors import ArgumentParser, UsageError
 from megarl.mcore import cuda_environment, device
-from megarl.mcore.config import kernel_rules, layout_rules, model_flags, optimizer_flags, recurrent_rules
+from megarl.mcore.config import kernel_rules, layout_rules, model_flags, module_rules, optimizer_flags, recurrent_rules
 from megarl.mcore.config.rules import require
 from megarl.mcore.config.supported_flags import ARCHITECTURE, DEFAULTS, ONLY, used
 from megarl.mcore.kernels.batch_invariance import gelu, gelu_tanh, quick_gelu, silu
@@ -45,9 +45,11 @@ def _parser() -> argparse.ArgumentParser:
     recurrent_rules.add_to(parser)
     optimizer_flags.add_to(parser)
     # Gradients are reduced while backward runs unless that is switched off, where there is something to reduce. A rate
-    # at the begin of a warm-up is above 0: `optimizer.build_scheduler`. `exact_rollout` is a flag of megarl's own.
+    # at the begin of a warm-up is above 0: `optimizer.build_scheduler`. `exact_rollout`, `predicts` and `model_folder`
+    # are megarl's own.
     length_flags = "--max-prompt-length + --max-response-length"  # those that set seq_length
     parser.set_defaults(overlap_grad_reduce=None, exact_rollout=False, length_flags=length_flags, lr_warmup_init=None)
+    parser.set_defaults(model_folder=None, predicts=False)
     for action in parser._actions:
         vars(action).update(CHANGED.get(action.dest, {}))
     parser.add_argument("--no-overlap-grad-reduce", dest="overlap_grad_reduce", action="store_false", default=None)
@@ -106,15 +108,25 @@ def _parsed(argv: tuple[str, ...]) -> argparse.Namespace:
     return _parser().parse_args([*DEFAULTS, *argv])
 
 
-def with_folder(role: str, described: list[str], folder: str, tokens: list[str]) -> list[str]:
+def with_folder(role: str, described: list[str], folder: str, tokens: list[str], is_module: bool) -> list[str]:
     """A role's Megatron tokens after those that describe its folder's model; UsageError if one contradicts the folder.
 
-    `described`: tokens of the folder's config.json; `folder`: flag and path, for messages.
+    Args:
+        described: tokens of the folder's config.json.
+        folder: flag and path, for messages.
+        is_module: transformers computes the model, so that no flag of Megatron's layers is read.
     """
     of_folder, given = parse_tokens(role, described), parse_tokens(role, tokens)
-    for option in (token.split("=", 1)[0] for token in tokens):
-        dest = destinations().get(option)
-        if dest in ARCHITECTURE and getattr(given, dest) != getattr(of_folder, dest):
+    options = (token.split("=", 1)[0] for token in tokens)
+    for option, dest in ((option, destinations()[option]) for option in options if option in destinations()):
+        if is_module and module_rules.is_of_layers(dest):
+            raise UsageError(
+                f"{role}: {option}: the modules of transformers that compute {folder} do not read it; leave the flag "
+                "out, or give it with another role's prefix"
+            )
+        if (dest in ARCHITECTURE or is_module and option in described) and getattr(given, dest) != getattr(
+            of_folder, dest
+        ):
             raise UsageError(
                 f"{role}: {option} {getattr(given, dest)}: config.json of {folder} describes "
                 f"{getattr(of_folder, dest)}; leave the flag out"
@@ -154,6 +166,7 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
         if args.kv_channels is not None:
             raise UsageError(f"{role}: --kv-channels {args.kv_channels}: allowed is none with --multi-latent-attention")
         args.kv_channels = args.v_head_dim
+    require(role, args, module_rules.rules(args))  # first: others would advise flags of layers
     require(role, args, layout_rules.rules(role, args))
     require(role, args, model_flags.rules(args))
     require(role, args, recurrent_rules.rules(args))
@@ -231,6 +244,7 @@ def transformer_config(args) -> TransformerConfig:
     # No stacks of unlike layers.
     config.hetereogenous_dist_checkpoint |= args.hybrid_layer_pattern is not None or args.dsa_indexer_layers is not None
     config.freezes_by_name = bool(optimizer_flags.frozen_patterns(args))
+    config.attention_slots = ()  # those of a model of transformers, which says them itself
     model_flags.copy_to(config, args)
     if args.query_pre_attn_scalar is not None:
         config.softmax_scale = args.query_pre_attn_scalar**-0.5

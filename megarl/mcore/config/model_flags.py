@@ -80,15 +80,19 @@ _LINEAR = {"rotary-seq-len-interpolation-factor": None}
 ROTARY_FLAGS = {"rotary-base": 10000, "rotary-percent": 1.0} | _LINEAR | {"no-rope-freq": None}
 _FACTORS = ("rope-low-freq-factor", "rope-high-freq-factor", "rope-original-max-position-embeddings")
 LLAMA3_FLAGS = dict.fromkeys(_FACTORS) | {"rope-scaling-factor": 8.0}
-YARN_FLAGS = {"yarn-original-max-position-embeddings": None, "yarn-beta-fast": None, "yarn-beta-slow": None,
-              "yarn-correction-range-round-to-int": None, "rotary-scaling-factor": 1.0, "mscale": 1.0,
-              "mscale-all-dim": 0.0}  # fmt: skip
+_YARN = ("original-max-position-embeddings", "beta-fast", "beta-slow", "correction-range-round-to-int")
+YARN_FLAGS = {f"yarn-{name}": None for name in _YARN} | {
+    "rotary-scaling-factor": 1.0,
+    "mscale": 1.0,
+    "mscale-all-dim": 0.0,
+}
 LATENT = "--multi-latent-attention"
 INDEXER = "--dsa-indexer-topk"
 INDEXER_FLAGS = {"dsa-indexer-n-heads": None, "dsa-indexer-head-dim": None, "dsa-indexer-rope-interleaved": False,
                  "dsa-indexer-layers": None}  # fmt: skip
 _HEADS = {"qk-head-dim": 128, "qk-pos-emb-head-dim": 64, "v-head-dim": 128}
 LATENT_SIZES = {"q-lora-rank": None, "kv-lora-rank": 32} | _HEADS
+_EVEN = ("kv-lora-rank", "qk-pos-emb-head-dim")
 NOT_LATENT = {
     "group-query-attention": False, "add-qkv-bias": False, "qk-layernorm-all-heads": False, "window-size": None,
     "no-rope-freq": None, "query-pre-attn-scalar": None, "rotary-percent": 1.0, "attn-logit-softcapping": None,
@@ -151,13 +155,13 @@ def rules(args) -> list[Rule]:
 def _windows(args) -> list[Rule]:
     size, freq, layers = args.window_size, args.window_attn_skip_freq, args.num_layers
     fits = freq is None or (freq > 1 if isinstance(freq, int) else is_pattern(freq, layers) and 1 in freq)
+    causal = "N,0 with N of 0 or more: a token sees itself and the N tokens before it"
+    pattern = f"a number above 1, or a pattern of {layers} zeros (full attention) and ones, with a one"
     return [
-        allow("--window-size", size is None or len(size) == 2 and size[0] >= 0 and size[1] == 0,
-              "N,0 with N of 0 or more: a token sees itself and the N tokens before it"),
+        allow("--window-size", size is None or len(size) == 2 and size[0] >= 0 and size[1] == 0, causal),
         allow("--window-attn-skip-freq", freq is None or size is not None, "none without --window-size"),
-        allow("--window-attn-skip-freq", fits,
-              f"a number above 1, or a pattern of {layers} zeros (full attention) and ones, with a one"),
-    ]  # fmt: skip
+        allow("--window-attn-skip-freq", fits, pattern),
+    ]
 
 
 def _layers(args) -> list[Rule]:
@@ -186,18 +190,16 @@ def _layers(args) -> list[Rule]:
 def _experts(args) -> list[Rule]:
     has_biases, ranks = args.num_experts and args.add_bias_linear, args.expert_tensor_parallel_size
     shared, clamp = args.moe_shared_expert_intermediate_size, args.activation_func_clamp_value
+    whole = "1 without --disable-bias-linear: each rank would add an expert's bias"
+    gated, score = "a gated MLP, as of --quick-geglu", {"moe-router-group-score": "sum"}
+    alone = "none without --disable-bias-linear: shared experts have no biases"
     return [
-        allow("--expert-tensor-parallel-size", not has_biases or ranks == 1,
-              "1 without --disable-bias-linear: each rank would add an expert's bias"),
-        allow("--moe-shared-expert-intermediate-size", not has_biases or shared is None,
-              "none without --disable-bias-linear: shared experts have no biases"),
-        allow("--glu-linear-offset", args.glu_linear_offset == 0 or is_gated(args),
-              "0 without a gated MLP, as of --quick-geglu"),
-        allow("--activation-func-clamp-value", clamp is None or is_gated(args) and clamp > 0,
-              "above 0, with a gated MLP, as of --quick-geglu"),
-        *defaults(args, {"moe-router-group-score": "sum"}, bool(args.moe_router_num_groups),
-                  "sum without --moe-router-num-groups"),
-    ]  # fmt: skip
+        allow("--expert-tensor-parallel-size", not has_biases or ranks == 1, whole),
+        allow("--moe-shared-expert-intermediate-size", not has_biases or shared is None, alone),
+        allow("--glu-linear-offset", args.glu_linear_offset == 0 or is_gated(args), f"0 without {gated}"),
+        allow("--activation-func-clamp-value", clamp is None or is_gated(args) and clamp > 0, f"above 0, with {gated}"),
+        *defaults(args, score, bool(args.moe_router_num_groups), "sum without --moe-router-num-groups"),
+    ]
 
 
 def _rotary(args) -> list[Rule]:
@@ -248,17 +250,16 @@ def _rotary(args) -> list[Rule]:
 def _latent_attention(args) -> list[Rule]:
     """Rules on multi-latent attention: its sizes, and what its layers do not compute."""
     on, modules, kind = args.multi_latent_attention, args.recompute_modules or [], args.position_embedding_type
+    once = f"core_attn without mla_up_proj with {LATENT}: it expands latents again, too"
     return [
         *defaults(args, LATENT_SIZES | {"latent-norm-epsilon": None}, on, f"none without {LATENT}"),
         *(min_value(args, f"--{name}") for name in [*LATENT_SIZES][:4]),  # the last one is a layout rule's
         positive(args, "--latent-norm-epsilon"),
-        *(allow(f"--{name}", not on or value_of(args, name) % 2 == 0, "an even number")
-          for name in ("kv-lora-rank", "qk-pos-emb-head-dim")),
+        *(allow(f"--{name}", not on or value_of(args, name) % 2 == 0, "an even number") for name in _EVEN),
         *defaults(args, NOT_LATENT, not on, f"none with {LATENT}"),
-        allow("--recompute-modules", not on or "mla_up_proj" not in modules,
-              f"core_attn without mla_up_proj with {LATENT}: it expands latents again, too", value=" ".join(modules)),
+        allow("--recompute-modules", not on or "mla_up_proj" not in modules, once, value=" ".join(modules)),
         allow("--position-embedding-type", not on or kind in ROTARY, f"{' or '.join(ROTARY)} with {LATENT}"),
-    ]  # fmt: skip
+    ]
 
 
 def _chosen_keys(args) -> list[Rule]:

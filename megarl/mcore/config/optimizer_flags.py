@@ -26,10 +26,15 @@ PACKAGE = "emerging-optimizers"  # Muon's
 # Flags that only one optimizer reads -> Megatron's default, or megarl's.
 ADAM_FLAGS = {"adam-beta1": 0.9, "adam-beta2": 0.999, "adam-eps": 1e-8}
 MUON_FLAGS = {
-    "muon-momentum": 0.9, "muon-nesterov": False, "muon-scale-mode": "spectral", "muon-fp32-matmul-prec": "medium",
-    "muon-coefficient-type": "quintic", "muon-num-ns-steps": 5, "muon-tp-mode": "duplicated",
+    "muon-momentum": 0.9,
+    "muon-nesterov": False,
+    "muon-scale-mode": "spectral",
+    "muon-fp32-matmul-prec": "medium",
+    "muon-coefficient-type": "quintic",
+    "muon-num-ns-steps": 5,
+    "muon-tp-mode": "duplicated",
     "muon-extra-scale-factor": 1.0,
-}  # fmt: skip
+}
 MOMENT_TYPES = ("fp32", "bf16")  # others would need a scale for each tensor
 # A moment of bf16 does not move by changes below 2^-9 to 2^-8 of itself. With Megatron's 0.999 it would never fall.
 MAX_BETA_BF16 = 0.99
@@ -38,6 +43,7 @@ OFFLOAD = "--optimizer-cpu-offload"
 UNTRAINED = ("reference", "rollout", "teacher")  # roles that have it if it has no prefix
 FREEZE, LEARNING_RATES, WEIGHT_DECAYS = "freeze", "lr_multipliers", "weight_decay_multipliers"
 ATTRIBUTES = frozenset({FREEZE, LEARNING_RATES, WEIGHT_DECAYS})
+MODULE = "hf."  # of names of weights in a module of transformers
 _EXPERT = re.compile(r"\.local_experts\.\d+")
 
 
@@ -76,36 +82,35 @@ def _moments(args) -> list[Rule]:
     first, second, is_on = args.exp_avg_dtype, args.exp_avg_sq_dtype, args.use_precision_aware_optimizer
     betas = (("adam-beta1", first), ("adam-beta2", second))
     switch = "--use-precision-aware-optimizer"
+    needs = "none without --exp-avg-dtype bf16 or --exp-avg-sq-dtype bf16"
+    follows = f"at most {MAX_BETA_BF16} with a moment of bf16, which would not follow the gradients"
+    fit = [(flag, dtype != "bf16" or value_of(args, flag) <= MAX_BETA_BF16) for flag, dtype in betas]
     return [
         *defaults(args, {"exp-avg-dtype": "fp32", "exp-avg-sq-dtype": "fp32"}, is_on, f"fp32 without {switch}"),
         allow(switch, not is_on or args.optimizer == "adam", "none without --optimizer adam"),
-        allow(switch, not is_on or (first, second) != ("fp32", "fp32"),
-              "none without --exp-avg-dtype bf16 or --exp-avg-sq-dtype bf16"),
-        *(allow(f"--{flag}", dtype != "bf16" or value_of(args, flag) <= MAX_BETA_BF16,
-                f"at most {MAX_BETA_BF16} with a moment of bf16, which would not follow the gradients")
-          for flag, dtype in betas),
-    ]  # fmt: skip
+        allow(switch, not is_on or (first, second) != ("fp32", "fp32"), needs),
+        *(allow(f"--{flag}", fits, follows) for flag, fits in fit),
+    ]
 
 
 def _muon(args) -> list[Rule]:
     is_on, where = args.optimizer in MUON_NAMES, f"with --optimizer {args.optimizer}"
     tensor, groups, kinds = args.tensor_model_parallel_size, args.num_query_groups, _coefficient_types()
     has_groups = args.group_query_attention and not args.multi_latent_attention
+    others = f"adam or sgd without the package {PACKAGE}; run {bundled.install_command('optimizers')}"
+    has_kind, few = args.muon_coefficient_type in kinds or not kinds, f"at most --num-query-groups {groups} {where}"
     return [
-        allow("--optimizer", not is_on or has_muon(),
-              f"adam or sgd without the package {PACKAGE}; run {bundled.install_command('optimizers')}"),
+        allow("--optimizer", not is_on or has_muon(), others),
         allow("--muon-no-split-qkv", is_on or args.muon_split_qkv, "none without --optimizer muon", value=True),
         *defaults(args, MUON_FLAGS, is_on, "none without --optimizer muon"),
         allow("--muon-momentum", 0 <= args.muon_momentum < 1, "from 0 to below 1"),
         positive(args, "--muon-extra-scale-factor"),
         min_value(args, "--muon-num-ns-steps"),
-        allow("--muon-coefficient-type",
-              not is_on or not kinds or args.muon_coefficient_type in kinds, f"one of {', '.join(kinds)}"),
+        allow("--muon-coefficient-type", not is_on or has_kind, f"one of {', '.join(kinds)}"),
         allow("--fp16", not is_on or not args.fp16, f"none {where}"),
         allow("--use-torch-fsdp2", not is_on or not args.use_torch_fsdp2, f"none {where}"),
-        allow("--tensor-model-parallel-size", not is_on or not has_groups or tensor <= groups,
-              f"at most --num-query-groups {groups} {where}"),
-    ]  # fmt: skip
+        allow("--tensor-model-parallel-size", not is_on or not has_groups or tensor <= groups, few),
+    ]
 
 
 def _coefficient_types() -> tuple[str, ...]:
@@ -165,8 +170,9 @@ def frozen_patterns(args) -> list[str]:
 
 
 def layout_free(name: str) -> str:
-    """The name that patterns are matched with, of one with layers numbered over the whole model."""
-    return _EXPERT.sub("", name)
+    """The name that patterns are matched with, of one with layers numbered over the whole model; in a module of
+    transformers that of its own."""
+    return _EXPERT.sub("", name).removeprefix(MODULE)
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

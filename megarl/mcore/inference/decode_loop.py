@@ -16,15 +16,15 @@ from megarl.mcore.inference import admission
 from megarl.mcore.inference.device_decode import DeviceDecode
 from megarl.observe import activity
 
-with absent(*TRACKERS):
+with absent(TRACKERS):
     from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine, EngineState
 
 
 class DecodeLoopEngine(DynamicInferenceEngine):
     """Generates the same tokens, log-probs and routes as Megatron's engine, to the last bit."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, controller, context):
+        super().__init__(controller, context)
         self.is_coupled = dist.get_world_size(self.pg_collection.ep) > 1  # with replicas that share experts
         self.device_decode = DeviceDecode(self)
 

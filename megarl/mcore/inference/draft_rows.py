@@ -100,9 +100,9 @@ def copy_to_group(context, counts: Tensor):
     positions, computed = rows.owner_positions[is_copied], rows.computed[is_copied]
     source = _slots(c, rows.requests[computed], positions)
     target = _slots(c, rows.owners[is_copied], positions)
-    cache = c.memory_buffer.flatten(1, 2)
-    places = source.to(cache.device), target.to(cache.device)
-    cache.index_copy_(1, places[1], cache.index_select(1, places[0]))
+    places = source.to(c.memory_buffer.device), target.to(c.memory_buffer.device)
+    for cache in (each.flatten(0, 1) for each in c.layer_caches()):
+        cache.index_copy_(0, places[1], cache.index_select(0, places[0]))
     c.kv_block_allocator.copy_routes(source, target)
 
 

@@ -92,18 +92,14 @@ class KeyedSampling(Sampling):
     ) -> tuple[Tensor, Tensor]:
         """Returns tokens and log-probs [n] of logits [n, V] on their device, without waiting for it. `temperatures`,
         `greedy`: [n], as those of request ids."""
-        return self._sample_rows(self._softcapped(logits), numbers, temperatures, greedy)
+        from megarl.mcore.kernels.cuda.row_sampling import sample_rows  # needs Triton
+
+        return sample_rows(self._softcapped(logits), numbers, temperatures, greedy, self.vocab_size)
 
     def _softcapped(self, logits: Tensor) -> Tensor:
         if self.softcap is None:
             return logits
         return softcap_(logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True), self.softcap)
-
-    def _sample_rows(self, *rows: Tensor) -> tuple[Tensor, Tensor]:
-        """As `sample_on_device`, of logits with the softcap."""
-        from megarl.mcore.kernels.cuda.row_sampling import sample_rows  # needs Triton
-
-        return sample_rows(*rows, self.vocab_size)
 
     def _has_row_kernels(self, logits: Tensor) -> bool:
         """Whether log-probs are those of `sample_on_device`, so that a token has the same ones in every step."""
@@ -114,7 +110,7 @@ class KeyedSampling(Sampling):
         if self._has_row_kernels(logits) and not settings.is_restricted:
             temperatures = logits.new_full((len(logits),), settings.temperature, dtype=torch.float32)
             greedy = logits.new_full((len(logits),), settings.greedy, dtype=torch.int32)
-            tokens, self._log_probs = self._sample_rows(logits, numbers.to(logits.device), temperatures, greedy)
+            tokens, self._log_probs = self.sample_on_device(logits, numbers.to(logits.device), temperatures, greedy)
             return tokens
         if native.supports(logits) and not settings.is_restricted:
             # One pass, whose log-probs are those of training, which uses the same kernel for the sums of the softmax.

@@ -116,9 +116,9 @@ class PagedContext(DynamicInferenceContext):
         positions = view.token_to_position_in_request[tokens].long()
         positions = positions if dedup is None else positions[dedup.kept_tokens]
         rotations = self._rotations_at(positions, frequencies)
-        return StepPlan(slot_mapping, dedup, rotations, reads, self._layer_caches(), self._attend, **states)
+        return StepPlan(slot_mapping, dedup, rotations, reads, self.layer_caches(), self._attend, **states)
 
-    def _layer_caches(self) -> tuple[Tensor, ...]:
+    def layer_caches(self) -> tuple[Tensor, ...]:
         """The cache of each layer of this rank."""
         return self.memory_buffer.unbind()
 
@@ -164,7 +164,7 @@ class PagedContext(DynamicInferenceContext):
         by_kind = [self._backend.reads_of_table(step.blocks, step.lengths, window) for window in windows]
         slots, rotations = step.slot_mapping(self.block_size_tokens), self._rotations_at(step.positions, frequencies)
         reads = by_kind[0], by_kind[-1]
-        return StepPlan(slots, None, rotations, reads, self._layer_caches(), self._attend, is_on_device=True)
+        return StepPlan(slots, None, rotations, reads, self.layer_caches(), self._attend, is_on_device=True)
 
     def recorded_routes(self) -> Tensor | None:
         """[T, L, k] int32 routes of a step's tokens, padding included; None: not recorded, or no MoE layer here."""
@@ -223,13 +223,14 @@ class PagedContext(DynamicInferenceContext):
         """Tokens of prompts that were read so far, as `PrefillCounts`."""
         return self._read_before + self.lifetime_prefill_token_count
 
-    def reset(self, *args, preserve_counters: bool = False, **kwargs):
+    def reset(self, preserve_prefix_cache: bool = False, *, preserve_counters: bool = False):
         """Drops all requests and zeroes the spare block, because padding reads it and must find finite numbers."""
         self.only_decodes = False
         if not preserve_counters:
             self._read_before += self.lifetime_prefill_token_count
-        super().reset(*args, preserve_counters=preserve_counters, **kwargs)
-        self.memory_buffer[:, self.kv_block_allocator.dummy_block_idx].zero_()
+        super().reset(preserve_prefix_cache, preserve_counters=preserve_counters)
+        for cache in self.layer_caches():
+            cache[self.kv_block_allocator.dummy_block_idx].zero_()
 
     @property
     def num_last_token_logits(self) -> int:
@@ -256,7 +257,7 @@ class PagedContext(DynamicInferenceContext):
         """Returns the log-probs of the tokens that `sampling` just sampled, as a list of one per request."""
         return [[logprob] for logprob in sampling.log_probs(new_tokens).tolist()], None
 
-    def update_requests(self, active_requests_mask: Tensor, new_tokens: Tensor, *args, **kwargs):
+    def update_requests(self, active_requests_mask: Tensor, new_tokens: Tensor, new_speculative_tokens=None):
         """Advances to the next step; blocks of finished requests may be reused afterwards. Megarl itself advances
         requests that only decoded one token each: Megatron's version takes as long as a small layer."""
         if self.after_prefill is not None:
@@ -265,7 +266,7 @@ class PagedContext(DynamicInferenceContext):
         if self.only_decodes:
             return {"newly_paused_request_ids": None, "evict_request_ids": None}
         self.kv_block_allocator.save_finished(active_requests_mask)
-        found = super().update_requests(active_requests_mask, new_tokens, *args, **kwargs)
+        found = super().update_requests(active_requests_mask, new_tokens, new_speculative_tokens)
         self.only_decodes, self._is_prepared = self.total_request_count > 0 and self._is_simple, False
         return found
 
@@ -274,10 +275,10 @@ class PagedContext(DynamicInferenceContext):
         self.kv_block_allocator.register_sequences(request_indexes)
         super().release_memory_blocks_from_request_indexes(request_indexes)
 
-    def resume_paused_requests(self, active_request_count: int, *args):
+    def resume_paused_requests(self, active_request_count: int, newly_paused_request_ids):
         """As Megatron's, but takes only free blocks for the requests that continue."""
         self.kv_block_allocator.make_room(self.paused_request_count)
-        return super().resume_paused_requests(active_request_count, *args)
+        return super().resume_paused_requests(active_request_count, newly_paused_request_ids)
 
     def _find_kv_match_count(self, req, start_block: int, end_block: int) -> tuple[list[int], int]:
         """Returns the cached blocks of a prompt from `start_block` on, and the hash of the last one. Unlike for
@@ -351,8 +352,8 @@ class PagedContext(DynamicInferenceContext):
 class LatentContext(PagedContext):
     """Caches the latent and the shared key of a token, W numbers in each layer and on every tensor-parallel rank."""
 
-    def __init__(self, model_config, inference_config, *args, **kwargs):
-        super().__init__(model_config, inference_config, *args, **kwargs)
+    def __init__(self, model_config, inference_config, memory=None, further_layers: int = 0):
+        super().__init__(model_config, inference_config, memory, further_layers)
         self._attend = latent_attention(self._backend)
         heads = model_config.num_attention_heads // inference_config.pg_collection.tp.size()
         width = max(model_config.qk_head_dim + model_config.qk_pos_emb_head_dim, model_config.v_head_dim)

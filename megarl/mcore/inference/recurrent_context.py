@@ -93,14 +93,14 @@ class RecurrentContext(PagedContext):
         """A step that was launched cannot be dropped: it has changed the states."""
         return False
 
-    def _layer_caches(self) -> tuple[Tensor, ...]:
+    def layer_caches(self) -> tuple[Tensor, ...]:
         """The cache of each layer; that of a layer without keys and values is the first one, which it does not use."""
         caches = iter(self.memory_buffer.unbind())
         return tuple(next(caches) if own else self.memory_buffer[0] for own in self._has_cache)
 
-    def reset(self, *args, **kwargs):
+    def reset(self, preserve_prefix_cache: bool = False, *, preserve_counters: bool = False):
         """Drops all requests and snapshots."""
-        super().reset(*args, **kwargs)
+        super().reset(preserve_prefix_cache, preserve_counters=preserve_counters)
         self.snapshots.clear()
         self._continued.clear()
         self.kv_block_allocator.on_blocks_deregistered = lambda _, hashes: self.snapshots.drop(hashes)

@@ -109,9 +109,11 @@ class Response:
     def request(self, limit: int | None = None) -> GenerationRequest:
         """The request for what is missing, or for `limit` tokens of it."""
         return dataclasses.replace(
-            self.asked, prompt=self.row, written=self.asked.written + self.length,
+            self.asked,
+            prompt=self.row,
+            written=self.asked.written + self.length,
             max_new_tokens=self.room if limit is None else limit,
-        )  # fmt: skip
+        )
 
     def go_on(self) -> GenerationRequest:
         """As `request`; what follows counts as `new`."""

@@ -156,8 +156,8 @@ class ReusableBlocks(KVBlockAllocator):
         blocks, and reused memory may contain NaN."""
         blocks = super().allocate_memory_blocks(num_blocks)
         if blocks is not None and num_blocks:
-            memory = self.context.memory_buffer
-            memory.index_fill_(1, blocks.long().to(memory.device), 0)  # the allocator's blocks are the host's
+            for cache in self.context.layer_caches():
+                cache.index_fill_(0, blocks.long().to(cache.device), 0)  # the allocator's blocks are the host's
             if self.is_recording:
                 self.routes[blocks.long()] = NO_ROUTE
         return blocks

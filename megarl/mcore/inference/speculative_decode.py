@@ -44,8 +44,8 @@ class DecodeCounts(NamedTuple):
 class SpeculativeEngine(DecodeLoopEngine):
     """Generates what its base class does in fewer steps: it drafts in those for which that has its short path."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, controller, context):
+        super().__init__(controller, context)
         c, self.device_decode.may_go_ahead = self.context, False
         costs = costs_of(self.controller.inference_wrapped_model.model, self.pg_collection.pp)
         self.drafter, self.counts = Drafter(costs, c.max_requests, c.max_sequence_length), DecodeCounts()
@@ -179,11 +179,12 @@ class SpeculativeEngine(DecodeLoopEngine):
 
 
 def parameters_of_a_token(model) -> int:
-    """This rank's parameters that a token is multiplied by: of its experts, other replicas' tokens use as many."""
+    """This rank's parameters that a token is multiplied by: of its experts, other replicas' tokens use as many. Of a
+    module of transformers all experts count."""
     config, count = model.config, 0
     for name, parameter in model.named_parameters():
-        ranks = config.expert_model_parallel_size
-        share = config.moe_router_topk * ranks / config.num_moe_experts if ".experts." in name else 1
+        is_expert, ranks = config.num_moe_experts and ".experts." in name, config.expert_model_parallel_size
+        share = config.moe_router_topk * ranks / config.num_moe_experts if is_expert else 1
         count += int(parameter.numel() * share)
     return count
 

@@ -131,7 +131,7 @@ class Head:
         chosen, weighted = (own[4] - top).masked_fill(~here.squeeze(-1), 0.0), factor * (own[2] + drop * own[1])
         sums = torch.stack([factor * own[1], chosen, weighted, factor.square() * own[3]])
         all_reduce(sums, self.options.group)
-        return [top, *_scores(*sums[: 3 + squares])]
+        return [top, *_scores(sums[: 3 + squares])]
 
     def softcap_slope(self, scaled: Tensor, rows: slice) -> Tensor | None:
         """Returns the softcap's derivative from scaled logits [C, V/tp]; None without a softcap."""
@@ -177,11 +177,12 @@ def softmax_statistics(logits: Tensor, columns: Tensor, here: Tensor, group, wei
         square = [torch.mul(weights, weights, out=shifted).sum(-1)] if squares else []
     sums = torch.stack([total, chosen, weighted, *square])
     all_reduce(sums, group)
-    return top, *_scores(*sums)
+    return top, *_scores(sums)
 
 
-def _scores(total: Tensor, chosen: Tensor, weighted: Tensor, *square: Tensor) -> tuple[Tensor, ...]:
+def _scores(sums: Tensor) -> tuple[Tensor, ...]:
     """Σe^s, log p(target), entropy[, Σπ²] from Σe^s, the target's s, Σ e^s · s[, Σe^2s], s = logit − maximum."""
+    total, chosen, weighted, *square = sums
     log_total = total.log()
     entropy = log_total - weighted / total
     return total, chosen - log_total, entropy, *(each / total.square() for each in square)

@@ -172,4 +172,5 @@ def head_divergence(
         for rows, states, teacher in [each for each in taught if len(each.states)] or taught[:1]
     ]
     order = places.argsort()
-    return DistillScores(*(torch.cat(of_teachers).index_select(0, order) for of_teachers in zip(*scores, strict=True)))
+    fields = range(len(DistillScores._fields))
+    return DistillScores._make(torch.cat([each[field] for each in scores]).index_select(0, order) for field in fields)

@@ -204,7 +204,7 @@ def head_top_logprobs(hidden: Tensor, weight: Tensor, count: int, options: HeadO
         top, sums, *_ = softmax_statistics(logits, *head.columns(rows), group, None, False)
         values, tokens = _best_of_ranks(values, tokens + head.first, count, group)
         found.append((tokens, values - top.unsqueeze(-1) - sums.log().unsqueeze(-1)))
-    tokens, logprobs = map(torch.cat, zip(*found, strict=True))
+    tokens, logprobs = torch.cat([tokens for tokens, _ in found]), torch.cat([logprobs for _, logprobs in found])
     return tokens[:total], logprobs[:total]
 
 

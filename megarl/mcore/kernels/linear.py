@@ -7,6 +7,7 @@ forward passes multiply by tiles of fixed size (`kernels.cuda.fixed_tiles`). Oth
 
 import contextlib
 import functools
+import itertools
 import types
 from collections.abc import Callable
 
@@ -31,6 +32,7 @@ from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 
 HAS_INNER_PRODUCT = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _inner_product = torch.ops.mkldnn._linear_pointwise.default if HAS_INNER_PRODUCT else None
+_of_torch = torch.nn.functional.linear  # passes of models of transformers replace it
 HAS_WIDER_SUM = hasattr(torch.ops.aten.addmm, "dtype_out")
 HALF = torch.bfloat16, torch.float16
 _prepacked: dict[int, Tensor] = {}  # id of a weight -> its copy in the kernel's layout, inside `prepacked_weights`
@@ -73,14 +75,17 @@ def prepacked_weights(model, prediction=None):
     """
     kinds = ColumnParallelLinear, RowParallelLinear, ReplicatedLinear
     modules = (model,) if prediction is None else (model, prediction)
-    layers = [layer for module in modules for layer in module.modules() if isinstance(layer, kinds)]
+    single, merged = [layer.weight for module in modules for layer in module.modules() if isinstance(layer, kinds)], ()
+    if model.config.attention_slots:  # of transformers
+        single, merged = model.products()
     is_tied = model.post_process and model.share_embeddings_and_output_weights
     tied = model.shared_embedding_or_output_weight() if is_tied else None
-    weights = [w for w in (tied, *(layer.weight for layer in layers)) if w is not None]
+    weights = [w for w in (tied, *single) if w is not None]
     packed = {}
     try:
         with torch.no_grad():
-            packed |= {id(w): copy for w in weights if (copy := _pack(w.data)) is not None}
+            pairs = itertools.chain(((w, w.data) for w in weights), merged)
+            packed |= {id(owner): copy for owner, w in pairs if (copy := _pack(w)) is not None}
             _prepacked.update(packed)
         yield
     finally:
@@ -88,8 +93,8 @@ def prepacked_weights(model, prediction=None):
             _prepacked.pop(number, None)
 
 
-def prepacked(weight: Tensor) -> Tensor | None:
-    """The copy of a weight inside `prepacked_weights`; None if it has none."""
+def prepacked(weight) -> Tensor | None:
+    """The copy of a weight, or of what has a merged one, inside `prepacked_weights`; None if it has none."""
     return _prepacked.get(id(weight))
 
 
@@ -114,7 +119,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return native.ops.linear(x.contiguous(), weight, _prepacked.get(id(weight)), bias)
     if _has_onednn_kernel(x, weight):
         return _inner_product(x, _prepacked.get(id(weight), weight), bias, "none", [], "")
-    return torch.nn.functional.linear(x, weight, bias)
+    return _of_torch(x, weight, bias)
 
 
 def logits_with(weight: Tensor, is_exact: bool = False) -> Callable[[Tensor], Tensor]:

@@ -47,7 +47,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """[…, 2F] -> […, F]; differentiable only through `SwiGLUMLP`."""
+    """[…, 2F] -> […, F]; differentiable only through `activated`."""
     if native.supports(x):
         return native.ops.swiglu(x.contiguous())
     if x.is_cuda:
@@ -56,6 +56,11 @@ def swiglu(x: Tensor) -> Tensor:
         return swiglu_rows(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], x.shape[-1] // 2)
     gate, up = x.chunk(2, dim=-1)
     return silu(gate).mul_(up)
+
+
+def activated(x: Tensor) -> Tensor:
+    """As `swiglu`, differentiable once."""
+    return _SwiGLU.apply(x) if torch.is_grad_enabled() else swiglu(x)
 
 
 def is_plain_swiglu(config) -> bool:
@@ -70,17 +75,17 @@ def is_plain_swiglu(config) -> bool:
 class SwiGLUMLP(MLP):
     """MLP without the zero offset that Megatron adds to the linear half; saves one tensor for backward, not four."""
 
-    def __init__(self, config, *args, **kwargs):
-        super().__init__(config, *args, **kwargs)
+    def __init__(self, config, **kwargs):
+        super().__init__(config, **kwargs)
         self.is_plain_swiglu = is_plain_swiglu(self.config)
 
-    def forward(self, hidden: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden: Tensor, **options) -> tuple[Tensor, Tensor | None]:
         """[T, 1, H] (under sequence parallelism, this rank's tokens) -> output of that shape, and a bias to add."""
-        is_called_plainly = all(x is None for x in (*args, *kwargs.values()))  # Megatron's layer passes empty options
+        is_called_plainly = all(option is None for option in options.values())  # Megatron's layer passes empty ones
         if not self.is_plain_swiglu or not is_called_plainly:
-            return super().forward(hidden, *args, **kwargs)
+            return super().forward(hidden, **options)
         both, _ = apply_linear(self.linear_fc1, hidden)
-        return apply_linear(self.linear_fc2, _SwiGLU.apply(both) if torch.is_grad_enabled() else swiglu(both))
+        return apply_linear(self.linear_fc2, activated(both))
 
 
 # -- experts, one after another ------------------------------------------------------------------------------------
@@ -104,7 +109,8 @@ def grouped_swiglu(
         [P, H]. Differentiable once.
     """
     if torch.is_grad_enabled():
-        return _GroupedSwiGLU.apply(x, gates, counts, multiply, *first, *second)
+        weights = [*first, *second]
+        return _GroupedSwiGLU.apply(x, gates, counts, multiply, *weights)
     # Without gradients, in rollout, experts have few rows: one operator for all is faster than one for each.
     both = [_product(rows, weight, multiply) for rows, weight in zip(x.split(counts), first, strict=True)]
     gated = swiglu(torch.cat(both)).mul_(gates.unsqueeze(1))
@@ -141,15 +147,21 @@ class _GroupedSwiGLU(torch.autograd.Function):
         both = rest[2 * experts :]
         pieces = zip(grad.split(counts), x.split(counts), columns, first, second, both, strict=True)
         is_needed = ctx.needs_input_grad[4], ctx.needs_input_grad[-1]
-        grad_x, grad_gates, *grads = zip(*(_expert_gradients(*piece, *is_needed) for piece in pieces), strict=True)
+        grad_x, grad_gates, *grads = zip(*(_expert_gradients(piece, is_needed) for piece in pieces), strict=True)
         return torch.cat(grad_x), torch.cat(grad_gates), None, None, *grads[0], *grads[1]
 
 
-def _expert_gradients(grad, x, column, first, second, both, first_is_needed: bool, second_is_needed: bool):
+def _expert_gradients(piece: tuple[Tensor, ...], is_needed: tuple[bool, bool]):
     """Gradients of one expert's rows [n, H], gates [n] and weights, from that of its output [n, H].
 
     A weight without rows gets 0, not None, because hooks wait for the gradient of every weight.
+
+    Args:
+        piece: (gradient of the output, rows, gates [n, 1], both weights, first product [n, 2F]).
+        is_needed: whether the gradients of the first and of the second weight are.
     """
+    grad, x, column, first, second, both = piece
+    first_is_needed, second_is_needed = is_needed
     grad_both, grad_column, gated = activation_gradients(_product(grad, second.t()), both, column)
     grad_second = weight_gradient(grad, gated) if second_is_needed else None
     grad_first = weight_gradient(grad_both, x) if first_is_needed else None
@@ -205,7 +217,8 @@ def stacked_swiglu(x: Tensor, gates: Tensor, ends: Tensor, first: Sequence[Tenso
     Without gradients there may be more rows than the last expert's; what is returned for them is not defined.
     """
     if torch.is_grad_enabled():
-        return _StackedSwiGLU.apply(x, gates, ends, *first, *second)
+        weights = [*first, *second]
+        return _StackedSwiGLU.apply(x, gates, ends, *weights)
     gated = swiglu(_grouped_product(_packed(x), first, ends)).mul_(gates.unsqueeze(1))
     return _grouped_product(gated, second, ends)
 

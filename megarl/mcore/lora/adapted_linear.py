@@ -125,6 +125,13 @@ class _AdaptedLinear(torch.autograd.Function):
         return grad_x, None, None, None, None, None, *grads
 
 
+def _split_axis(layer, projection: Projection) -> int | None:
+    """The axis along which tensor-parallel ranks share the layer's weight; None: each has the whole."""
+    if hasattr(layer, "split_axis"):  # of transformers
+        return layer.split_axis
+    return None if type(layer) is ReplicatedLinear else int(projection.name in ROW_PARALLEL)
+
+
 def _pairs(flat) -> list[tuple[Tensor, Tensor]]:
     return list(zip(flat[::2], flat[1::2], strict=True))
 
@@ -141,8 +148,10 @@ class AdaptedLinear(torch.nn.Module):
         """
         super().__init__()
         self._layer = (layer,)  # in a tuple: the model already has it as a module
+        self._sharded: tuple[Tensor, ...] = ()
         self.whole_name, weight = name, layer.weight
-        self.is_row_parallel, self.is_replicated = projections[0].name in ROW_PARALLEL, type(layer) is ReplicatedLinear
+        axis = _split_axis(layer, projections[0])
+        self.is_row_parallel, self.is_replicated = axis == 1, axis is None
         self.product = LowRankProduct(
             rows=tuple(projection.rows for projection in projections),
             scale=lora.scale,
@@ -166,12 +175,17 @@ class AdaptedLinear(torch.nn.Module):
             self.factors[projection.name] = torch.nn.ParameterDict({"a": a.to(**like).contiguous(), "b": b})
         self._mark_parallel(weight)
 
-    def attach(self):
-        """Makes the layer train the factors, and in 16 bits use them."""
-        self.layer._forward_impl, self.layer.adds_product = self._forward_impl, not self.product.is_merged
+    def attach(self, is_used: bool = True):
+        """Makes the layer train the factors, and in 16 bits use them; or makes it forget them."""
+        if is_used:
+            self.layer._forward_impl = self._forward_impl
+        else:
+            del self.layer._forward_impl
+        self.layer.adds_product = is_used and not self.product.is_merged
 
     def keep_base(self):
         """Keeps a copy of W if the layer's weight will have the factors merged; after FSDP has sharded the weight."""
+        self._sharded = (self.layer.weight,)
         if self.product.is_merged:
             self.base = torch.nn.Parameter(rows_here(self.layer.weight).data.clone(), requires_grad=False)
 
@@ -179,6 +193,11 @@ class AdaptedLinear(torch.nn.Module):
     def layer(self):
         """Megatron's linear layer."""
         return self._layer[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """The layer's weight; under FSDP the sharded one, also while a layer outside of the decoder is gathered."""
+        return self._sharded[0] if self._sharded else self.layer.weight
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """(A, B) of each projection."""
@@ -188,7 +207,7 @@ class AdaptedLinear(torch.nn.Module):
         """Sets the marks by which Megatron reduces gradients and counts each factor once in their norm."""
         for a, b in self.pairs():
             if self.is_replicated:
-                a.sequence_parallel = b.sequence_parallel = weight.sequence_parallel
+                a.sequence_parallel = b.sequence_parallel = getattr(weight, "sequence_parallel", False)
                 continue
             if self.is_row_parallel or not self.product.has_whole_b:
                 split, axis = (a, 1) if self.is_row_parallel else (b, 0)
@@ -228,14 +247,14 @@ class AdaptedLinear(torch.nn.Module):
     @torch.no_grad()
     def merge(self):
         """Sets the layer's weight to W + s·B·A; does nothing in 16 bits, where they stay apart."""
-        weight, here = rows_here(self.layer.weight)
+        weight, here = rows_here(self.weight)
         for rows, change in () if self.base is None else self.change(here):
             weight[rows] = self.base.data[rows] + change
 
     @torch.no_grad()
     def fold(self):
         """Adds s·B·A to a weight that does not contain it; in 16 bits with rounding."""
-        weight, here = rows_here(self.layer.weight)
+        weight, here = rows_here(self.weight)
         for rows, change in self.change(here):
             weight[rows] += change
 
@@ -255,11 +274,8 @@ class AdaptedLinear(torch.nn.Module):
             self.base.copy_(kept)
         elif self.base is not None:
             layer.weight.data, self.base.data = self.base.data, layer.weight.data
-        elif layer.adds_product:
-            del layer._forward_impl
-            layer.adds_product = False
         else:
-            layer._forward_impl, layer.adds_product = self._forward_impl, True
+            self.attach(not layer.adds_product)
 
     def sharded_state(self, prefix: str, name: str, expert: tuple[int, int] | None, replica: int) -> dict:
         """Describes the factors to checkpoints, by parameter name.

@@ -26,6 +26,9 @@ class Adapter(torch.nn.Module):
         """Draws factors for the layers that the targets name; `attach` makes the chunk train them."""
         super().__init__()
         self.pg_collection, self.experts = pg_collection, args.num_experts
+        if args.model_folder is not None:
+            self.linears = torch.nn.ModuleList(args.model_folder.linears().adapted(chunk, lora, args.seed))
+            return
         found = []
         for name, layer in chunk.decoder.named_modules(prefix="decoder"):
             is_linear = isinstance(layer, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear))
@@ -105,7 +108,7 @@ def give_gradient_to_layers(chunk):
 
     Recomputation saves no graph of a layer unless one of its inputs needs a gradient.
     """
-    if chunk.config.recompute_granularity is not None:
+    if chunk.config.recompute_granularity is not None and hasattr(chunk, "embedding"):
         chunk.embedding.register_forward_hook(lambda module, inputs, output: _with_gradient(output))
 
 

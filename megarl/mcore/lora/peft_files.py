@@ -67,6 +67,8 @@ def read_adapter(path: str, args, family: Family) -> PeftAdapter:
     projections = {key.split(".")[-2] for key in factors}
     rank = max(factor.shape[-2] for key, factor in factors.items() if key.endswith("A"))
     targets = tuple(target for target in TARGETS if target in projections)
+    if args.model_folder is not None:
+        targets = args.model_folder.linears().targets_naming({module.name for module in trained})
     return PeftAdapter(dataclasses.replace(stored_settings(config).with_rank(rank), targets=targets), factors, head)
 
 
@@ -245,7 +247,9 @@ def write_adapter(
         args, family: as of `read_adapter`.
     """
     tensors, modules = {}, []
-    parameters, ranks = [], {}
+    parameters, ranks, renamed = [], {}, MLP_TARGETS if args.num_experts else ()
+    if args.model_folder is not None:
+        renamed = args.model_folder.linears().renamed_by_peft()
     for module in peft_modules(args, family, family.module_prefixes[0]):
         pair = fuse(module, factors, lora.rank)
         if pair is None:
@@ -258,7 +262,7 @@ def write_adapter(
             parameters.append(name)
             experts, _, parameter = name.rpartition(".")
             name = f"{experts}.base_layer" if parameter != "down_proj" and "down_proj" in lora.targets else experts
-        elif args.num_experts and name.endswith(MLP_TARGETS):
+        elif name.endswith(renamed):
             # Among modules, PEFT would take these names for those of experts, as older transformers had them.
             parameters.append(f"{name}.weight")
         else:

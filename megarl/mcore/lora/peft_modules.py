@@ -66,6 +66,12 @@ def peft_modules(args, family: Family, prefix: str, table: dict[str, Mapping] | 
         prefix: of the names of all layers.
         table: of the family, with other names than transformers has.
     """
+    if args.model_folder is not None:
+        linears = args.model_folder.linears()
+        return [
+            PeftModule(name, (Member(linears.key_of(name), slice(0, rows), rows, ()),), columns, None)
+            for name, (rows, columns) in linears.sizes().items()
+        ]
     shapes, modules = factor_shapes(args, LoRASettings(rank=1, alpha=1.0, rslora=False, targets=TARGETS)), {}
     heads, linears, layers = HeadLayout.of(args), linears_of(args), table or family.modules or family.layers
     expert_parameters = {"linear_fc1": "gate_up_proj" if is_gated(args) else "up_proj", "linear_fc2": "down_proj"}

@@ -40,7 +40,7 @@ class LoRASettings:
     rank: int  # r: A is [r, K] and B [N, r] for W [N, K]
     alpha: float
     rslora: bool
-    targets: tuple[str, ...]  # of TARGETS, in that order
+    targets: tuple[str, ...]  # of TARGETS, in that order; of a model of transformers as PEFT's `target_modules`
 
     @property
     def scale(self) -> float:
@@ -136,6 +136,8 @@ def _projections_of_heads(heads: HeadLayout, rows: Tensor, rank: int, ranks: int
 
 def factor_shapes(args, lora: LoRASettings) -> dict[str, tuple[int, ...]]:
     """Global shapes of all factors of a model by their keys in a checkpoint, which stack the experts."""
+    if args.model_folder is not None:
+        return args.model_folder.linears().factor_shapes(lora)
     linears, shapes = linears_of(args), {}
 
     def add(prefix: str, stacked: tuple[int, ...], sizes: Sizes):

@@ -112,28 +112,28 @@ def grouped_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 class PagedSelfAttention(SelfAttention):
     """Megatron's self-attention; in rollout it attends over the engine's KV cache."""
 
-    def __init__(self, config, *args, **kwargs):
-        super().__init__(config, *args, **kwargs)
+    def __init__(self, config, **kwargs):
+        super().__init__(config, **kwargs)
         has_shared_group = config.num_query_groups < self.world_size
         self.shared_group = SharedGroup(HeadLayout.of_config(config), self.tp_group) if has_shared_group else None
         self._has_plain_heads = self.q_layernorm is None and not config.attention_output_gate
 
     def forward(
-        self, hidden, attention_mask, *args, inference_context=None, rotary_pos_emb=None, packed_seq_params=None, **kw
+        self, hidden, attention_mask, inference_context=None, rotary_pos_emb=None, packed_seq_params=None, **kw
     ):
         """Same as Megatron's; `inference_context` is a `megarl.mcore.inference.paged_context.PagedContext`,
         `packed_seq_params` a `PackedLayout`, by which the core attention rotates queries and keys."""
         if inference_context is not None:
             return self.step(hidden, inference_context.plan(rotary_pos_emb))
         if self.checkpoint_core_attention and self.training:
-            return super().forward(hidden, attention_mask, *args, packed_seq_params=packed_seq_params, **kw)
+            return super().forward(hidden, attention_mask, packed_seq_params=packed_seq_params, **kw)
         has_gate = self.config.attention_output_gate
         heads = self.get_query_key_value_tensors(hidden, None, split_qkv=True, output_gate=has_gate)
         query, key, value, *gates = heads
         attended = self.core_attention(
             query.squeeze(1), key.squeeze(1), value.squeeze(1), None, packed_seq_params=packed_seq_params
         ).unsqueeze(1)
-        return apply_linear(self.linear_proj, self._apply_output_gate(attended, *gates) if gates else attended)
+        return apply_linear(self.linear_proj, self._apply_output_gate(attended, gates[0]) if gates else attended)
 
     _layer = functools.cached_property(local_layer)
 
@@ -149,10 +149,10 @@ class PagedSelfAttention(SelfAttention):
         attended = attended if gate is None else self._apply_output_gate(attended, gate)
         return apply_linear(self.linear_proj, attended)
 
-    def get_query_key_value_tensors(self, hidden_states, *args, output_gate: bool = False, **kwargs):
+    def get_query_key_value_tensors(self, hidden_states, key_value_states=None, output_gate: bool = False, **kwargs):
         """Same as Megatron's, which has another way of getting this rank's heads of a group that ranks share."""
         if self.shared_group is None and (output_gate or self.q_layernorm is not None):
-            return super().get_query_key_value_tensors(hidden_states, *args, output_gate=output_gate, **kwargs)
+            return super().get_query_key_value_tensors(hidden_states, output_gate=output_gate, **kwargs)
         if self.shared_group is None:
             query, key, value = self._projected_heads(hidden_states).unsqueeze(1).tensor_split((-2, -1), dim=3)
             return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
@@ -178,30 +178,27 @@ class PagedSelfAttention(SelfAttention):
         groups, channels = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         return projected.view(len(projected), groups, -1, channels)
 
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """A sigmoid of each channel (2505.06708, Qwen3-Next). As Megatron's; a row's result does not depend on its
+        place."""
+        return (x * by_whole_rows(torch.sigmoid, gate.reshape(x.shape).float())).to(x.dtype)
+
 
 class AllHeadsNormAttention(PagedSelfAttention):
     """Self-attention that norms its queries, and its keys, over all heads together."""
 
-    def __init__(self, config, *args, **kwargs):
-        super().__init__(config, *args, **kwargs)
+    def __init__(self, config, **kwargs):
+        super().__init__(config, **kwargs)
         heads, groups = config.num_attention_heads // self.world_size, self.num_query_groups_per_partition
         channels = self.hidden_size_per_attention_head
         self.q_norm = AllHeadsRMSNorm(config, heads, channels, self.tp_group)
         self.k_norm = AllHeadsRMSNorm(config, groups, channels, self.tp_group, self.shared_group)
         self._has_plain_heads = False
 
-    def get_query_key_value_tensors(self, *args, **kwargs):
+    def get_query_key_value_tensors(self, hidden_states, key_value_states=None, **kwargs):
         """Same as Megatron's, with the norms."""
-        query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
+        query, key, value = super().get_query_key_value_tensors(hidden_states, key_value_states, **kwargs)
         return self.q_norm(query), self.k_norm(key), value
-
-
-class GatedSelfAttention(PagedSelfAttention):
-    """Self-attention whose output is multiplied by a sigmoid of each channel (2505.06708, Qwen3-Next)."""
-
-    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """As Megatron's; a row's result does not depend on its place."""
-        return (x * by_whole_rows(torch.sigmoid, gate.reshape(x.shape).float())).to(x.dtype)
 
 
 class DecoderLayer(TransformerLayer):
@@ -209,7 +206,7 @@ class DecoderLayer(TransformerLayer):
 
     has_plain_sums = True  # adds outputs to the hidden states as they are
 
-    def forward(self, hidden_states, *args, inference_context=None, rotary_pos_emb=None, **kwargs):
+    def forward(self, hidden_states, inference_context=None, rotary_pos_emb=None, **kwargs):
         """Returns hidden states and the cross-attention context, which is None; arguments as of Megatron's layer."""
         if inference_context is None and self._is_whole:
             inputs = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": kwargs["packed_seq_params"]}
@@ -220,7 +217,7 @@ class DecoderLayer(TransformerLayer):
         if inference_context is not None and self.config.mlp_chunks_for_prefill == 1:
             return self.step(hidden_states, inference_context.plan(rotary_pos_emb)), None
         return super().forward(
-            hidden_states, *args, inference_context=inference_context, rotary_pos_emb=rotary_pos_emb, **kwargs
+            hidden_states, inference_context=inference_context, rotary_pos_emb=rotary_pos_emb, **kwargs
         )
 
     def step(self, hidden: Tensor, plan: StepPlan) -> Tensor:
@@ -256,11 +253,11 @@ class DecoderLayer(TransformerLayer):
 class MoEDecoderLayer(DecoderLayer):
     """A layer with experts; passes the routing of its micro-batch to its router."""
 
-    def forward(self, *args, packed_seq_params=None, **kwargs):
+    def forward(self, hidden_states, packed_seq_params=None, **kwargs):
         """Same as Megatron's layer; `packed_seq_params` is a `PackedLayout`, None in the engine."""
         routing = None if packed_seq_params is None else packed_seq_params.routing
         with self.mlp.router.routed(routing):
-            return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+            return super().forward(hidden_states, packed_seq_params=packed_seq_params, **kwargs)
 
     def _feed_forward(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """Same as that of `DecoderLayer`; a step that the device plans has equally many rows on all ranks that share
@@ -278,8 +275,8 @@ class PostNormLayer(DecoderLayer):
 
     has_plain_sums = False
 
-    def __init__(self, config, *args, **kwargs):
-        super().__init__(config, *args, **kwargs)
+    def __init__(self, config, **kwargs):
+        super().__init__(config, **kwargs)
         self.post_self_attn_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
         self.post_mlp_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
         self.self_attn_bda, self.mlp_bda = self._attention_bda, self._mlp_bda
@@ -298,10 +295,10 @@ class PostNormLayer(DecoderLayer):
 
     def _attention_bda(self, *_):
         """Megatron's interface: called with two switches, returns what adds a layer's output to the residual."""
-        return lambda *args: self._add_normed(self.post_self_attn_layernorm, *args)
+        return functools.partial(self._add_normed, self.post_self_attn_layernorm)
 
     def _mlp_bda(self, *_):
-        return lambda *args: self._add_normed(self.post_mlp_layernorm, *args)
+        return functools.partial(self._add_normed, self.post_mlp_layernorm)
 
 
 class PostNormMoELayer(MoEDecoderLayer, PostNormLayer):

@@ -138,7 +138,7 @@ class TokenScorer:
 
         if not self.teachers:
             scores = TokenScores(aligned(logprobs), aligned(entropy))
-            return SquaredScores(*scores, aligned(square_sums)) if self.squares else scores
+            return SquaredScores(scores.logprobs, scores.entropy, aligned(square_sums)) if self.squares else scores
         places = packing.next_tokens if rows is None else packing.next_tokens[rows]
         if self.teachers[0].tokens is None:
             taught = [TaughtRows(None, self.teachers[0].states[places], self.teachers[0].head)]

@@ -142,6 +142,10 @@ def build_model(args, vocab_size: int, pg_collection, value_head: bool = False) 
     config.variable_seq_lengths = True  # packed micro-batches send tensors of unequal length between pipeline stages
     config.batch_p2p_sync = False  # it makes the host wait for each send, to avoid a race of old PyTorch versions
     _seed_everything(args.seed, pg_collection)
+    if args.model_folder is not None:
+        head = ValueHead(config, pg_collection.tp, bias=False) if value_head else None
+        chunk = args.model_folder.chunk(args, config, pg_collection, head)
+        return ModelChunks([chunk.to_empty_weights(device.device())])
     chunks = virtual_stage_numbers(args)
     return ModelChunks(_build_chunk(args, config, vocab_size, pg_collection, value_head, chunk) for chunk in chunks)
 

@@ -34,7 +34,8 @@ def initialize(chunk, seed: int, pg_collection):
 def global_name(name: str, chunk, pg_collection) -> str:
     """Returns a parameter's name in the whole model: layers and experts numbered from 0 over all stages and ranks.
 
-    Grouped experts, whose layers have a `weight3` of expert 3, get the names of experts with layers of their own.
+    Grouped experts, whose layers have a `weight3` of expert 3, get the names of experts with layers of their own. Names
+    in a module of transformers are those of the whole model from the start.
     """
     if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"  # a later stage's copy of the first stage's embedding
@@ -47,7 +48,7 @@ def global_name(name: str, chunk, pg_collection) -> str:
         return f"local_experts.{dist.get_rank(pg_collection.ep) * local + int(match[1])}."
 
     name = re.sub(r"\.experts\.(linear_fc\d)\.(\w+?)(\d+)$", r".experts.local_experts.\3.\1.\2", name)
-    return re.sub(r"local_experts\.(\d+)\.", expert, re.sub(r"decoder\.layers\.(\d+)\.", layer, name))
+    return re.sub(r"local_experts\.(\d+)\.", expert, re.sub(r"(?<!model\.)decoder\.layers\.(\d+)\.", layer, name))
 
 
 def _seed(seed: int, name: str) -> int:

@@ -82,6 +82,8 @@ def _is_plain(layer) -> bool:
     attention, mlp = layer.self_attention, layer.mlp
     if type(layer) is not DecoderLayer or type(attention) is not PagedSelfAttention or type(mlp) is not SwiGLUMLP:
         return False
+    if layer.config.attention_output_gate:
+        return False
     norms = [layer.input_layernorm, layer.pre_mlp_layernorm]
     norms += [norm for norm in (attention.q_layernorm, attention.k_layernorm) if not _is_absent(norm)]
     linears = [attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2]

@@ -18,6 +18,22 @@ def moe_layer_pattern(args) -> list[bool]:
     return [i % pattern == 0 for i in range(args.num_layers)] if isinstance(pattern, int) else list(map(bool, pattern))
 
 
+class RoutedLayers(NamedTuple):
+    """The MoE layers of a whole model whose routes can be recorded and replayed."""
+
+    numbers: tuple[int, ...]  # from 1
+    experts: int  # E of each; 0: there are none
+    topk: int
+
+    @classmethod
+    def of(cls, args) -> "RoutedLayers":
+        """Those of a role's Megatron namespace."""
+        if args.model_folder is not None:
+            return args.model_folder.routed_layers()[0]
+        numbers = (number for number, has_experts in enumerate(moe_layer_pattern(args), 1) if has_experts)
+        return cls(tuple(numbers), args.num_experts or 0, args.moe_router_topk)
+
+
 def recurrent_layer_pattern(args) -> list[bool]:
     """Returns whether each layer of the whole model has a recurrent state instead of attention: all but every N-th of
     `--linear-attention-freq` N, or a pattern; those with an M of `--hybrid-layer-pattern`."""

@@ -189,7 +189,7 @@ class GatedDeltaNet(RecurrentMixer):
         sizes = self._sizes_of(shares)
         x, _, b, a = wide.split((sizes.channels, sizes.heads * sizes.values, sizes.heads, sizes.heads), 1)
         own = self._of_share(shares, share, [self.conv1d.weight.float()], [self.A_log, self.dt_bias])
-        return Inputs(x, a, b, *own)
+        return Inputs._make([x, a, b, *own])
 
     def _gated(self, read: Tensor, wide: Tensor, dtype: torch.dtype, shares: int, share: int) -> Tensor:
         sizes = self._sizes_of(shares)
@@ -232,7 +232,7 @@ class Mamba2(RecurrentMixer):
         _, x, steps = wide.split((sizes.parts["x"], sizes.channels, sizes.heads), 1)
         convolution = [self.conv1d.weight.float(), self.conv1d.bias.float()]
         own = self._of_share(shares, share, convolution, [self.A_log, self.dt_bias, self.D])
-        return SpaceInputs(x, steps, *own)
+        return SpaceInputs._make([x, steps, *own])
 
     def _gated(self, read: Tensor, wide: Tensor, dtype: torch.dtype, shares: int, share: int) -> Tensor:
         sizes = self._sizes_of(shares)

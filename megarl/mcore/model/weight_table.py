@@ -197,8 +197,8 @@ def _experts(args, sizes: ParallelSizes) -> list[Weight]:
     MLP, and its gate."""
     experts, hidden = args.num_experts, args.hidden_size
     weights = _linear(args, "mlp.router", (experts, hidden), args.add_bias_linear)
-    for name, size in latent_projections(args).items():
-        weights.append(_weight(args, f"mlp.{name}.weight", *size))
+    for name, (rows, columns) in latent_projections(args).items():
+        weights.append(_weight(args, f"mlp.{name}.weight", rows, columns))
     is_expert = args.expert_model_parallel_size > 1  # without expert parallelism, reduced like all others
     expert = _mlp(args, "", expert_sizes(args), sizes.expert_tensor)
     for number in range(experts // sizes.expert):
@@ -284,6 +284,8 @@ def weight_shapes(
         resumes: also require the experts' balancing state; without it, a policy may lack it and it starts anew.
         value_head: also require the scalar head.
     """
+    if args.model_folder is not None:
+        return args.model_folder.checkpoint_shapes(role, value_head)
     hidden, kinds, last = args.hidden_size, layer_kinds(args), args.num_layers - 1
     shapes: dict[str, tuple[int, ...] | None] = {f"{role}.{EMBEDDING}": (padded_vocab_size(args, vocab_size), hidden)}
     if value_head:

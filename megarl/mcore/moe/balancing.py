@@ -28,8 +28,8 @@ class BalancedRouter(TopKRouter):
     `--moe-z-loss-coeff` adds the z-loss (2202.08906 eq. 5), `--moe-router-enable-expert-bias` the bias of 2408.15664.
     """
 
-    def __init__(self, config, *args, **kwargs):
-        super().__init__(config, *args, **kwargs)
+    def __init__(self, config, **kwargs):
+        super().__init__(config, **kwargs)
         self.frozen_expert_bias = True  # else Megatron updates it even in skipped updates; see `finish_update`
         experts = config.num_moe_experts
         self.has_share = self.get_aux_loss_coeff("global_aux_loss") > 0

@@ -42,8 +42,8 @@ class Experts(SequentialMLP):
     """Repeats the last token of an expert with fewer than `MIN_ROWS` tokens on a CPU: matrix products of fewer rows use
     another kernel, so a token's output would depend on how many tokens its expert has."""
 
-    def __init__(self, num_local_experts: int, config, *args, **kwargs):
-        super().__init__(num_local_experts, config, *args, **kwargs)
+    def __init__(self, num_local_experts: int, config, **kwargs):
+        super().__init__(num_local_experts, config, **kwargs)
         if not config.add_bias_linear:
             return
         for expert in self.local_experts:
@@ -109,9 +109,9 @@ def _own_projections(group) -> Iterator[None]:
 class MixtureLayer(MoELayer):
     """Megatron's MoE layer; `forward` takes the direct path where it can."""
 
-    def __init__(self, config, *args, pg_collection=None, **kwargs):
+    def __init__(self, config, pg_collection=None, **kwargs):
         with _own_projections(pg_collection.tp):
-            super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
+            super().__init__(config, pg_collection=pg_collection, **kwargs)
         c, self._ep_size = self.experts.config, dist.get_world_size(self.ep_group)
         is_plain = is_plain_swiglu(c) and not c.moe_apply_probs_on_input
         is_supported = self.experts.tp_group.size() == 1 and not c.moe_latent_size and not self.shared_expert_overlap

@@ -54,8 +54,8 @@ class RouteRecorder(RouterReplay):
 class Router(BalancedRouter):
     """megarl's router. It takes the routes of the micro-batch inside `routed`, and routes live elsewhere."""
 
-    def __init__(self, config, *args, **kwargs):
-        super().__init__(config, *args, **kwargs)
+    def __init__(self, config, **kwargs):
+        super().__init__(config, **kwargs)
         self.router_replay = RouteRecorder(config.moe_router_group_score)
         # With selective recomputation of MoE layers, backward calls only the router, once per micro-batch.
         self._recomputes = config.recompute_granularity == "selective" and "moe" in config.recompute_modules
@@ -111,7 +111,8 @@ class Router(BalancedRouter):
 
 def routers_of(stages) -> list[Router]:
     """Returns the routers of a model's chunks on this rank, or of one chunk, in layer order."""
-    return [module.router for module in stages.modules() if isinstance(module, MoELayer)]
+    of_modules = (router for module in stages.modules() for router in vars(module).get("routers", ()))
+    return [module.router for module in stages.modules() if isinstance(module, MoELayer)] or list(of_modules)
 
 
 def moe_layers_of(stages) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ class _Trained(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, kind, sizes, runs, *inputs):
-        found = kind(*inputs)
+        found = kind._make(inputs)
         states = own_states(found.x, sizes, runs) if has_kernels(found.x) else None
         ctx.save_for_backward(*inputs, *([] if states is None else [states.memories]))
         ctx.kind, ctx.sizes, ctx.runs = kind, sizes, runs
@@ -61,7 +61,7 @@ class _Trained(torch.autograd.Function):
         inputs = ctx.kind(*(x.detach().requires_grad_() for x in saved))
         with torch.enable_grad():
             if memories:
-                results, grads = inputs.token_gradients(grad, ctx.sizes, ctx.runs, *memories)
+                results, grads = inputs.token_gradients(grad, ctx.sizes, ctx.runs, memories[0])
             else:
                 results, grads = inputs.by_chunks(ctx.sizes, ctx.runs), grad
         return None, None, None, *torch.autograd.grad(results, inputs, grads)

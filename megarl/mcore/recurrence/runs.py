@@ -165,12 +165,11 @@ class DeviceRuns(NamedTuple):
 AnyRuns = Runs | DeviceRuns
 
 
-def runs_of_stream(
-    starts: np.ndarray, ends: np.ndarray, holders: np.ndarray, prefix_lengths: np.ndarray, taps: int
-) -> Runs:
+def runs_of_stream(stream, taps: int) -> Runs:
     """The runs of a packed stream: one of each sequence, and several of one that holds a prefix for others, whose state
-    has a number of its own. The first arguments are fields of an `attention.segments.TokenStream`."""
+    has a number of its own. `stream`: an `attention.segments.TokenStream`."""
     prefixes: dict[int, list[int]] = {}
+    starts, ends, holders, prefix_lengths = stream
     for holder, length in zip(holders.tolist(), prefix_lengths.tolist(), strict=True):
         if length and length not in prefixes.setdefault(holder, []):
             prefixes[holder].append(length)

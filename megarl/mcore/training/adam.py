@@ -6,7 +6,7 @@ new weights in the model's type come back. Their fp32 weights and moments never 
 that it had before, if they are fp32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -47,9 +47,10 @@ class Adam(torch.optim.Optimizer):
     def _update(self, group: dict, params: list):
         for p in params:
             self.create_moments(p)
-        columns = [(p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]) for p in params]
+        first, second = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
+        columns = params, [p.grad for p in params], first, second
         # Each rank updates its own rows of a sharded parameter.
-        weights, grads, first, second = [list(map(to_local_if_dtensor, c)) for c in zip(*columns, strict=True)]
+        weights, grads, first, second = (list(map(to_local_if_dtensor, column)) for column in columns)
         self._update_tensors(group, weights, grads, first, second)
 
     def _update_tensors(self, group: dict, weights: list, grads: list, first: list, second: list):
@@ -79,10 +80,10 @@ class Adam(torch.optim.Optimizer):
     def _apply(self, group: dict, decay: float, weights: list, grads: list, first: list, second: list):
         if self.moments is None:
             return _adamw(group, decay, weights, grads, first, second)
-        for of_weights, of_grads, *kept in pieces(weights, grads, first, second):
+        for of_weights, of_grads, *kept in pieces(zip(weights, grads, first, second, strict=True)):
             computed = [[moment.float() for moment in moments] for moments in kept]
-            _adamw(group, decay, of_weights, of_grads, *computed)
-            for moment, result in zip(chain(*kept), chain(*computed), strict=True):
+            _adamw(group, decay, of_weights, of_grads, computed[0], computed[1])
+            for moment, result in zip(chain.from_iterable(kept), chain.from_iterable(computed), strict=True):
                 if moment is not result:  # fp32
                     moment.copy_(result)
 
@@ -95,24 +96,28 @@ def _adamw(group: dict, decay: float, weights: list, grads: list, first: list, s
     adamw(weights, grads, first, second, [], steps, **options)
 
 
-def pieces(*columns: list[Tensor]) -> Iterator[list[list[Tensor]]]:
+def pieces(rows: Iterable[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]:
     """Cuts tensors by rows; yields columns of views of at most `PIECE` elements together, or of one row.
 
     Args:
-        columns: lists of the same length; tensors at one place of them have one shape.
+        rows: tensors of one shape each, equally many.
     """
     piece, size = [], 0
-    for tensors in zip(*columns, strict=True):
-        tensors = torch.atleast_1d(*tensors)
-        rows = max(1, PIECE * len(tensors[0]) // max(1, tensors[0].numel()))
-        for parts in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
+    for tensors in rows:
+        tensors = [torch.atleast_1d(tensor) for tensor in tensors]
+        count = max(1, PIECE * len(tensors[0]) // max(1, tensors[0].numel()))
+        for parts in zip(*(tensor.split(count) for tensor in tensors), strict=True):
             if piece and size + parts[0].numel() > PIECE:
-                yield [list(column) for column in zip(*piece, strict=True)]
+                yield _columns(piece)
                 piece, size = [], 0
             piece.append(parts)
             size += parts[0].numel()
     if piece:
-        yield [list(column) for column in zip(*piece, strict=True)]
+        yield _columns(piece)
+
+
+def _columns(rows: list[tuple[Tensor, ...]]) -> list[list[Tensor]]:
+    return [[row[column] for row in rows] for column in range(len(rows[0]))]
 
 
 class HostShard(NamedTuple):
@@ -192,9 +197,9 @@ class HostAdam(Adam):
                     transfer.copy_(gradient, non_blocking=True)
                 sent.append((group, columns, down.record_event()))
         super().step()
-        for group, (weights, main, transfers, *moments), arrived in sent:
+        for group, (weights, main, transfers, first, second), arrived in sent:
             arrived.synchronize()
-            self._update_tensors(group, main, transfers, *moments)
+            self._update_tensors(group, main, transfers, first, second)
             with torch.cuda.stream(up):
                 for of_model, own, memory in zip(weights, main, transfers, strict=True):
                     rounded = memory.view(of_model.dtype)[: len(own)].copy_(own)  # the gradient is no longer needed
@@ -214,5 +219,5 @@ class HostAdam(Adam):
                     self.create_moments(parameter)
                     state = self.state[parameter]
                     rows.append((parameter.grad, *self.on_host[parameter], state["exp_avg"], state["exp_avg_sq"]))
-            for columns in pieces(*map(list, zip(*rows, strict=True))):
+            for columns in pieces(rows):
                 yield group, columns

@@ -179,7 +179,7 @@ def _number_as_grouped(part):
     if not hasattr(part, "model_param_group_index_map"):
         return
     for number, of_group in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
-        for place, parameter in enumerate(chain(*of_group)):
+        for place, parameter in enumerate(chain.from_iterable(of_group)):
             part.model_param_group_index_map[parameter] = number, place
 
 

@@ -33,7 +33,7 @@ def freeze(stages, args, pg_collection):
         for name, parameter in named(chunk, pg_collection):
             if optimizer_flags.is_frozen(args, name):
                 parameter.requires_grad_(False)
-        if chunk.pre_process:
+        if chunk.pre_process and args.model_folder is None:
             give_gradient_to_layers(chunk)
 
 

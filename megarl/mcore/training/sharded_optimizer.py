@@ -47,8 +47,8 @@ class ShardedOptimizer(DistributedOptimizer):
     model_float16_groups: list[list[Tensor]]
     shard_fp32_from_float16_groups: list[list[Tensor]]
 
-    def __init__(self, optimizer, config, grad_scaler, init_state_fn, *args, **kwargs):
-        super().__init__(optimizer, config, grad_scaler, init_state_fn or create_momentum, *args, **kwargs)
+    def __init__(self, optimizer, config, grad_scaler, init_state_fn, **kwargs):
+        super().__init__(optimizer, config, grad_scaler, init_state_fn or create_momentum, **kwargs)
 
     @property
     def optimizer_state_keys(self):

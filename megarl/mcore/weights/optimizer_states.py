@@ -53,8 +53,8 @@ def _with_fp32_parameters(optimizer) -> Iterator[None]:
     own = [(part.float16_groups, part.fp32_from_float16_groups) for part in mixed]
     try:
         for part in mixed:
-            copies = map(chain.from_iterable, (part.fp32_from_float16_groups, part.float16_groups))
-            model = {id(main): parameter for main, parameter in zip(*copies, strict=True)}
+            mains, halves = map(chain.from_iterable, (part.fp32_from_float16_groups, part.float16_groups))
+            model = {id(main): parameter for main, parameter in zip(mains, halves, strict=True)}
             groups = [list(group["params"]) for group in part.optimizer.param_groups]
             part.float16_groups = [[model.get(id(main), main) for main in group] for group in groups]
             part.fp32_from_float16_groups = groups

@@ -60,7 +60,7 @@ class WeightTransfer:
         self.source, self.destination = source, destination
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, (self.source.description(), self.destination.description()), group=group)
-        sources, destinations = map(list, zip(*gathered, strict=True))
+        sources, destinations = [of_rank[0] for of_rank in gathered], [of_rank[1] for of_rank in gathered]
         check(sources, destinations)
         self.dtypes = {key: whole.dtype for key, whole in merge_wholes("destination", destinations).items()}
         copies = shard_copies(self.rank, sources, destinations)

@@ -57,7 +57,7 @@ class ShardCopy(NamedTuple):
 def overlap(one: tuple[Coordinates, Coordinates], other: tuple[Coordinates, Coordinates]):
     """Returns the intersection (offset, shape) of two boxes (offset, shape); None if it is empty."""
     starts = tuple(map(max, one[0], other[0]))
-    ends = (min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
+    ends = (min(a + n, b + m) for a, n, b, m in zip(one[0], one[1], other[0], other[1], strict=True))
     shape = tuple(end - start for start, end in zip(starts, ends, strict=True))
     return (starts, shape) if all(size > 0 for size in shape) else None
 

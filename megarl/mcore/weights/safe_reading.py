@@ -26,8 +26,11 @@ _TYPES = (
     metadata.TensorProperties, metadata.MetadataIndex, metadata.StorageMeta, metadata._MEM_FORMAT_ENCODING,
     filesystem._StorageInfo,
 )  # fmt: skip
-_DTYPES = {("torch", str(value).removeprefix("torch.")): value for value in vars(torch).values()
-           if isinstance(value, torch.dtype)}  # fmt: skip
+_DTYPES = {
+    ("torch", str(value).removeprefix("torch.")): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
 _LAYOUTS = {("torch.serialization", "_get_layout"): torch.serialization._get_layout, ("torch", "Size"): torch.Size}
 ALLOWED = {(kind.__module__, kind.__qualname__): kind for kind in _TYPES} | _DTYPES | _LAYOUTS
 

@@ -1,6 +1,6 @@
 """The file of `--judge-config`: the messages that a judge reads, how it answers, and how its number is read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from megarl.data.places import names_in
@@ -76,14 +76,14 @@ def _is_range(value: Any) -> bool:
     return is_pair and -MAX_VALUE <= value[0] < value[1] <= MAX_VALUE
 
 
-def _one_of(*names: str) -> _Key:
+def _one_of(names: Sequence[str]) -> _Key:
     return _Key(lambda value: value in names, " or ".join(names), names[0])
 
 
 _REQUIRED = ("messages", "number", "range")
 _KEYS = {
-    "mode": _one_of(*PLACES),
-    "pairs": _one_of(*PAIRS),
+    "mode": _one_of(list(PLACES)),
+    "pairs": _one_of(PAIRS),
     "messages": _Key(lambda value: isinstance(value, list) and bool(value), "a list of messages"),
     "number": _Key(lambda value: True, ""),  # see `numbers_rule`
     "range": _Key(_is_range, f"the lowest and the highest number, as [1, 10], within -{MAX_VALUE:g} and {MAX_VALUE:g}"),

@@ -170,10 +170,14 @@ class Episode:
         start, own = self.turns[-1][0] if self.is_open else len(self.tokens), self.request
         turn = self.complete_turns
         return dataclasses.replace(
-            own, prompt=list(self.tokens), key=turn_key(own.stream_of(turn), self.tokens[:start]),
-            max_new_tokens=self.turn_limit, counted_tokens=self.new_tokens, written=len(self.tokens) - start,
+            own,
+            prompt=list(self.tokens),
+            key=turn_key(own.stream_of(turn), self.tokens[:start]),
+            max_new_tokens=self.turn_limit,
+            counted_tokens=self.new_tokens,
+            written=len(self.tokens) - start,
             trunk=own.trunk_of(turn),
-        )  # fmt: skip
+        )
 
     def add_turn(self, completion: Completion):
         """Appends what the policy wrote; a turn that was cut at its own limit ends the episode."""

@@ -17,9 +17,11 @@ from megarl.rollout.requests import unknown_routes
 
 
 def episodes_to_batch(
-    episodes: Iterable[Episode], empty_routes: Tensor | None = None, has_forced: bool = False,
+    episodes: Iterable[Episode],
+    empty_routes: Tensor | None = None,
+    has_forced: bool = False,
     version: int | None = None,
-) -> Batch:  # fmt: skip
+) -> Batch:
     """The episodes of a replica in ascending order of their numbers; only what the policy has chosen is in the mask.
 
     `episodes` have ended, or a later round continues them. `empty_routes`: [0, L, k] routes of no tokens; None if none

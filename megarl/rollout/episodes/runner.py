@@ -59,10 +59,15 @@ def limits_of(settings: Settings, encoder: Encoder, turns: TurnTokens, own: Resp
         return StopMatcher(tokenizer, tuple(dict.fromkeys((*own.stops, *stops)))) if stops else None
 
     return EpisodeLimits(
-        turns=settings.max_turns, turn=min(settings.max_turn_length or longest, longest), response=longest,
-        ends=tokenizer.end_ids, closing=turns.closing_token() if has_others else None,
-        is_carried=settings.partial_rollouts, thinking=thinking_budget_of(settings, encoder), matcher=matcher,
-    )  # fmt: skip
+        turns=settings.max_turns,
+        turn=min(settings.max_turn_length or longest, longest),
+        response=longest,
+        ends=tokenizer.end_ids,
+        closing=turns.closing_token() if has_others else None,
+        is_carried=settings.partial_rollouts,
+        thinking=thinking_budget_of(settings, encoder),
+        matcher=matcher,
+    )
 
 
 def _key_in(requests: RoundRequests, number: int) -> str:
@@ -74,9 +79,13 @@ class EpisodeRunner:
     """The environments of a replica of the rollout, on all of its ranks; only the leader has the processes."""
 
     def __init__(
-        self, settings: Settings, role_groups: RoleGroups, encoder: Encoder, run: Path | None = None,
+        self,
+        settings: Settings,
+        role_groups: RoleGroups,
+        encoder: Encoder,
+        run: Path | None = None,
         sessions: SessionPool | None = None,
-    ):  # fmt: skip
+    ):
         """
         Args:
             encoder: the policy's.

@@ -83,10 +83,15 @@ class EpisodeSource:
     """
 
     def __init__(
-        self, prompts: RequestSource, begin: Callable[[int, GenerationRequest], Episode],
-        client: EnvironmentClient | None, role_groups: RoleGroups, max_open: int,
-        early_stop: GroupEarlyStop | None = None, sender: ResponseSender | None = None,
-    ):  # fmt: skip
+        self,
+        prompts: RequestSource,
+        begin: Callable[[int, GenerationRequest], Episode],
+        client: EnvironmentClient | None,
+        role_groups: RoleGroups,
+        max_open: int,
+        early_stop: GroupEarlyStop | None = None,
+        sender: ResponseSender | None = None,
+    ):
         """
         Args:
             prompts: requests for the first turns, numbered by sequence id; their prompts may still grow.

@@ -46,7 +46,7 @@ def stream(lengths=LENGTHS, holders=None, prefixes=None, padding: int = 3) -> To
 
 def runs_of(lengths=LENGTHS, holders=None, prefixes=None, padding: int = 3) -> Runs:
     """The runs of such a stream."""
-    return runs_of_stream(*stream(lengths, holders, prefixes, padding), TAPS)
+    return runs_of_stream(stream(lengths, holders, prefixes, padding), TAPS)
 
 
 def rows_of_sequences(tokens: TokenStream) -> list[Tensor]:

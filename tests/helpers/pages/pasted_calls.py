@@ -12,7 +12,7 @@ import pytest
 import torch.distributed.run
 
 from megarl import arguments, launcher, plan
-from megarl.rewards.build import build_verifiers
+from megarl.rewards.chosen_verifiers import build_verifiers
 from tests.helpers.pages import commands, documents
 from tests.helpers.pages.command_flags import PROGRAMS, WrongCommand, check_tool, require
 from tests.helpers.programs import ROOT

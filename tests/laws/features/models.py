@@ -13,19 +13,33 @@ from tests.laws.features.feature import (
     GRPO,
     PP2,
     ROLLOUT_APART,
+    SHARDED,
+    SMALL,
     TP2,
     TP2_SEQUENCE,
+    TWO,
     Feature,
 )
 
 EMA = f"{GRPO} {GRADED} --ema-decay 0.7 --lr 3e-3 --keep-best false {EVALUATED} --evaluate-ema"
 MTP = f"{GRPO} {GRADED} --lr 3e-3 --mtp-drafts --mtp-train"
 REFRESH = f"{GRADED} --reference-update-interval 2 --lr-decay-iters 9 --lr 3e-3"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 REFERENCE_APART = "--role-map actor=0;critic=0;reward=0;reference=1"
 FROZEN = "--freeze embedding.* *.layers.0.*"
 RATES = "--lr-multipliers *.mlp.*=0.5 --weight-decay-multipliers *.mlp.*=3"
 FEW_BITS = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95"
 LORA = f"{GRADED} --lora-rank 2 --lora-alpha 8 --lr 1e-2 --critic-lr 2e-2 --ppo-epochs 2"
+
+
+# A policy, reference and critic of transformers' modules: with a tied head, windows, softcaps; with experts.
+MODULES = f"--hf-model {{gemma2}} --model-source transformers {GRADED} --lr 1e-4 --critic-lr 1e-3"
+MODULES_APART = (4, "--role-map actor=0-1;critic=2;reward=3;reference=3 --actor-tensor-model-parallel-size 2")
+FSDP, TP2_FSDP = (2, "--use-torch-fsdp2"), (4, f"{TP2[1]} --use-torch-fsdp2")
+
+
+def _of_modules(flags: str = "", ranks: int = 1, **more) -> Feature:
+    return Feature(f"{MODULES} {flags}", ranks, warm_start=False, tolerance=1e-5, **{"steps": 4, **more})
 
 
 def _averaged(flags: str, ranks: int = 1, **more) -> Feature:
@@ -92,9 +106,23 @@ MODELS = {
     "factors in another layout": Feature(LORA, steps=2, resumed=1, moved=(TP2_SEQUENCE,)),
     "factors": Feature(LORA, steps=2, resumed=1, tolerance=0, texts=2, layouts=(
         (2, REFERENCE_APART), (1, "--offload"), (1, "--offload --critic-lora-rank 2 --actor-offload --critic-offload"),
-        (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"))),
+        (1, FULL))),
     "factors in bf16": Feature(f"{LORA} --bf16", steps=2, resumed=1, tolerance=0, texts=2, layouts=(
         (2, "--role-map actor=0;critic=0;reward=0;reference=0;rollout=1 --verify-weights"),)),
+    "modules": _of_modules(
+        layouts=(TWO, SHARDED, FSDP, TP2, CP2, TP2_FSDP, MODULES_APART, (1, SMALL), (1, FULL)),
+        moved=(TWO, TP2, FSDP)),
+    "modules, sharded": _of_modules(SHARDED[1], 2), "modules, FSDP": _of_modules(FSDP[1], 2),
+    "modules, tensor": _of_modules(TP2[1], 2, steps=3, moved=((1, "--tensor-model-parallel-size 1"),)),
+    "modules, tensor, FSDP": _of_modules(TP2_FSDP[1], 4), "modules in bf16": _of_modules("--bf16"),
+    "modules of experts": _of_modules("--hf-model {qwen3_moe}", layouts=(TWO, FSDP, TP2, CP2)),
+    "modules of unlike layers": _of_modules("--hf-model {gemma4_text} --speculative-rollout"
+                                            " --rollout-prefix-caching", layouts=(FSDP,)),
+    "modules, a lag": _of_modules(f"{ALL_AHEAD} --advantage grpo --kl-coefficient 0 --verify-weights", 2),
+    "modules, frozen": _of_modules("--freeze *embed_tokens* --lr-multipliers *self_attn*=0.5 --ema-decay 0.5"),
+    "modules, the critic of Megatron's layers": _of_modules("--critic-model-source megatron"),
+    "modules, the critic alone": _of_modules("--model-source megatron --critic-model-source transformers",
+                                             layouts=((2, "--critic-tensor-model-parallel-size 2"),)),
     "factors, FSDP": Feature(f"{LORA} --actor-use-torch-fsdp2 --critic-use-torch-fsdp2 --reference-use-torch-fsdp2"
                              " --verify-weights", 2, steps=2, resumed=1),
 }  # fmt: skip

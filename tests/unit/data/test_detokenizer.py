@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from megarl.data.detokenizer import StopMatcher, Vocabulary
 from megarl.data.tokenizers import build_tokenizer
 from megarl.flags.fields import parse_ints
-from megarl.flags.generation import parse_stops
+from megarl.flags.generation_flags import parse_stops
 from tests.helpers.texts import small_tokenizers
 
 NAMES = [*small_tokenizers.HUGGING_FACE, "characters", "sentence_piece", "sentence_piece_trimmed"]

@@ -22,7 +22,7 @@ def lora_of(flags: str, role: str = "actor", size: int = 1, shape: str = "llama"
 def test_names_of_targets():
     assert lora.TARGETS == TARGETS and lora.ALL_LINEAR == ALL_LINEAR
     assert lora.are_targets("v_proj, q_proj") and lora.are_targets("all-linear")
-    assert not lora.are_targets("q_proj,lm_head") and not lora.are_targets("")
+    assert not lora.are_targets("q_proj;k_proj") and not lora.are_targets("")
 
 
 def test_without_a_rank_a_role_trains_its_weights():

@@ -17,7 +17,7 @@ from megarl.errors import UsageError
 from megarl.observe import trackers
 from megarl.observe.metrics_file import MetricsWriter, read_metrics
 from megarl.observe.trackers import QUIET, TrackerOptions
-from tests.helpers.tracked_runs import stored, track
+from tests.helpers.tracked_runs import METRICS, installed, stored, track_steps
 
 
 class FakeWandb(types.ModuleType):
@@ -233,24 +233,9 @@ def test_a_tracker_beside_tensorboard_with_files_in_a_folder_of_several_runs(fak
 # -- the packages, in processes of their own: they start threads -------------------------------------------------------
 
 
-def installed(name: str):
-    """Marks a test of a package that only the extra `trackers` installs."""
-    is_missing = importlib.util.find_spec(name) is None
-    return pytest.mark.skipif(is_missing, reason=f"{name} is not installed: pip install 'megarl[trackers]'")
-
-
-METRICS = {"reward/mean": 0.1 + 0.2, "eval/pass@4": 0.5, "reward/a.b:c/mean": 5e-324}
-
-
-def run(folder, name, resume_step, steps, sign=1.0, **more) -> str:
-    """Steps of a run with one tracker; returns what is printed."""
-    rows = [[step, {key: sign * step * value for key, value in METRICS.items()} | {"nan": math.nan}] for step in steps]
-    return track(folder, name, resume_step, rows, **more)
-
-
 @installed("wandb")
 def test_weights_and_biases_stores_every_bit_and_rewinds(tmp_path):
-    printed = run(tmp_path, "wandb", None, range(5)) + run(tmp_path, "wandb", 2, [3, 4], sign=-1.0)
+    printed = track_steps(tmp_path, "wandb", None, range(5)) + track_steps(tmp_path, "wandb", 2, [3, 4], sign=-1.0)
     first, second = stored("wandb", tmp_path)
     assert first["id"] == second["id"] == json.loads((tmp_path / "trackers.json").read_text())["wandb"]
     assert (first["name"], first["project"], first["exit"], first["rewound_to"]) == ("mine", "proj", 0, None)
@@ -265,43 +250,6 @@ def test_weights_and_biases_stores_every_bit_and_rewinds(tmp_path):
 
 @installed("wandb")
 def test_a_signal_that_ends_the_process_of_weights_and_biases_ends_no_run(tmp_path):
-    printed = run(tmp_path, "wandb", None, range(5), kill_children_after=2)
+    printed = track_steps(tmp_path, "wandb", None, range(5), kill_children_after=2)
     assert printed.count("megarl: warning: --trackers wandb: ") == 1 == printed.count("\n")
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 5
-
-
-@installed("mlflow")
-def test_mlflow_stores_every_bit_and_replaces_a_run_that_had_gone_further(tmp_path):
-    printed = run(tmp_path, "mlflow", None, range(3)) + run(tmp_path, "mlflow", 2, [3, 4])
-    (only,) = stored("mlflow", tmp_path / "mlflow")
-    assert (only["name"], only["experiment"], only["status"]) == ("mine", "proj", "FINISHED")
-    assert only["params"] == {"megarl.seed": "1"} and not only["deleted"]
-    printed += run(tmp_path, "mlflow", 2, [3, 4], sign=-1.0)
-    old, new = stored("mlflow", tmp_path / "mlflow")
-    assert old["deleted"] and not new["deleted"] and old["points"] == only["points"]
-    assert new["status"] == "FINISHED" and new["params"] == only["params"] and new["id"] != old["id"]
-    for name, value in {"reward/mean": 0.1 + 0.2, "eval/pass.4": 0.5, "reward/a.b.c/mean": 5e-324}.items():
-        assert old["points"][name] == [[step, step * value] for step in range(5)]
-        assert new["points"][name] == [[step, (step if step < 3 else -step) * value] for step in range(5)]
-    assert [step for step, value in new["points"]["nan"] if math.isnan(value)] == [0, 1, 2, 3, 4]
-    printed += run(tmp_path, "mlflow", 4, [5])  # the new one is the run that continues
-    assert [len(run["points"]["reward/mean"]) for run in stored("mlflow", tmp_path / "mlflow")] == [5, 6]
-    assert printed == ""
-
-
-@installed("mlflow")
-def test_changed_settings_of_a_resumed_run_become_tags_of_mlflow(tmp_path):
-    run(tmp_path, "mlflow", None, [1])
-    run(tmp_path, "mlflow", 1, [2], config={"megarl": {"seed": 2, "lr": 0.1}})
-    (found,) = stored("mlflow", tmp_path / "mlflow")
-    assert found["params"] == {"megarl.seed": "1", "megarl.lr": "0.1"} and found["tags"]["changed.megarl.seed"] == "2"
-
-
-@installed("mlflow")
-def test_an_mlflow_server_that_does_not_answer_is_one_warning(tmp_path, monkeypatch):
-    """Nobody listens at the address, and the package's own retries are switched off."""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    printed = run(tmp_path, "mlflow", None, [1, 2], offline=False)
-    assert printed.count("warning: --trackers mlflow: ") == 1 == printed.count("\n")
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2

@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.flags.settings import Settings
-from megarl.rewards.build import build_verifiers
+from megarl.rewards.chosen_verifiers import build_verifiers
 from tests.helpers.envs.moody_rewards import PLUG_IN
 
 

@@ -13,7 +13,7 @@ import torch
 
 from megarl.flags.settings import Settings
 from megarl.rewards.base import Sample, Score, Verifier, batched
-from megarl.rewards.build import Options, build_named_verifiers
+from megarl.rewards.chosen_verifiers import Options, build_named_verifiers
 
 
 def scored(verifier: Verifier, sample: Sample) -> Score:

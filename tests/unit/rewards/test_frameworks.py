@@ -11,7 +11,7 @@ from megarl.data.columns import Columns
 from megarl.data.prompts import load_prompts
 from megarl.rewards import of_openrlhf, of_trl, of_verl
 from megarl.rewards.base import Sample, Verifier
-from megarl.rewards.build import check_signature
+from megarl.rewards.chosen_verifiers import check_signature
 from megarl.roles.scored import sample_of
 
 MESSAGES = [{"role": "user", "content": "q"}]

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.flags.settings import Settings
 from megarl.rewards.base import Sample, Score
-from megarl.rewards.build import build_verifiers
+from megarl.rewards.chosen_verifiers import build_verifiers
 from tests.helpers.worlds import SAFETY_SECONDS
 
 ANSWERS = {  # the response asked about -> status, body and headers of the first and of later answers

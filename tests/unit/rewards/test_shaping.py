@@ -9,7 +9,7 @@ import pytest
 from megarl.rewards.base import Score
 from megarl.rewards.composition import compose
 from megarl.rewards.expression import parse
-from megarl.rewards.shaping import CosineValues, Shaped, ShapingTerms, cosine_by_length, parse_cosine, repeated_share
+from megarl.rewards.shaping import CosineValues, Shaped, cosine_by_length, parse_cosine, repeated_share, shaping_scores
 
 VALUES = CosineValues(1.0, 0.5, -1.0, -0.5, -2.0)
 LENGTHS, LIMIT = [0, 1, 10, 20, 33, 40, 55], 40
@@ -26,7 +26,7 @@ def shaped(text: str, responses: list[Shaped], others: dict[str, list[float]], g
     """The rewards of the responses; another term's score above 0 is a correct response."""
     terms = parse(text)
     columns = {name: [Score(value, value > 0) for value in column] for name, column in others.items()}
-    columns |= ShapingTerms(terms, VALUES, n).scores(responses, columns, groups)
+    columns |= shaping_scores(terms, VALUES, n, responses, columns, groups)
     return [compose(terms, {name: column[i] for name, column in columns.items()}).reward for i in range(len(responses))]
 
 
@@ -61,7 +61,7 @@ def test_a_verifier_of_weight_0_decides_which_cosine_a_response_gets():
 def test_the_cosine_judges_nothing_that_its_verifier_leaves_out():
     others = {"exact-match": [Score(1.0, True), Score(0.0, False, abstains=True)]}
     terms = parse("exact-match+cosine")
-    found = ShapingTerms(terms, VALUES, n=2).scores([Shaped(0.5, True)] * 2, others, groups=[[0, 1]])["cosine"]
+    found = shaping_scores(terms, VALUES, 2, [Shaped(0.5, True)] * 2, others, groups=[[0, 1]])["cosine"]
     assert [score.abstains for score in found] == [False, True] and found[1].reward == 0.0
 
 

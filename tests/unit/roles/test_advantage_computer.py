@@ -8,7 +8,7 @@ from megarl.data.prompts import load_prompts
 from megarl.data.tokenizers import build_tokenizer
 from megarl.observe.timers import Timers
 from megarl.rewards.base import Score
-from megarl.rewards.build import build_verifiers
+from megarl.rewards.chosen_verifiers import build_verifiers
 from megarl.roles.reward import Reward
 from tests.helpers.models.role_stubs import SEQUENCES, Computed, LocalStepBatch, by_sequence, compute, experience
 from tests.helpers.programs import program, rl_argv, write_lines

@@ -9,7 +9,7 @@ from megarl.data.tokenizers import build_tokenizer
 from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
 from megarl.rewards.base import Score
-from megarl.rewards.build import build_verifiers
+from megarl.rewards.chosen_verifiers import build_verifiers
 from megarl.roles.reward import Reward
 from megarl.rollout import round_scores
 from tests.helpers.models.role_stubs import LocalStepBatch

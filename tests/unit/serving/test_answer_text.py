@@ -10,7 +10,6 @@ from megarl.data.detokenizer import Vocabulary
 from megarl.data.tokenizers import build_tokenizer
 from megarl.serving.answer_text import AnswerText, StopStrings, ToolCallParser, has_opened_thoughts
 from megarl.serving.replica_messages import RequestUpdate
-from megarl.serving.sampling import StopRules
 from megarl.tool_formats import FORMATS
 from tests.helpers.texts.small_tokenizers import chatml
 
@@ -138,6 +137,6 @@ def test_only_what_may_begin_a_stop_string_is_held_back():
 def test_the_beginning_of_a_stop_string_is_text_once_the_answer_ends(finish, text, tmp_path):
     tokenizer = build_tokenizer("HuggingFaceTokenizer", chatml(tmp_path / "t"))
     vocabulary, tokens = Vocabulary(tokenizer), tokenizer.encode("so E")
-    answer = AnswerText(vocabulary, StopRules(("END",)))
+    answer = AnswerText(vocabulary, (("END",), frozenset(), False))
     progress = answer.feed(RequestUpdate(1, tokens, [-1.0] * len(tokens), finish=finish))
     assert progress.text == text and progress.finish == finish and progress.stop_reason is None

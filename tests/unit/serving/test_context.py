@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from megarl.serving.errors import RequestError
+from megarl.serving.error_answers import RequestError
 from tests.helpers.server.serving import without_leaders
 
 

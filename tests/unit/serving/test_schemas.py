@@ -27,7 +27,7 @@ from megarl.environments.calls import Reply, canonical
 from megarl.environments.turn_parsing import parse_turn
 from megarl.serving import schemas
 from megarl.serving.chat_core import conversation
-from megarl.serving.errors import RequestError, validation_error
+from megarl.serving.error_answers import RequestError, validation_error
 from megarl.serving.schemas import ChatCompletionRequest
 from tests.helpers.envs.odd_agents import CALL as CALL_TEXT
 from tests.helpers.server.client_fields import fields_of

@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.environments.protocol import ToolCall
-from megarl.tool_formats.calls import MAX_CALLS
+from megarl.tool_formats.written_calls import MAX_CALLS
 from tests.helpers.texts.tool_calls import check_error, check_turn, turn_of
 
 ONE = '{"name": "f", "arguments": {"x": [1]}}'

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from megarl.environments.turn_parsing import parse_turn
 from megarl.tool_formats import FORMATS
-from megarl.tool_formats.calls import MAX_CALLS
 from megarl.tool_formats.reader import CONTENT, Said, TurnReader, Until, joined
+from megarl.tool_formats.written_calls import MAX_CALLS
 from tests.helpers.texts.tool_calls import CALLS, PLAIN, TOOLS
 from tests.helpers.tiers import by_default
 

@@ -1,7 +1,6 @@
 """The PPO program: end to end, the same in every layout, resumed exactly, deterministic; training raises the reward."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 import yaml
 
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.forked_programs import launch
 from tests.helpers.programs import (
     GRADED,
     in_world,
@@ -265,13 +263,3 @@ def test_a_run_ends_after_many_skipped_steps(tmp_path):
         run_world(poisoned, 2, program("rl", argv, 2))
     assert list(metrics(tmp_path)) == [1, 2]  # and the checkpoint before it is the latest
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step_00000001"
-
-
-def test_an_alarm_ends_a_run_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("MEGARL_END_FILE", str(tmp_path / "reason"))
-    argv = rl_argv(tmp_path, f"--train-iters 3 --alarms reward/mean>-1:stop {GRADED}")
-    status, _, errors = launch(tmp_path, argv)
-    assert status == 3 and (tmp_path / "reason").read_text() == "limit"
-    (line,) = [line for line in errors.splitlines() if line.startswith("megarl: stopped: ")]
-    assert re.fullmatch(r"megarl: stopped: step 1: reward/mean is \S+ \(--alarms 'reward/mean > -1: stop'\)", line)
-    assert "Traceback" not in errors and list(metrics(tmp_path)) == [1]

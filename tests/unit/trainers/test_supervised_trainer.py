@@ -21,7 +21,6 @@ from tests.helpers.programs import (
     reward_argv,
     reward_model,
     rl_argv,
-    sft_argv,
     train,
     write_lines,
 )
@@ -223,8 +222,3 @@ def test_wrong_input(case, tmp_path):
     rows = write_lines(tmp_path / "rows.jsonl", [GOOD, GOOD | row])
     flags = f"--prompts {rows} " + flags.format(reward=reward_model(), sft=inputs() / "sft")
     assert needle in refusal(reward_argv(tmp_path / "run", flags), "reward")
-
-
-def test_a_policy_does_not_start_from_a_reward_model(tmp_path):
-    argv = sft_argv(tmp_path, f"--pretrained-checkpoint {reward_model()}")
-    assert "holds a reward model" in refusal(argv, "sft")

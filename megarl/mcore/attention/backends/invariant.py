@@ -36,11 +36,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        query, key, value, out, log_sums, *lengths = ctx.saved_tensors
-        left, right = ctx.plan.window_size
+        query, key, value, out, log_sums, cu_queries, cu_keys = ctx.saved_tensors
+        plan, (left, right) = ctx.plan, ctx.plan.window_size
         random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
         grads = torch.ops.aten._flash_attention_backward(
-            grad.contiguous(), query, key, value, out, log_sums, *lengths, ctx.plan.max_queries, ctx.plan.max_keys,
+            grad.contiguous(), query, key, value, out, log_sums, cu_queries, cu_keys, plan.max_queries, plan.max_keys,
             0.0, True, random, query.new_empty(0), scale=ctx.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
         return *grads, None, None

@@ -128,15 +128,8 @@ class DecodeTable(NamedTuple):
     window: int | None
 
 
-class PromptReads(NamedTuple):
-    """The prompts of a step."""
-
-    tokens: Tensor  # int64 indices of their tokens in the step
-    plan: CumulativePlan
-
-
 def plan_cache_reads(requests: StepRequests) -> CacheReads:
-    """As that of `sdpa`."""
+    """As that of `sdpa`; the prompts of a step are int64 indices of their tokens in it and a plan."""
     queries, keys, pages, total, cache, window, _ = requests
     first, is_decode = queries.cumsum(0) - queries, queries == 1
     decodes, prompts = is_decode.nonzero().flatten(), (~is_decode).nonzero().flatten()
@@ -149,7 +142,7 @@ def plan_cache_reads(requests: StepRequests) -> CacheReads:
     tokens, lengths, table, *sent = device.to_device(arrays)
     own = tokens if len(tokens) < total else slice(0, total)
     decoding = [DecodeTable(own, table.int(), lengths.int(), window)] if len(decodes) else []
-    return CacheReads(decoding, [PromptReads(sent[0], build(sent[1:]))] if build else [], total)
+    return CacheReads(decoding, [(sent[0], build(sent[1:]))] if build else [], total)
 
 
 def _padded(keys: Tensor, pages: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -185,7 +178,9 @@ class VarlenPagedAttention(CacheAttention):
 
     in_parts = True  # whether decodes divide long requests' keys into parts
 
-    def _prefill(self, query: Tensor, cache: Tensor, reads: list[PromptReads], scale: float | None, result: Tensor):
+    def _prefill(
+        self, query, cache: Tensor, reads: list[tuple[Tensor, CumulativePlan]], scale: float | None, result: Tensor
+    ):
         for places, plan in reads:
             own = _filled(query[places], len(places) // TOKENS * TOKENS + TOKENS).flatten(1, 2)
             out = self._attend(own, cache, plan, softmax_scale(query.shape[-1], scale))

@@ -53,9 +53,8 @@ def _softplus(x):
 
 @triton.jit
 def _part_of_memory(
-    numbers, memories, heads,
-    KEYS: tl.constexpr, KEY_TILE: tl.constexpr, VALUES: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    numbers, memories, heads, KEYS: tl.constexpr, KEY_TILE: tl.constexpr, VALUES: tl.constexpr, TILE: tl.constexpr
+):
     """(its row and head, its keys and values and which of these there are, places in the memory that are its own) of a
     program of a rule."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)

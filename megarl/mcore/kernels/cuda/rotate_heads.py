@@ -19,9 +19,7 @@ OPTIONS = {"enable_fp_fusion": False}
 
 
 @triton.jit
-def rotate(
-    heads, cosines, sines, channel, is_read, is_rotated, ROTATED: tl.constexpr, IS_BACKWARD: tl.constexpr,
-):  # fmt: skip
+def rotate(heads, cosines, sines, channel, is_read, is_rotated, ROTATED: tl.constexpr, IS_BACKWARD: tl.constexpr):
     """Values at `heads + channel`, of which `is_rotated` are turned by a token's tables, or back."""
     own = tl.load(heads + channel, mask=is_read, other=0.0)
     kind = own.dtype
@@ -88,7 +86,7 @@ def rotate_heads(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, is_
     (tokens, heads, channels), groups = query.shape, key.shape[1]
     if tokens:
         _rotate_heads[tokens, triton.cdiv(heads, HEAD_TILE) + triton.cdiv(groups, HEAD_TILE)](
-            query, key, *out, cosines, sines, heads, groups, *query.stride()[:2], *key.stride()[:2],
+            query, key, out[0], out[1], cosines, sines, heads, groups, *query.stride()[:2], *key.stride()[:2],
             HEAD_TILE=HEAD_TILE, CHANNELS=channels, CHANNEL_TILE=triton.next_power_of_2(channels),
             ROTATED=cosines.shape[-1], IS_BACKWARD=is_backward, **OPTIONS,
         )  # fmt: skip

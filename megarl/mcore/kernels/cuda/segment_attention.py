@@ -185,9 +185,14 @@ def split_of(max_keys: int) -> int:
 
 @operator("paged_decode", lambda query, *_, **__: query.new_empty(query.shape))
 def paged_decode(
-    query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, window: int | None = None,
+    query: Tensor,
+    cache: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None = None,
     in_parts: bool = True,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Returns the attention [N, G, R, D] of one token of each request over its keys in the cache.
 
     Args:
@@ -205,11 +210,11 @@ def paged_decode(
     splits = triton.cdiv(max_keys, split) if in_parts else 1
     key, value = cache.flatten(0, 1).unbind(2)
     keys = _Keys(key, value, table, page=block, table_row=table.stride(0))
-    out, _, *parts = _launch(query.flatten(1, 2), keys, lengths, scale, window, split=split, splits=splits)
+    out, _, sums, maxima, parts = _launch(query.flatten(1, 2), keys, lengths, scale, window, split=split, splits=splits)
     if splits > 1:
         tile = triton.next_power_of_2(channels)
         _join_parts[count, groups * heads](
-            out, *parts, lengths, CHANNELS=channels, CHANNEL_TILE=tile, SPLIT=split, SPLITS=splits
+            out, sums, maxima, parts, lengths, CHANNELS=channels, CHANNEL_TILE=tile, SPLIT=split, SPLITS=splits
         )
     return out.view(query.shape)
 

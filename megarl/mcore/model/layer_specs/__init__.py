@@ -16,7 +16,6 @@ from megarl.mcore.config.model_flags import has_score_options
 from megarl.mcore.model.decoder_layer import (
     AllHeadsNormAttention,
     DecoderLayer,
-    GatedSelfAttention,
     MoEDecoderLayer,
     PagedSelfAttention,
     PostNormLayer,
@@ -63,6 +62,4 @@ def put_own_parts(spec: ModuleSpec, args, kind: LayerKind):
 def _attention_kind(args) -> type:
     if args.multi_latent_attention:
         return LatentAttention if args.dsa_indexer_topk is None else SparseLatentAttention
-    if args.attention_output_gate:
-        return GatedSelfAttention
     return AllHeadsNormAttention if args.qk_layernorm_all_heads else PagedSelfAttention

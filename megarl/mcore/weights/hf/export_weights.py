@@ -22,7 +22,6 @@ from megarl.mcore.weights.hf.hf_model import CLASSIFIER, LANGUAGE_MODEL
 from megarl.mcore.weights.hf.mapping import RowRange
 from megarl.mcore.weights.hf.quantized import CONFIG_ENTRY, FolderTensor, StoredTensor, dtype_of
 from megarl.mcore.weights.hf.safetensors_file import Header, MappedFile, make_header, read_header, size_of
-from megarl.mcore.weights.hf.weight_map import WeightMap
 from megarl.mcore.weights.reshard import WeightTransfer
 from megarl.mcore.weights.reshard_plan import (
     Coordinates,
@@ -52,7 +51,7 @@ class ExportPlan(NamedTuple):
     kept: Mapping[str, FolderTensor]  # tensors that the model does not use: those of the folder
 
 
-def plan_export(weight_map: WeightMap, copies: Collection[str] = ()) -> ExportPlan:
+def plan_export(weight_map, copies: Collection[str] = ()) -> ExportPlan:
     """Plans an export with the names, types and files of the folder that the model came from.
 
     A folder without weights, or with quantized ones, gives their types by its config.json, and new files. If the head
@@ -84,7 +83,7 @@ def plan_export(weight_map: WeightMap, copies: Collection[str] = ()) -> ExportPl
     return ExportPlan(headers, index, unchanged if config is None else _json(config), kept)
 
 
-def _config(weight_map: WeightMap) -> dict | None:
+def _config(weight_map) -> dict | None:
     """config.json of an export; None: the folder's own."""
     model, folder = weight_map.model, weight_map.model.folder
     changed = folder.config
@@ -153,12 +152,16 @@ def _json(content: dict) -> bytes:
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
+def write_rows(written, weights: LocalWeights, wholes: dict[str, GlobalTensor], files, group):
+    """Writes weights into the files of a rank, row by row; arguments as of `WeightMap.write`."""
+    for names in written.names_without_copies():
+        WeightTransfer(weights, _WrittenFiles(written, wholes, files, names), group).run()
+
+
 class _WrittenFiles:
     """Tensors in the files that this rank writes, as the destination of a weight transfer."""
 
-    def __init__(
-        self, weight_map: WeightMap, wholes: dict[str, GlobalTensor], files: dict[str, MappedFile], names: set[str]
-    ):
+    def __init__(self, weight_map, wholes: dict[str, GlobalTensor], files: dict[str, MappedFile], names: set[str]):
         """`weight_map`: of the written folder; `wholes`: Megatron's tensors on all ranks; `files`: by name.
 
         `names`: of the tensors, of which no two have the same weights.
@@ -182,7 +185,7 @@ class _WrittenFiles:
 
 
 @torch.no_grad()
-def export_weights(weight_map: WeightMap, stages, pg_collection, folder: Path, files: Mapping[str, bytes] = NO_FILES):
+def export_weights(weight_map, stages, pg_collection, folder: Path, files: Mapping[str, bytes] = NO_FILES):
     """Writes a role's weights; a collective of the role.
 
     Args:
@@ -203,9 +206,8 @@ def export_weights(weight_map: WeightMap, stages, pg_collection, folder: Path, f
     plan = plan_export(weight_map, copies)
     mine = [file for number, file in enumerate(plan.headers) if number % size == rank]
     weight_files = {file: MappedFile(folder / (file + PARTIAL), plan.headers[file]) for file in mine}
-    written, wholes = weight_map.written(copies), merge_wholes("source", list(descriptions))
-    for names in written.names_without_copies():
-        WeightTransfer(source, _WrittenFiles(written, wholes, weight_files, names), group).run()
+    wholes = merge_wholes("source", list(descriptions))
+    weight_map.write(stages, source, wholes, weight_files, copies, group)
     for file in weight_files.values():
         _copy_kept(weight_map.model.folder, plan, file)
         file.flush()
@@ -235,7 +237,7 @@ def _prepare(folder: Path):
         path.unlink(missing_ok=True)
 
 
-def _publish(weight_map: WeightMap, plan: ExportPlan, folder: Path, files: Mapping[str, bytes]):
+def _publish(weight_map, plan: ExportPlan, folder: Path, files: Mapping[str, bytes]):
     """Adds the files besides the weights, and gives the weight files their names; what makes it loadable is last."""
     for path in sorted(weight_map.model.folder.path.iterdir()):
         if path.is_file() and not path.name.endswith((*WEIGHTS, PARTIAL)) and path.name not in (CONFIG, INDEX):

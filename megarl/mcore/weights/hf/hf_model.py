@@ -3,6 +3,7 @@
 import re
 from typing import NamedTuple
 
+from megarl.errors import UsageError
 from megarl.mcore.weights.hf.families import families
 from megarl.mcore.weights.hf.family import Family
 from megarl.mcore.weights.hf.folder import INDEX, HFFolder
@@ -36,11 +37,23 @@ class HFModel(NamedTuple):
     naming: Naming  # of the folder's tensors
     notes: tuple[str, ...] = ()  # for the user: tensors that are not used
 
+    folder_of_module = None  # the model is computed by Megatron's layers
+
     @property
     def stores_tied_head(self) -> bool:
         """Whether the folder has the tensor of a head that is the embedding."""
         is_tied = "untie-embeddings-and-output-weights" not in self.flags
         return is_tied and self.folder.has_weights and self.naming.head in self.folder.weights
+
+    def other(self, path: str, flag: str, longest: int) -> "HFModel":
+        """A folder with the same model, and other weights. UsageError if config.json describes another one.
+
+        Arguments as of `read_model`.
+        """
+        found = read_model(path, flag, longest)
+        if found.flags != self.flags or found.vocab_size != self.vocab_size:
+            raise UsageError(f"{flag} {path}: config.json describes another model than the server has")
+        return found
 
     def check_exportable(self, value_head: bool):
         """UsageError if no folder like this one can be written. `value_head`: of a model with a scalar head."""
@@ -138,7 +151,10 @@ def _notes(model: HFModel) -> tuple[str, ...]:
 def _family(folder: HFFolder) -> Family:
     kind = folder.config.get("model_type")
     if not isinstance(kind, str) or kind not in families():
-        raise folder.error(f"config.json: model_type {kind!r}: allowed are {', '.join(families())}")
+        raise folder.error(
+            f"config.json: model_type {kind!r}: allowed are {', '.join(families())}; "
+            "--model-source transformers computes others by transformers' modules"
+        )
     family, text = families()[kind], folder.config.get(TEXT)
     if family.multimodal and isinstance(text, dict) and text.get("model_type") in family.multimodal.texts:
         own = families()[text["model_type"]]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megarl.mcore.weights.hf import folder as folders
 from megarl.mcore.weights.hf.mapping import RowRange
-from megarl.mcore.weights.hf.weight_map import WeightMap
 from megarl.mcore.weights.reshard_plan import Coordinates, LocalWeights, WeightShard, overlap
 
 # Mapped bytes for each element of a box: the numbers of a dequantized one add little to them.
@@ -37,7 +36,7 @@ class StoredBox(NamedTuple):
             yield self._replace(offset=(self.offset[0] + start, *self.offset[1:]), shape=(count, *self.shape[1:]))
 
 
-def stored_boxes(weights: LocalWeights, weight_map: WeightMap) -> Iterator[StoredBox]:
+def stored_boxes(weights: LocalWeights, weight_map) -> Iterator[StoredBox]:
     """Yields what this rank reads from the folder."""
     wholes, shards = weights.description()
     for shard in shards:
@@ -49,7 +48,7 @@ def stored_boxes(weights: LocalWeights, weight_map: WeightMap) -> Iterator[Store
 
 
 @torch.no_grad()
-def import_weights(weight_map: WeightMap, stages, pg_collection):
+def import_weights(weight_map, stages, pg_collection):
     """Fills a model's chunks from a folder that `WeightMap.check` has passed.
 
     A scalar head that the folder lacks keeps its initial value; rows that pad the vocabulary become 0. UsageError for a
@@ -59,16 +58,15 @@ def import_weights(weight_map: WeightMap, stages, pg_collection):
     for shard in weights.description().shards:
         if weight_map.is_vocabulary(shard.key):
             weights.view(shard).zero_()
-    for box, stored in read_boxes(weights, weight_map):
-        view = box.view_of(weights)
+    for view, stored, name in weight_map.read(weights):
         view.copy_(stored)
         # The ends show every NaN and infinity, without the memory of `isfinite`.
         if view.numel() and not torch.stack(torch.aminmax(view)).isfinite().all():
             dtype = str(view.dtype).removeprefix("torch.")
-            raise weight_map.model.folder.error(f"{box.rows.name} has a NaN or an infinity in {dtype}")
+            raise weight_map.model.folder.error(f"{name} has a NaN or an infinity in {dtype}")
 
 
-def read_boxes(weights: LocalWeights, weight_map: WeightMap) -> Iterator[tuple[StoredBox, Tensor]]:
+def read_boxes(weights: LocalWeights, weight_map) -> Iterator[tuple[StoredBox, Tensor]]:
     """Yields everything that this rank needs of the folder, file by file, in boxes of bounded size.
 
     A tensor must not be kept: it is a view of the mapped file, or the fp32 numbers of a quantized one.

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Collection, Iterator
 
 import torch
+from torch import Tensor
 
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.weight_table import (
@@ -15,10 +16,13 @@ from megarl.mcore.model.weight_table import (
     stored_weights,
 )
 from megarl.mcore.weights.hf import quantized
+from megarl.mcore.weights.hf.export_weights import write_rows
 from megarl.mcore.weights.hf.family import LAYER, LM_HEAD, MODEL, SCALAR_HEAD
 from megarl.mcore.weights.hf.folder import READABLE, FolderReader, slices_of
 from megarl.mcore.weights.hf.hf_model import HFModel
+from megarl.mcore.weights.hf.import_weights import read_boxes
 from megarl.mcore.weights.hf.mapping import Mapping, RowRange
+from megarl.mcore.weights.reshard_plan import GlobalTensor, LocalWeights
 
 COMPARED = 2**22  # elements at a time
 NOT_STORED = (".expert_share",)  # buffers of training alone; they start anew
@@ -191,6 +195,23 @@ class WeightMap:
                 return part[0].start + int((one != other).any(1).nonzero()[0])
         return None
 
+    def read(self, weights: LocalWeights) -> Iterator[tuple[Tensor, Tensor, str]]:
+        """Yields (a view of this rank's weights, what the folder has for it, the tensor's name), box by box."""
+        for box, stored in read_boxes(weights, self):
+            yield box.view_of(weights), stored, box.rows.name
+
+    def write(self, stages, weights: LocalWeights, wholes: dict[str, GlobalTensor], files, copies, group):
+        """Writes an export's tensors into its files; a collective.
+
+        Args:
+            stages: the model's chunks on this rank, of which `weights` are the weights.
+            wholes: the weights on all ranks.
+            files: that this rank writes, by name.
+            copies: as of the constructor.
+            group: the ranks that have the model.
+        """
+        write_rows(self.written(copies), weights, wholes, files, group)
+
     def check(self):
         """UsageError for the first tensor that is missing, unknown, of another shape or of a type that is not read."""
         folder, expected = self.model.folder, self.expected()
@@ -217,3 +238,9 @@ def _unknown(name: str, plain: str, layers: int) -> str:
     if name.endswith(("_scale", "_scale_inv", "_scales", ".scales", ".qweight", ".qzeros", "_blocks")):
         return f"{name} belongs to quantized weights, which {quantized.CONFIG_ENTRY} of config.json does not describe"
     return f"{name} is a tensor that megarl does not know in this family"
+
+
+def weight_map_of(model, args, value_head: bool = False):
+    """The tensors of a role's weights in its folder: a `WeightMap`, or that of a folder whose module of transformers
+    computes the model. Arguments as of `WeightMap`."""
+    return WeightMap(model, args, value_head) if isinstance(model, HFModel) else model.weight_map(args, value_head)

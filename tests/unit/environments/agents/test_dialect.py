@@ -3,7 +3,7 @@
 import json
 
 from megarl.environments.agents.dialect import ANTHROPIC, error_response, streamed
-from megarl.serving.errors import RequestError
+from megarl.serving.error_answers import RequestError
 
 
 def test_errors_and_events():

@@ -14,7 +14,7 @@ from megarl.environments.pool import Event
 from megarl.environments.protocol import Observation, Task
 from megarl.environments.sessions.front import Registry
 from megarl.environments.turn_parsing import parse_turn
-from megarl.serving.errors import RequestError
+from megarl.serving.error_answers import RequestError
 from tests.helpers.envs.open_sessions import API_KEY, LOGPROBS, PROMPT, TOKENS, Leader, open_sessions
 from tests.helpers.envs.session_driver import post
 from tests.helpers.server import rude_clients

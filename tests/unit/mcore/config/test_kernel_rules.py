@@ -105,6 +105,15 @@ def test_on_a_cpu_it_changes_nothing(shape):
 def test_the_backend_alone_needs_what_its_kernels_need():
     with pytest.raises(UsageError, match="--attention-backend invariant needs --bf16 or --fp16"):
         parse(f"{SHAPES['llama']} --attention-backend invariant".split(), 1, "sft")
+    with pytest.raises(UsageError, match="--attention-backend varlen needs heads of at most 256 channels"):
+        parse(f"{SHAPES['llama']} --bf16 --kv-channels 512 --attention-backend varlen".split(), 1, "sft")
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_wide_heads_have_another_backend():
+    for channels, backend in ((256, "varlen"), (272, "sdpa")):
+        program = parse(f"{SHAPES['llama']} --bf16 --kv-channels {channels}".split(), 1, "sft")
+        assert program.roles["actor"].megatron.attention_kernel == backend
 
 
 # -- Transformer Engine ------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.mcore.config import kernel_rules
+from megarl.mcore.config import kernel_rules, module_rules
+from tests.helpers.folders import any_types, hf_layouts
 from tests.helpers.models import interpreted_kernels
 from tests.helpers.rollout.engines import largest_gap, make_engine, make_requests, settings_of
 from tests.helpers.tiers import by_default
@@ -35,7 +36,8 @@ def as_on_cuda(monkeypatch):
     """Models compute as on CUDA, without its rules."""
     interpreted_kernels.multiply_rows_alone(monkeypatch)
     interpreted_kernels.use_one_unit(monkeypatch)
-    monkeypatch.setattr(kernel_rules, "is_exact", lambda args: True)
+    for rules in (kernel_rules, module_rules):
+        monkeypatch.setattr(rules, "is_exact", lambda args: True)
     monkeypatch.setattr(kernel_rules, "check", lambda role, args: None)
     monkeypatch.setattr(kernel_rules, "_automatic_attention", lambda args: kernel_rules.INVARIANT)
 
@@ -70,3 +72,25 @@ def test_the_gap_is_zero_and_no_other_product_runs(case):
     assert {*OF_ROWS, "megarl.packed_attention", "megarl.row_logprobs"} <= of_training and not BLAS & of_training
     assert {*OF_ROWS, "megarl.packed_attention", "megarl.paged_decode"} <= of_rollout and not BLAS & of_rollout
     assert of_rollout & {"megarl.sample_rows", "megarl.row_logprobs"}
+
+
+def generate_of_transformers(rank, folder):
+    """As `generate`, of a model of transformers, without its log-probs."""
+    from tests.helpers.rollout.engines import engine_on
+
+    _, groups, (model, *_), _ = hf_layouts.build(folder, "--model-source transformers", False, longest=24)
+    with Operators() as of_rollout:
+        requests = [make_requests(LIMIT)[number] for number in (0, 3, 4)]
+        completions = engine_on(model, groups).generate(requests, (), settings_of())
+    with Operators() as of_training:
+        return largest_gap(model, requests, completions, 1.0), of_rollout.names, of_training.names
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["ernie4_5_moe", "granite"])
+def test_the_gap_of_a_model_of_transformers_is_zero_and_no_other_product_runs(kind, tmp_path):
+    any_types.save(kind, tmp_path / kind, num_hidden_layers=2)
+    ((gap, of_rollout, of_training),) = run_world(generate_of_transformers, 1, tmp_path / kind)
+    assert gap == 0.0 and not BLAS & (of_rollout | of_training)
+    assert {*OF_ROWS, "megarl.packed_attention", "megarl.row_logprobs"} <= of_training
+    assert {*OF_ROWS, "megarl.packed_attention", "megarl.paged_decode"} <= of_rollout

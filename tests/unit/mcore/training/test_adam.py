@@ -62,7 +62,7 @@ def test_a_piece_has_a_bounded_size_and_every_element_is_in_one(monkeypatch):
 
     monkeypatch.setattr(adam, "PIECE", 48)
     columns = [[torch.arange(p.numel()).view(p.shape) + 1000 * i for i, p in enumerate(parameters())] for _ in range(2)]
-    pieces = list(adam.pieces(*columns))
+    pieces = list(adam.pieces(zip(*columns, strict=True)))
     assert len(pieces) > 20 and all(sum(t.numel() for t in first) <= 48 for first, _ in pieces)
     assert all(torch.equal(a, b) for first, second in pieces for a, b in zip(first, second, strict=True))
     found = torch.cat([t.flatten() for first, _ in pieces for t in first])

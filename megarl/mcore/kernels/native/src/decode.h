@@ -81,7 +81,7 @@ struct Layer {
 
 struct Step {
     int64_t rows, hidden, groups, heads, channels, ffn;  // heads: query heads of a group
-    float eps, scale;
+    float eps, scale, multiplier;  // the last: of what attention and MLP add to the hidden states
     const float *cosines, *sines;  // [rows, rotary]
     int64_t rotary;                // rotated channels; 0 without rotary embeddings
     const int64_t* slots;          // [rows] of the flattened cache for the new keys and values
@@ -159,7 +159,7 @@ class DecodeLayers {
     void add_output(float* hidden) {
         for_rows(s_.hidden, [&](int64_t i) {
             float *to = hidden + i * s_.hidden, *from = output_.data() + i * s_.hidden;
-            for (int64_t j = 0; j < s_.hidden; ++j) to[j] += from[j];
+            for (int64_t j = 0; j < s_.hidden; ++j) to[j] += s_.multiplier * from[j];
         });
     }
 

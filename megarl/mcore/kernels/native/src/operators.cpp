@@ -295,16 +295,17 @@ constexpr int64_t LAYER_WEIGHTS = 9;
 // a layer lacks are empty.
 void decode_layers(const Tensor& hidden, at::TensorList weights, at::TensorList caches, const Tensor& cosines,
                    const Tensor& sines, const Tensor& slots, const Tensor& pages, const Tensor& keys,
-                   const Tensor& starts, int64_t query_heads, int64_t ffn, double eps, double scale) {
+                   const Tensor& starts, int64_t query_heads, int64_t ffn, double eps, double scale,
+                   std::optional<int64_t> window, double multiplier) {
     int64_t layers = int64_t(caches.size());
     TORCH_CHECK(int64_t(weights.size()) == layers * LAYER_WEIGHTS, "megarl::decode_layers: weights of some layers miss");
     if (!layers) return;
-    PagedReads reads = paged_reads(caches[0], pages, keys);
+    PagedReads reads = paged_reads(caches[0], pages, keys, window.value_or(0));
     int64_t rows = hidden.size(0);
     TORCH_CHECK(slots.numel() == rows && keys.numel() == rows && pages.size(0) == rows,
                 "megarl::decode_layers: slots, keys or pages of other rows");
     Step step{rows,  hidden.size(1), reads.groups, query_heads / reads.groups, reads.channels, ffn, float(eps),
-              float(scale), cosines.numel() ? floats(cosines) : nullptr, sines.numel() ? floats(sines) : nullptr,
+              float(scale), float(multiplier), cosines.numel() ? floats(cosines) : nullptr, sines.numel() ? floats(sines) : nullptr,
               cosines.numel() / std::max<int64_t>(rows, 1), integers(slots), reads, integers(starts),
               starts.numel() - 1};
     DecodeLayers run(step);
@@ -399,8 +400,8 @@ TORCH_LIBRARY(megarl, m) {
         &cache_attention);
     m.def(
         "decode_layers(Tensor(a!) hidden, Tensor[] weights, Tensor(b!)[] caches, Tensor cosines, Tensor sines, "
-        "Tensor slots, Tensor pages, Tensor keys, Tensor starts, int query_heads, int ffn, float eps, float scale) "
-        "-> ()",
+        "Tensor slots, Tensor pages, Tensor keys, Tensor starts, int query_heads, int ffn, float eps, float scale, "
+        "int? window=None, float multiplier=1.0) -> ()",
         &decode_layers);
     m.def("softmax_sums(Tensor logits, Tensor tops, Tensor(a!) out, int count) -> Tensor", &softmax_sums_rows);
     m.def(

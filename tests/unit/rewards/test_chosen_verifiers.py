@@ -9,7 +9,7 @@ from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
 from megarl.flags.settings import Settings
 from megarl.rewards.base import Sample, Score
-from megarl.rewards.build import Options, build_named_verifiers, build_verifiers, check_prompts
+from megarl.rewards.chosen_verifiers import Options, build_named_verifiers, build_verifiers, check_prompts
 from tests.helpers.programs import write_lines
 from tests.helpers.texts.refusals import refusal
 
@@ -33,7 +33,7 @@ def test_packages_are_imported_only_to_score_and_torch_never(tmp_path):
         import sys
         from types import SimpleNamespace
         from megarl.data.prompts import load_prompts
-        from megarl.rewards.build import build_verifiers, check_prompts
+        from megarl.rewards.chosen_verifiers import build_verifiers, check_prompts
         prompts = load_prompts(sys.argv[1])
         flags = dict.fromkeys(("pattern", "format", "url"), "a") | {"length": 1, "retries": 0, "concurrency": 1}
         flags |= {"memory_mb": 1, "timeout": 9.0, "workers": 1, "fallback": 0.0}

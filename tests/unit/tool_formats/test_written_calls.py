@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.tool_formats.calls import MAX_CALLS, MAX_DEPTH
+from megarl.tool_formats.written_calls import MAX_CALLS, MAX_DEPTH
 from tests.helpers.texts.tool_calls import CALLS, PLAIN, check_error, nested, turn_of
 
 CALL = CALLS["hermes"] % '{"x": 1}'

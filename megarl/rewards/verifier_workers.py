@@ -1,6 +1,6 @@
 """Worker processes that run verifiers, with a deadline per call; one that hangs or dies is replaced.
 
-A worker is `python -m megarl.rewards.build FD`.
+A worker is `python -m megarl.rewards.chosen_verifiers FD`.
 """
 
 import time
@@ -79,7 +79,7 @@ class _Worker(Child):
     _seconds: float
 
     def __init__(self, setup: object):
-        super().__init__("megarl.rewards.build")
+        super().__init__("megarl.rewards.chosen_verifiers")
         self.job: int | None = None
         self._limited(setup, _START_SECONDS)
 

@@ -12,7 +12,7 @@ from megarl.errors import UsageError
 from megarl.rewards import VERIFIERS, expression
 from megarl.rewards.base import BuiltIn, Options, Verifier
 from megarl.rewards.judge.config import read_config
-from megarl.rewards.pool import Workers
+from megarl.rewards.verifier_workers import Workers
 from megarl.rewards.verifiers import VerifierSet
 
 _PLUG_IN = BuiltIn(make=None)  # what is not built in

@@ -1,8 +1,8 @@
-"""Combinations of flags that the rules of generation.py refuse."""
+"""Combinations of flags that the rules of generation_flags.py refuse."""
 
 import pytest
 
-from megarl.flags import generation
+from megarl.flags import generation_flags
 from tests.helpers.flag_rules import check_refused, check_rules
 
 WRONG = {
@@ -25,4 +25,4 @@ def test_wrong_combinations(case):
 
 
 def test_each_rule_can_be_broken():
-    check_rules([generation], WRONG.values())
+    check_rules([generation_flags], WRONG.values())

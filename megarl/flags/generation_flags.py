@@ -16,8 +16,10 @@ SAMPLED = Condition(
     lambda run: run.program != "evaluate" or run.settings.eval_temperature > 0, "--eval-temperature 0 is greedy"
 )
 PREFIXES = on(lambda s: s.rollout_prefix_caching and not s.debug_train_only, "needs --rollout-prefix-caching")
-AHEAD = on(lambda s: not s.debug_train_only and not s.debug_rollout_only,
-           "--debug-train-only and --debug-rollout-only do not generate ahead")  # fmt: skip
+AHEAD = on(
+    lambda s: not s.debug_train_only and not s.debug_rollout_only,
+    "--debug-train-only and --debug-rollout-only do not generate ahead",
+)
 ROLLOUT_SERVER = on(lambda s: s.rollout_server is not None, "needs --rollout-server")
 ROUTES = on(lambda s: s.router_replay == "rollout", "needs --router-replay rollout")
 

@@ -14,7 +14,7 @@ from megarl.data.tokenizers import build_tokenizer
 from megarl.data.turns import TurnTokens
 from megarl.errors import UsageError
 from megarl.rewards.judge.config import read_config
-from megarl.rewards.judge.prompts import JOINING, JudgePrompts
+from megarl.rewards.judge.judge_prompts import JOINING, JudgePrompts
 from tests.helpers.envs.judges import write
 from tests.helpers.texts import chat_encoders, small_tokenizers
 from tests.helpers.texts.refusals import refusal

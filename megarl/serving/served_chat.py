@@ -10,7 +10,7 @@ from megarl.serving.answer_text import AnswerDelta, AnswerProgress, AnswerText, 
 from megarl.serving.answers import Parts, finite
 from megarl.serving.chat_core import ChatAnswer, chat_part, conversation, delta_of
 from megarl.serving.context import ServingContext
-from megarl.serving.errors import invalid
+from megarl.serving.error_answers import invalid
 from megarl.serving.replica_pool import Submission
 from megarl.serving.schemas import ChatCompletionRequest
 

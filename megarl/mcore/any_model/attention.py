@@ -1,0 +1,190 @@
+"""The attention function that modules of transformers call: over packed sequences, or over the engine's cache.
+
+A module hands over queries, keys and values after norms and rotary embeddings, and what is special about its scores:
+scale, softcap, window, sinks. The current `Pass` says where the keys are. A mask, or anything else that a module asks
+for, is refused: transformers makes no masks for an attention that it does not know, so one that exists is the module's.
+
+Shapes: T tokens of the pass, H query heads, G key/value groups, D channels of a key, V of a value.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import AttentionInterface
+
+from megarl.mcore.kernels.batch_invariance import VECTOR
+from megarl.mcore.parallel.context_parallel import gather_for_attention
+
+NAME = "megarl"
+# What modules pass on that changes no score here: positions are in the rotary embeddings, and attention is causal.
+UNREAD = {
+    "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "logits_to_keep", "max_length_k", "max_length_q",
+    "output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "use_cache",
+}  # fmt: skip
+
+
+class Unsupported(Exception):
+    """A module asks attention for something that megarl's does not compute; the text says what, for the user."""
+
+
+class Scores(NamedTuple):
+    """What is special about a module's scores."""
+
+    scale: float | None  # None: 1/√D
+    window: int | None  # tokens that a token sees, with itself; None: all before it
+    softcap: float | None  # c of scores c·tanh(score/c)
+    sinks: Tensor | None  # [H]
+
+
+class Slot(NamedTuple):
+    """One call of the attention function in a pass: its cache, and what its module handed over at the first pass."""
+
+    number: int  # of its cache
+    heads: int
+    groups: int
+    key_channels: int
+    value_channels: int
+    window: int | None
+    has_score_options: bool  # a softcap or sinks
+
+    @property
+    def channels(self) -> int:
+        """Channels of a head in the cache, where keys and values have one width of whole vectors."""
+        return -(-max(self.key_channels, self.value_channels) // VECTOR) * VECTOR
+
+
+@dataclass
+class Pass:
+    """One forward pass. Subclasses say where its keys and values are."""
+
+    tokens: int = 0  # rows of the pass that are tokens; those after them fill it up to whole vectors
+    calls: Counter = field(default_factory=Counter)  # of each module
+    rotations: dict = field(default_factory=dict)  # of `fused.rotation`
+
+    def slot(self, module: nn.Module) -> Slot:
+        """The slot of a module's present call. Calls of a recomputed layer begin again at its first slot."""
+        slots: list[Slot] = vars(module)["attention_slots"]
+        self.calls[module] += 1
+        return slots[(self.calls[module] - 1) % len(slots)]
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """query [1, H, T, D], key [1, G, T, D], value [1, G, T, V] -> [1, T, H, V]."""
+        slot, rows = self.slot(module), query.shape[2]
+        tokens = (x.squeeze(0).transpose(0, 1)[: self.tokens] for x in (query, key, value))
+        query, key, value = (_padded(x, slot.channels) for x in tokens)
+        scale = slot.key_channels**-0.5 if scores.scale is None else scores.scale
+        options = {"softcap": scores.softcap, "sinks": scores.sinks} if slot.has_score_options else {}
+        out = self.attend_tokens(slot, query, key, value, scale, options)
+        out = out.view(1, self.tokens, slot.heads, slot.channels)[..., : slot.value_channels]
+        out = out if rows == self.tokens else pad(out, (0, 0, 0, 0, 0, rows - self.tokens))
+        return out.contiguous()  # some modules view it in another shape
+
+    def attend_tokens(
+        self, slot: Slot, query: Tensor, key: Tensor, value: Tensor, scale: float, options: dict
+    ) -> Tensor:
+        """query [T, H, C], key, value [T, G, C] with the slot's channels C -> [T, H, C] or [T, G, R, C]."""
+        raise NotImplementedError
+
+
+@dataclass
+class PackedPass(Pass):
+    """A pass over packed sequences: training, scoring."""
+
+    layout: Any = None  # `PackedLayout`
+    backend: Any = None  # a module of `attention.backends`
+
+    def attend_tokens(self, slot, query, key, value, scale, options):
+        plan, order = self.layout.attention[slot.window is not None], self.layout.order
+        if order is not None:
+            key_value = gather_for_attention(torch.cat([key, value], dim=1), order, self.layout.cp_group)
+            key, value = key_value.chunk(2, dim=1)
+        return self.backend.packed_attention(
+            query.contiguous(), key.contiguous(), value.contiguous(), plan, scale, **options
+        )
+
+
+@dataclass
+class CachePass(Pass):
+    """A step of the engine: keys and values go into the cache, and are read there."""
+
+    plan: Any = None  # `StepPlan`
+
+    def attend_tokens(self, slot, query, key, value, scale, options):
+        plan, cache = self.plan, self.plan.caches[slot.number]
+        kv = torch.stack([key, value], dim=2)
+        kv = kv if plan.dedup is None else kv.index_select(0, plan.dedup.inverse)
+        cache.flatten(0, 1).index_copy_(0, plan.slot_mapping, kv)
+        grouped = query.contiguous().view(len(query), slot.groups, -1, slot.channels)
+        return plan.attend(grouped, cache, plan.reads[slot.window is not None], scale, **options)
+
+
+@dataclass
+class FirstPass(Pass):
+    """The pass that finds the slots: every call of attention gets one, on its module, and returns zeros."""
+
+    found: list[Slot] = field(default_factory=list)
+
+    def attend(self, module, query, key, value, scores):
+        if key.shape[2] != query.shape[2]:
+            raise Unsupported(f"{type(module).__name__} attends to {key.shape[2]} keys of {query.shape[2]} tokens")
+        if not getattr(module, "is_causal", True):
+            raise Unsupported(f"{type(module).__name__} attends to later tokens, too")
+        has_options = scores.softcap is not None or scores.sinks is not None
+        slot = Slot(
+            len(self.found), query.shape[1], key.shape[1], query.shape[3], value.shape[3], scores.window, has_options
+        )
+        if not self.calls[module]:
+            module.attention_slots = []
+        self.calls[module] += 1
+        module.attention_slots.append(slot)
+        self.found.append(slot)
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def _padded(x: Tensor, channels: int) -> Tensor:
+    return x if x.shape[-1] == channels else pad(x, (0, channels - x.shape[-1]))
+
+
+_current: Pass | None = None
+
+
+def current() -> Pass:
+    """The pass that runs."""
+    if _current is None:
+        raise RuntimeError("a model of transformers runs outside of a pass of megarl")
+    return _current
+
+
+@contextlib.contextmanager
+def running(each: Pass) -> Iterator[None]:
+    """Context of one forward pass, or of a layer's recomputation in the backward pass."""
+    global _current
+    before, _current = _current, each
+    try:
+        yield
+    finally:
+        _current = before
+
+
+def attention(
+    module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None, softcap=None,
+    s_aux=None, is_causal=None, **others,
+):  # fmt: skip
+    """What modules call whose config names `NAME`, with transformers' arguments. Raises Unsupported."""
+    if attention_mask is not None:
+        raise Unsupported(f"{type(module).__name__} makes an attention mask of its own")
+    if is_causal is False:
+        raise Unsupported(f"{type(module).__name__} attends to later tokens, too")
+    if unknown := sorted(name for name, value in others.items() if value is not None and name not in UNREAD):
+        raise Unsupported(f"{type(module).__name__} asks attention for {', '.join(unknown)}")
+    scale = None if scaling is None else float(scaling)
+    return current().attend(module, query, key, value, Scores(scale, sliding_window, softcap, s_aux)), None
+
+
+AttentionInterface.register(NAME, attention)

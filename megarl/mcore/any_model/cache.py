@@ -1,0 +1,44 @@
+"""The engine's context for a model of transformers: each slot of attention has its own cache in one buffer."""
+
+import copy
+import math
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.mcore.inference.paged_context import PagedContext
+
+
+class SlotContext(PagedContext):
+    """Caches each slot's keys and values of this rank's heads in their own shape."""
+
+    def __init__(self, model_config, inference_config, memory=None):
+        """Arguments as of `PagedContext`; the model's slots are `model_config.attention_slots`."""
+        self._slots, self._tensor_ranks = model_config.attention_slots, inference_config.pg_collection.tp
+        super().__init__(model_config, inference_config, memory)
+
+    @property
+    def _is_uniform(self) -> bool:
+        return len({(slot.groups, slot.channels) for slot in self._slots}) == 1
+
+    def _cache_config(self, model_config):
+        """A config whose layers have as many numbers for a token as the slots together."""
+        config, ranks = copy.copy(super()._cache_config(model_config)), dist.get_world_size(self._tensor_ranks)
+        config.num_layers = len(self._slots)
+        if self._is_uniform:
+            config.num_query_groups, config.kv_channels = ranks * self._slots[0].groups, self._slots[0].channels
+        else:
+            total = sum(slot.groups * slot.channels for slot in self._slots)
+            config.num_query_groups, config.kv_channels = ranks, -(-total // len(self._slots))
+        return config
+
+    def layer_caches(self) -> tuple[Tensor, ...]:
+        """[blocks, block, G, 2, C] of each slot."""
+        if self._is_uniform:
+            return super().layer_caches()
+        flat, blocks, start, caches = self.memory_buffer.flatten(), self.memory_buffer.shape[1], 0, []
+        for slot in self._slots:
+            shape = blocks, self.block_size_tokens, slot.groups, 2, slot.channels
+            caches.append(flat[start : start + math.prod(shape)].view(shape))
+            start += math.prod(shape)
+        return tuple(caches)

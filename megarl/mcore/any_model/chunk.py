@@ -1,0 +1,284 @@
+"""A language model of transformers as a chunk that engine, roles, optimizer and checkpoints take like Megatron's.
+
+Its parameters have transformers' names after `hf.`; a scalar head is `output_layer`. One chunk is the whole model.
+"""
+
+import contextlib
+import functools
+import types
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from megarl.mcore import device
+from megarl.mcore.any_model import attention, fused, routing, rows, source, tensor_parallel
+from megarl.mcore.any_model.attention import CachePass, PackedPass, Pass, Unsupported
+from megarl.mcore.any_model.cache import SlotContext
+from megarl.mcore.any_model.walk import walk
+from megarl.mcore.attention import backends
+from megarl.mcore.config.optimizer_flags import MODULE as PREFIX
+from megarl.mcore.kernels.batch_invariance import is_exact
+from megarl.mcore.kernels.linear import logits_with, matmul
+from megarl.mcore.parallel.fsdp import whole
+
+ADAPTER = "adapter."  # of the names of low-rank factors
+SOFTCAP = "final_logit_softcapping"
+
+
+class PositionsSeen:
+    """Stands for transformers' cache in modules that ask one how many tokens it has seen: what makes a row's number its
+    position. Keys and values pass through."""
+
+    is_compileable = False
+
+    def __init__(self, positions: Tensor):
+        self._seen = positions[0] - torch.arange(positions.shape[1], device=positions.device)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        """[T] int64."""
+        return self._seen
+
+    def update(self, key: Tensor, value: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
+        """Keys and values as they are: attention caches them."""
+        return key, value
+
+
+class LogitInputs(nn.Module):
+    """The inputs of a model's logits.
+
+    In the place of the vocabulary's projection stands the identity while the module runs. What the module does to its
+    logits is then done to the projection's inputs: scales of logits are linear. A softcap is not, and is left out.
+    """
+
+    def __init__(self, module: PreTrainedModel):
+        super().__init__()
+        text = module.config.get_text_config()
+        self.softcap = getattr(text, SOFTCAP, None)
+        if self.softcap is not None:
+            vars(text)[SOFTCAP] = None  # which the checks of some classes refuse
+        self._module = (module,)  # not a second name of its weights
+
+    def forward(self, tokens: Tensor, positions: Tensor, **kwargs) -> Tensor:
+        """Tokens and positions [1, T] -> [T, H]."""
+        (module,) = self._module
+        head = module.get_output_embeddings()
+        if getattr(module.config.get_text_config(), "attn_temperature_tuning", False):
+            kwargs["past_key_values"] = PositionsSeen(positions)
+        head.forward = lambda hidden: hidden
+        try:
+            out = module(input_ids=tokens, position_ids=positions, use_cache=False, **kwargs).logits
+        finally:
+            del head.forward
+        return out.squeeze(0)
+
+
+def head_inputs(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs [T, H'] of a vocabulary's projection, and its weight [V, H']: a bias is one more column, times 1."""
+    if head.bias is None:
+        return hidden, head.weight
+    return nn.functional.pad(hidden, (0, 1), value=1.0), torch.cat([head.weight, head.bias.unsqueeze(1)], dim=1)
+
+
+class AnyChunk(MegatronModule):
+    """A `PreTrainedModel` with a language model's head or with megarl's scalar one."""
+
+    pre_process = post_process = True
+    model_type = vp_stage = None
+    mtp_process = False
+
+    def __init__(self, config, args, pg_collection, value_head: nn.Module | None = None):
+        """Builds the module without values: import or a weight transfer fills it.
+
+        Args:
+            config: Megatron's.
+            args: the role's Megatron namespace; `model_folder` is the folder.
+            value_head: takes the place of the vocabulary's projection.
+        """
+        super().__init__(config=config)
+        self.pg_collection, self.max_sequence_length = pg_collection, args.max_position_embeddings
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
+        found = source.of_path(args.model_folder)
+        self.hf = found.module(config.params_dtype)
+        self.vocab_size = found.text.vocab_size
+        self._waits = walk(self.hf).waits if device.has_cuda() else None
+        fused.fuse(self.hf, self.vocab_size)
+        self.splits = {}
+        if dist.get_world_size(pg_collection.tp) > 1:
+            self.splits = tensor_parallel.splits_of(self.hf, dist.get_world_size(pg_collection.tp))
+            tensor_parallel.split(self.hf, self.splits, pg_collection.tp)
+        for each in self.hf.modules():
+            each._buffers |= {name: x.to(device.device()) for name, x in each._buffers.items() if x is not None}
+        config.attention_slots = source.find_slots(self.hf, self.vocab_size, place=device.device())
+        self.routers: list[routing.ModuleRouter] = []
+        with contextlib.suppress(Unsupported):  # a run that replays routes was refused before
+            self.routers = routing.install(self.hf, layers_of(self.hf), self.vocab_size, device.device())
+        if self.routers:
+            config.moe_router_topk = self.routers[0].topk  # the engine's tables of routes
+        self._logit_inputs = LogitInputs(self.hf)
+        config.final_logit_softcapping = None if value_head else self._logit_inputs.softcap
+        head = self.hf.get_output_embeddings()
+        self.share_embeddings_and_output_weights = head.weight is self.hf.get_input_embeddings().weight
+        if value_head is not None:
+            self.share_embeddings_and_output_weights = False
+            names = {name for name, each in self.hf.named_modules() if each is head}
+            self.splits = {name: each for name, each in self.splits.items() if name.rpartition(".")[0] not in names}
+            self.hf.set_output_embeddings(nn.Identity())
+            self.output_layer = value_head
+        else:
+            head.tp_group = pg_collection.tp
+            self._head = (head,)  # not a second name of its weights
+        self._has_value_head = value_head is not None
+        self._backend, self._product = backends.load(config), rows.product_of(config)
+        if is_exact(config):
+            rows.use_row_norms(self.hf)
+        if config.recompute_granularity == "full":
+            is_block = config.recompute_method == "block"  # of Megatron: the first layers alone
+            for layer in self.decoder.layers[: config.recompute_num_layers if is_block else None]:
+                layer.forward = functools.partial(_recomputed, layer.forward, self._product)
+
+    def __getattr__(self, name: str):
+        if name == "output_layer" and "_head" in self.__dict__:
+            return self.__dict__["_head"][0]
+        return super().__getattr__(name)
+
+    def to_empty_weights(self, place: torch.device):
+        """Gives the parameters memory on a device, without values, and moves the buffers there; returns itself."""
+        for module in self.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.device.type == "meta":
+                    empty = torch.empty_like(parameter, device=place)
+                    module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.is_floating_point())
+        self.hf.tie_weights()
+        tensor_parallel.mark(self.hf, self.splits)
+        for part in (self.hf.get_input_embeddings(), self.hf.get_output_embeddings()):
+            for parameter in part.parameters():
+                parameter.is_embedding_or_output_parameter = True
+        if self.share_embeddings_and_output_weights:
+            self.shared_embedding_or_output_weight().zero_out_wgrad = True  # autograd adds the embedding's gradient
+        return self.to(place)
+
+    @property
+    def reads_host(self) -> bool:
+        """Whether the host reads numbers of the device within a pass."""
+        return self._waits is not None or rows.reads_host(self.hf)
+
+    def train(self, mode: bool = True):
+        """Modules of transformers stay in evaluation mode: dropout and the noise of routers are off."""
+        super().train(mode)
+        self.hf.eval()
+        return self
+
+    @property
+    def decoder(self):
+        """What FSDP shards one by one: the layers."""
+        return types.SimpleNamespace(layers=layers_of(self.hf))
+
+    def shared_embedding_or_output_weight(self) -> Tensor:
+        """The embedding [V, H] that is the head, too."""
+        return self.output_layer.weight
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
+        """Parameters and persistent buffers by the module's own names; a tied one once, low-rank factors not."""
+        seen: dict[int, str] = {}
+        state = {
+            name: tensor
+            for name, tensor in self.state_dict(keep_vars=True).items()
+            if torch.is_tensor(tensor) and not name.startswith(ADAPTER) and seen.setdefault(id(tensor), name) == name
+        }
+        splits = {PREFIX + name: split for name, split in self.splits.items()}
+        return tensor_parallel.described(state, splits, prefix, self.tp_group, metadata["dp_cp_group"])
+
+    def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
+        """As of other modules; a tied weight is in the state by its first name alone."""
+        first: dict[int, str] = {}
+        names = {name: first.setdefault(id(each), name) for name, each in self.state_dict(keep_vars=True).items()}
+        tied = {name: state_dict[of] for name, of in names.items() if name not in state_dict and of in state_dict}
+        return super().load_state_dict(state_dict | tied, strict, assign)
+
+    def whole_weight(self, name: str) -> Tensor:
+        """A weight of the module, gathered from all ranks that have a part of it; a collective of these."""
+        share = whole(self.state_dict(keep_vars=True)[PREFIX + name])
+        return tensor_parallel.gathered_whole(share, self.splits.get(name), self.tp_group)
+
+    def products(self) -> tuple:
+        """As of `fused.products`: what a rollout's prepacked weights are copies of."""
+        return fused.products(self.hf)
+
+    def context(self, config, memory) -> SlotContext:
+        """The engine's context. Arguments as of `SlotContext`."""
+        return SlotContext(self.config, config, memory)
+
+    def set_input_tensor(self, tensor):
+        """Does nothing: there are no pipeline stages before it."""
+
+    def forward(
+        self, input_ids, position_ids, attention_mask=None, inference_context=None, packed_seq_params=None,
+        output_processor=None, **_,
+    ):  # fmt: skip
+        """As Megatron's: a packed micro-batch [1, T] with an `output_processor`, or a step of the engine."""
+        if inference_context is not None:
+            return self._step(input_ids, position_ids, inference_context)
+        hidden = self._run(input_ids, position_ids, PackedPass(layout=packed_seq_params, backend=self._backend))
+        if self._has_value_head:
+            return output_processor(hidden.unsqueeze(1), self.output_layer, None)
+        hidden, weight = head_inputs(self.output_layer, hidden)
+        return output_processor(hidden.unsqueeze(1), self.output_layer, weight)
+
+    def _run(self, tokens: Tensor, positions: Tensor, each: Pass) -> Tensor:
+        """Tokens and positions [1, T] -> [T, H], what a head reads."""
+        each.tokens = tokens.shape[1]
+        if missing := rows.missing_rows(each.tokens):
+            tokens, positions = (nn.functional.pad(x, (0, missing)) for x in (tokens, positions))
+        with attention.running(each), rows.installed(self._product):
+            if self._has_value_head:
+                hidden = self.hf.base_model(input_ids=tokens, position_ids=positions, use_cache=False)[0].squeeze(0)
+            else:
+                hidden = self._logit_inputs(tokens, positions)
+        return hidden[: each.tokens]
+
+    def _step(self, tokens: Tensor, positions: Tensor, context) -> Tensor:
+        """Logits [1, N, V] of a step's last tokens."""
+        plan = context.plan(None)
+        if plan.dedup is not None:
+            tokens, positions = (x.index_select(1, plan.dedup.kept_tokens) for x in (tokens, positions))
+        hidden = self._run(tokens, positions, CachePass(plan=plan))
+        hidden = hidden if plan.dedup is None else hidden.index_select(0, plan.dedup.inverse)
+        context.keep_hidden(hidden.unsqueeze(1), None)
+        last = context.last_token_logits(hidden.unsqueeze(0))
+        last, weight = head_inputs(self.output_layer, last)
+        is_other = last.is_cuda or is_exact(self.config)
+        logits = logits_with(weight, is_exact(self.config))(last) if is_other else matmul(last, weight)
+        return gather_from_tensor_model_parallel_region(logits, group=self.tp_group).unsqueeze(0)
+
+
+def layers_of(module: nn.Module) -> nn.ModuleList:
+    """The transformer layers of a module: its longest list of modules of one base class with attention in them."""
+    lists = [each for each in module.modules() if isinstance(each, nn.ModuleList) and len(each)]
+    with_slots = [
+        each for each in lists if any(hasattr(part, "attention_slots") for layer in each for part in layer.modules())
+    ]
+    return max(with_slots, key=lambda each: sum(1 for _ in each.parameters()))
+
+
+def _recomputed(forward, product, *args, **kwargs):
+    """A layer's forward pass, repeated in the backward pass instead of keeping what it made."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    each = attention.current()
+
+    def contexts():
+        return contextlib.nullcontext(), _again(each, product)
+
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+@contextlib.contextmanager
+def _again(each: Pass, product):
+    with attention.running(each), rows.installed(product):
+        yield

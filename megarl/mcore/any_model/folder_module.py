@@ -1,0 +1,167 @@
+"""What is known of a folder's module before it has weights, for the rooms that build, plan and check a model.
+
+A role's Megatron namespace has it as `model_folder`. Rooms that `any_model` itself needs ask it, and import nothing.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megarl.data import node_files
+from megarl.errors import one_line
+from megarl.mcore.any_model import routing, self_check, source, tensor_parallel, walk
+from megarl.mcore.any_model.adapters import ModuleLinears
+from megarl.mcore.any_model.attention import Slot, Unsupported
+from megarl.mcore.any_model.chunk import PREFIX, AnyChunk, layers_of
+from megarl.mcore.model.pipeline_layout import RoutedLayers
+from megarl.mcore.model.weight_table import HEAD, Weight
+from megarl.mcore.weights.hf.folder import CONFIG
+
+
+class FolderModule(str):
+    """A folder, which is its path, whose module of transformers computes a role's model."""
+
+    __slots__ = ()
+
+    def _module(self) -> tuple[PreTrainedModel, source.Source]:
+        found = source.of_path(self)
+        return found.module(torch.float32), found
+
+    def chunk(self, args, config, pg_collection, value_head: torch.nn.Module | None) -> AnyChunk:
+        """The model without values. Arguments as of `AnyChunk`."""
+        return AnyChunk(config, args, pg_collection, value_head)
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The slots of the module's attention. Raises Unsupported."""
+        found, problem = _slots(self)
+        if problem:
+            raise Unsupported(problem)
+        return found
+
+    def self_check(self, longest: int):
+        """Raises Unsupported for a module that computes other logits alone than under megarl.
+
+        Args:
+            longest: maximum length of prompt and response together, in tokens.
+        """
+        if problem := _self_check(self, longest):
+            raise Unsupported(problem)
+
+    def linears(self) -> ModuleLinears:
+        """The layers that can have low-rank factors."""
+        return ModuleLinears(str(self))
+
+    def routed_layers(self) -> tuple[RoutedLayers, str | None]:
+        """The layers whose routes can be replayed; why those of the module's experts cannot be, if there are none."""
+        return _routed_layers(self)
+
+    def inexact_part(self) -> str | None:
+        """What keeps an exact rollout on CUDA from the module; None: nothing that is known."""
+        return walk.inexact_part(source.of_path(self))
+
+    def split_problem(self, ranks: int, shards: bool) -> str | None:
+        """Why the module cannot be split over so many tensor-parallel ranks; None: it can.
+
+        Args:
+            shards: each part is sharded over data-parallel ranks, too.
+        """
+        module, found = self._module()
+        source.find_slots(module, found.text.vocab_size)
+        try:
+            tensor_parallel.check_heads(module, ranks)
+            splits = tensor_parallel.splits_of(module, ranks)
+        except Unsupported as error:
+            return str(error)
+        packed = [name for name, split in splits.items() if split.parts > 1 and split.axis > 0]
+        if packed and shards:
+            return f"--use-torch-fsdp2 shards {packed[0]} along another axis than that of its packed parts"
+        return None
+
+    def parameter_names(self, value_head: bool) -> list[str]:
+        """The names of a role's parameters, a tied one once."""
+        module, _ = self._module()
+        if value_head:
+            module.set_output_embeddings(torch.nn.Identity())
+        return [name for name, _ in module.named_parameters()] + [HEAD] * value_head
+
+    def _tensors(self, value_head: bool) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+        """The module, and a role's parameters and persistent buffers by name, each once."""
+        module, found = self._module()
+        if value_head:
+            module.set_output_embeddings(torch.nn.Identity())
+        once = {id(each): (name, each) for name, each in reversed(module.state_dict(keep_vars=True).items())}
+        head = {HEAD: torch.nn.Parameter(torch.empty(1, found.text.hidden_size, device="meta"))} if value_head else {}
+        return module, {f"{PREFIX}{name}": each for name, each in reversed(once.values())} | head
+
+    def checkpoint_shapes(self, role: str, value_head: bool) -> dict[str, tuple[int, ...]]:
+        """The global shapes by key that a checkpoint of a role must have."""
+        tensors = self._tensors(value_head)[1]
+        return {f"{role}.{name}": tuple(tensor.shape) for name, tensor in tensors.items()}
+
+    def rank_weights(self, value_head: bool, ranks: int, element: int) -> list[Weight]:
+        """The parameters, of elements of so many bytes, that each of so many tensor-parallel ranks holds."""
+        module, tensors = self._tensors(value_head)
+        splits = tensor_parallel.splits_of(module, ranks) if ranks > 1 else {}
+        found = []
+        for name, tensor in tensors.items():
+            shape, split = list(tensor.shape), splits.get(name.removeprefix(PREFIX))
+            if split is not None:
+                shape[split.axis] //= ranks
+            if isinstance(tensor, torch.nn.Parameter):
+                found.append(Weight(name, tuple(shape) or (1,), element))
+        return found
+
+    def mean_cache(self, ranks: int) -> tuple[int, int]:
+        """Query groups of the whole model and channels whose product is the mean of the slots, as `SlotContext` has
+        them on each of so many tensor-parallel ranks."""
+        slots = self.slots()
+        if len({(slot.groups, slot.channels) for slot in slots}) == 1:
+            return slots[0].groups, slots[0].channels
+        return ranks, -(-sum(slot.groups * slot.channels for slot in slots) // (ranks * len(slots)))
+
+
+@functools.lru_cache(maxsize=8)
+def _slots(path: str) -> tuple[tuple[Slot, ...], str]:
+    """The slots, and why there are none that can be computed, or an empty text."""
+    found = source.of_path(path)
+    try:
+        return source.find_slots(found.module(torch.float32), found.text.vocab_size), ""
+    except Exception as error:  # besides Unsupported whatever a class raises for an entry of config.json
+        return (), _problem(found, error)
+
+
+@functools.lru_cache(maxsize=8)
+def _self_check(path: str, longest: int) -> str:
+    """What differs, or an empty text; one process of a node tries it."""
+    found = source.of_path(path)
+
+    def try_it() -> str:
+        try:
+            self_check.check(found, longest)
+        except Exception as error:  # as in `_slots`
+            return _problem(found, error)
+        return ""
+
+    return node_files.text(("self-check", longest, node_files.identity(f"{path}/{CONFIG}")), try_it)
+
+
+def _problem(found: source.Source, error: Exception) -> str:
+    if isinstance(error, Unsupported):
+        return str(error)
+    return f"{found.kind.__name__} cannot be built ({type(error).__name__}: {one_line(str(error))[:200]})"
+
+
+@functools.lru_cache(maxsize=8)
+def _routed_layers(path: str) -> tuple[RoutedLayers, str | None]:
+    found = source.of_path(path)
+    module = found.module(torch.float32)
+    source.find_slots(module, found.text.vocab_size)
+    problem = "calls no experts by transformers' interface"
+    try:
+        if routers := routing.install(module, layers_of(module), found.text.vocab_size):
+            return RoutedLayers(tuple(x.layer_number for x in routers), routers[0].experts, routers[0].topk), None
+    except Unsupported as error:
+        problem = str(error)
+    return RoutedLayers((), 0, 0), f"{type(module).__name__}: {problem}"

@@ -1,0 +1,361 @@
+"""Parts of transformers' modules that megarl's compiled kernels compute, in fp32 on a CPU.
+
+These are RMSNorms, attention's projections with norms and rotation of heads, SwiGLU MLPs, and decode steps of plain
+layers, each of which is one operator. A part is recognised by what it computes: it is called with inputs of several
+sizes at positions up to the longest, and must return what the kernels return. Names of modules and weights stay as they
+are, and what is wrapped around linear layers later is called.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from megarl.mcore.any_model import attention, rows, source
+from megarl.mcore.any_model.attention import CachePass, Pass, Scores, Slot, Unsupported
+from megarl.mcore.attention.native_attention import NativeDecodes
+from megarl.mcore.kernels import native
+from megarl.mcore.kernels.linear import prepacked
+from megarl.mcore.kernels.norm import rms_norm
+from megarl.mcore.kernels.rotation import rotated_heads
+from megarl.mcore.kernels.swiglu import activated
+
+SIZES = 1e-3, 1.0, 100.0  # of inputs: where an ε shows, and above what a part might clip
+TOLERANCE = 2e-6  # beside the largest number
+PLAIN = bool, int, float, str, type(None), Tensor  # arguments by which a part hands nothing to others
+
+
+class GainNorm:
+    """x · r · (offset + weight) with r = (mean x² + ε)^−½ (1910.07467 eq. 4)."""
+
+    def __init__(self, part: nn.Module, eps: float, offset: float):
+        self.part, self.eps, self.offset = part, eps, offset
+
+    def weight(self) -> Tensor:
+        """What the norm multiplies by, [H]."""
+        weight = self.part.weight
+        return (self.offset + weight if self.offset else weight).contiguous()
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """[…, H] -> […, H]."""
+        return rms_norm(hidden_states, self.weight(), self.eps)
+
+
+class Merged:
+    """Linear layers of one input, by their names in a part; a rollout computes them as one product.
+
+    `groups`: in which their columns alternate: the first group of each layer, the second of each, and so on.
+    """
+
+    def __init__(self, part: nn.Module, names: list[str], groups: int = 1):
+        self.part, self.names, self.groups = part, names, groups
+
+    def linears(self) -> list[nn.Module]:
+        """The layers, with all that is wrapped around them by now."""
+        return [self.part._modules[name] for name in self.names]
+
+    def is_possible(self) -> bool:
+        """Whether the layers are nothing but products with weights that are whole."""
+        linears = self.linears()
+        return all(map(_is_bare, linears)) and len({each.bias is None for each in linears}) == 1
+
+    def weight(self) -> Tensor:
+        """[N, K] of all, differentiable."""
+        return self._join([each.weight for each in self.linears()])
+
+    def bias(self) -> Tensor | None:
+        """[N] of all."""
+        biases = [each.bias for each in self.linears()]
+        return None if biases[0] is None else self._join(biases)
+
+    def _join(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat([each.unflatten(0, (self.groups, -1)) for each in parts], dim=1).flatten(0, 1)
+
+    def __call__(self, x: Tensor) -> Tensor | None:
+        """[…, K] -> […, N] without gradients; None where the merged weight is not prepacked."""
+        packed = None if torch.is_grad_enabled() else prepacked(self)
+        if packed is None:
+            return None
+        like = x.new_empty(1).expand(sum(each.out_features for each in self.linears()), x.shape[-1])
+        return native.ops.linear(x.contiguous(), like, packed, self.bias())
+
+
+class GatedMLP:
+    """down(silu(gate(x)) · up(x)) (2002.05202 eq. 5)."""
+
+    def __init__(self, part: nn.Module, wide: list[str], down: str):
+        """`wide`: names of gate and up, or of the linear layer that is both."""
+        self.part, self.merged, self._down = part, Merged(part, wide), down
+
+    @property
+    def down(self) -> nn.Module:
+        """The second linear layer."""
+        return self.part._modules[self._down]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[…, H] -> […, H]."""
+        both, linears = self.merged(x), self.merged.linears()
+        if both is None and x.numel() > x.shape[-1] ** 2 and self.merged.is_possible():  # smaller than the outputs
+            both = functional.linear(x, self.merged.weight(), self.merged.bias())
+        return self.down(activated(torch.cat([each(x) for each in linears], dim=-1) if both is None else both))
+
+
+class Attention:
+    """Projections to heads, their norms, rotation of channels half a head apart, attention, projection."""
+
+    def __init__(self, part: nn.Module, linears: list[str], norms: list[str], rotates: bool):
+        """Names of the linear layers, in the order q, k, v, output, and of the norms of q and k, if it has them."""
+        self.part, self._own, self.norms, self.rotates = part, part.forward, norms, rotates
+        self.merged, self._output = Merged(part, linears[:3], self.slot.groups), linears[3]
+        self.scores: Scores | None = None  # what the part says of its scores
+
+    @property
+    def slot(self) -> Slot:
+        """Of its one call of the attention function."""
+        return vars(self.part)["attention_slots"][0]
+
+    @property
+    def output(self) -> nn.Module:
+        """The last linear layer."""
+        return self.part._modules[self._output]
+
+    def __call__(self, hidden_states: Tensor, position_embeddings=None, attention_mask=None, cache=None, **others):
+        """[1, T, H] -> the same shape, and None for the weights of attention."""
+        if cache is not None:  # which a module may ask for positions
+            others |= {"position_embeddings": position_embeddings, "attention_mask": attention_mask, "cache": cache}
+            return self._own(hidden_states=hidden_states, **others)
+        slot, tokens, all_heads = self.slot, hidden_states.shape[1], self.merged(hidden_states)
+        if all_heads is not None:
+            grouped = all_heads.view(tokens, slot.groups, -1, slot.key_channels)
+            query, key, value = grouped[:, :, :-2].flatten(1, 2), grouped[:, :, -2], grouped[:, :, -1]
+        else:
+            heads = (linear(hidden_states).view(tokens, -1) for linear in self.merged.linears())
+            widths = slot.key_channels, slot.key_channels, slot.value_channels
+            query, key, value = (x.unflatten(1, (-1, width)) for x, width in zip(heads, widths, strict=True))
+        if self.norms:
+            norms = (self.part._modules[name] for name in self.norms)
+            query, key = (
+                norm(x.reshape(tokens, -1, norm.weight.numel())).view(x.shape)
+                for norm, x in zip(norms, (query, key), strict=True)
+            )
+        if self.rotates:
+            query, key = rotated_heads(query, key, *(x.unsqueeze(1) for x in rotation(position_embeddings)))
+        heads = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        scale, window, *_ = self.scores or (None, None)
+        out, _ = attention.attention(self.part, *heads, attention_mask, scaling=scale, sliding_window=window)
+        return self.output(out.reshape(1, tokens, -1)), None
+
+
+def rotation(embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """transformers' cosines and sines [1, T, r] as the kernels take them, [T, r]; computed once in a pass."""
+    cosines, sines = embeddings
+    known = attention.current().rotations
+    if id(sines) not in known:
+        signed = sines.squeeze(0).clone(memory_format=torch.contiguous_format)
+        signed[:, : signed.shape[1] // 2].neg_()
+        known[id(sines)] = sines, (cosines.squeeze(0).contiguous(), signed)
+    return known[id(sines)][1]
+
+
+class Layer:
+    """x + m · attention(norm(x)), and the same with an MLP: one operator in a step that only decodes."""
+
+    def __init__(self, part: nn.Module, parts: list[nn.Module], multiplier: float):
+        """`parts`: the norm before attention, attention, the norm before the MLP, the MLP."""
+        self.part, self._own, self.multiplier = part, part.forward, multiplier
+        self.first, self.attention, self.second, self.mlp = (vars(each)["fused"] for each in parts)
+        self._made: tuple = (
+            None,
+            [],
+        )  # the merged weight of attention, and the operator's weights that were made with it
+        self._norms = [self.first, self.second, *(vars(part)["fused"] for part in self._head_norms())]
+
+    def _head_norms(self) -> list[nn.Module]:
+        return [self.attention.part._modules[name] for name in self.attention.norms]
+
+    def has_operator(self) -> bool:
+        """Whether the operator computes such a layer."""
+        slot, linears = self.attention.slot, [*self.mlp.merged.linears(), self.mlp.down, self.attention.output]
+        is_wide = slot.channels == slot.key_channels == slot.value_channels and not slot.has_score_options
+        has_head_norms = all(norm.part.weight.numel() == slot.channels for norm in self._norms[2:])
+        has_plain_parts = all(each.bias is None for each in linears) and len({each.eps for each in self._norms}) == 1
+        return is_wide and has_head_norms and has_plain_parts
+
+    def plain(self, hidden_states: Tensor, **others) -> Tensor:
+        """What the operator computes, by the parts."""
+        attended, _ = self.attention(self.first(hidden_states), **others)
+        hidden = hidden_states + attended * self.multiplier
+        return hidden + self.mlp(self.second(hidden)) * self.multiplier
+
+    def __call__(self, hidden_states: Tensor, position_embeddings=None, **others) -> Tensor:
+        """[1, T, H] -> [1, T, H]."""
+        each, slot = attention.current(), self.attention.slot
+        reads = each.plan.reads[slot.window is not None] if isinstance(each, CachePass) else None
+        only_decodes = reads is not None and reads.only_decodes and isinstance(reads.decodes[0], NativeDecodes)
+        weights = self._weights() if only_decodes and each.plan.dedup is None else []
+        if not weights:
+            return self._own(hidden_states, position_embeddings=position_embeddings, **others)
+        out, decodes, empty = hidden_states.clone(), reads.decodes[0], hidden_states.new_empty(0)
+        turned = rotation(position_embeddings) if self.attention.rotates else (empty, empty)
+        scale = self.attention.scores.scale
+        native.ops.decode_layers(
+            out[0, : each.tokens], weights, [each.plan.caches[slot.number]], *(x[: each.tokens] for x in turned),
+            each.plan.slot_mapping, decodes.pages, decodes.keys, decodes.starts, slot.heads, self.mlp.down.in_features,
+            self.first.eps, slot.key_channels**-0.5 if scale is None else scale, decodes.window, self.multiplier,
+        )  # fmt: skip
+        return out
+
+    def _weights(self) -> list[Tensor]:
+        """The operator's; empty unless they are prepacked."""
+        attend, wide, empty = self.attention.merged, self.mlp.merged, torch.empty(0)
+        made_for, weights = self._made
+        if (packed := prepacked(attend)) is None or packed is made_for:
+            return [] if packed is None else weights
+        linears = [self.attention.output, self.mlp.down]
+        one, other = (prepacked(each.weight) if _is_bare(each) else None for each in linears)
+        both = prepacked(wide)
+        if one is None or both is None or other is None:
+            return []
+        query, key = [norm.weight().detach() for norm in self._norms[2:]] or (empty, empty)
+        bias, (first, second) = attend.bias(), (norm.weight().detach() for norm in self._norms[:2])
+        self._made = packed, [first, packed, empty if bias is None else bias, query, key, one, second, both, other]
+        return self._made[1]
+
+
+def _is_bare(linear: nn.Module) -> bool:
+    is_alone = type(linear) is nn.Linear and "forward" not in vars(linear) and type(linear.weight.data) is Tensor
+    return is_alone and not linear._forward_hooks and not linear._forward_pre_hooks
+
+
+def products(module: nn.Module) -> tuple[list[Tensor], Iterator[tuple[Merged, Tensor]]]:
+    """Weights that a rollout multiplies by: of single linear layers, and of merged ones, with what merges them."""
+    fused = [vars(part)["fused"] for part in module.modules() if "fused" in vars(part)]
+    merged = [each.merged for each in fused if isinstance(each, (GatedMLP, Attention)) and each.merged.is_possible()]
+    parts = {id(linear) for each in merged for linear in each.linears()}
+    single = [each.weight for each in module.modules() if isinstance(each, nn.Linear) and id(each) not in parts]
+    return single, ((each, each.weight()) for each in merged)
+
+
+# -- recognition -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ProbePass(Pass):
+    """A pass of one part, which keeps what the part hands over to attention."""
+
+    given: list[Tensor] = field(default_factory=list)
+    scores: Scores | None = None
+
+    def attend(self, module, query, key, value, scores):
+        self.scores, self.given = scores, [query, key, value]
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2)
+
+
+def fuse(module: PreTrainedModel, vocab_size: int):
+    """Makes the parts of a module that the kernels compute call them. Its parameters may be on the meta device."""
+    if not native.is_used() or module.dtype is not torch.float32:
+        return
+    with contextlib.suppress(Unsupported), torch.no_grad():
+        calls = _calls(module, vocab_size)
+        for candidates in (_norms, _attentions, _mlps, _layers):
+            for part, call in calls.items():
+                if "fused" not in vars(part) and not any(True for _ in part.buffers()):
+                    _take(part, candidates(part), *call)
+
+
+def _calls(module: PreTrainedModel, vocab_size: int) -> dict[nn.Module, tuple[torch.Size, list, dict]]:
+    """Of each part that one pass calls once, with hidden states: their shape, names for them, further arguments."""
+    found: dict[nn.Module, list] = {}
+
+    def note(part, args, kwargs):
+        name = [] if args else ["hidden_states"]
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        rest = {key: value for key, value in kwargs.items() if key not in name}
+        is_plain = all(isinstance(x, PLAIN) for value in rest.values() for x in _flat(value))
+        if len(args) < 2 and is_plain and torch.is_tensor(hidden) and hidden.is_floating_point():
+            found.setdefault(part, []).append((hidden.shape, name, rest))
+
+    hooks = [part.register_forward_pre_hook(note, with_kwargs=True) for part in module.modules()]
+    try:
+        longest = getattr(module.config.get_text_config(), "max_position_embeddings", None) or source.PROBED
+        source.find_slots(module, vocab_size, [0, 1, longest // 2, longest - 1])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {part: calls[0] for part, calls in found.items() if len(calls) == 1}
+
+
+def _flat(value) -> list:
+    return [x for each in value for x in _flat(each)] if isinstance(value, (tuple, list)) else [value]
+
+
+def _take(part: nn.Module, candidates: Iterator, shape: torch.Size, name: list[str], others: dict):
+    """Replaces a part's forward pass by the first candidate that computes the same."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [size * torch.randn(shape, generator=generator) for size in SIZES]
+
+    def outcome(function, x: Tensor):
+        probe = ProbePass()
+        with attention.running(probe), rows.installed():
+            out = function(**dict.fromkeys(name, x), **others) if name else function(x, **others)
+        return [*_flat(out), *probe.given], probe.scores
+
+    for each in candidates:
+        with source.values_in(part, source.spread_values), contextlib.suppress(Exception):  # whatever a part raises
+            wanted, each.scores = zip(*(outcome(part.forward, x) for x in inputs), strict=True)
+            each.scores = each.scores[0]
+            found = [outcome(getattr(each, "plain", each), x)[0] for x in inputs]
+            limit = 0 if isinstance(each, Layer) else TOLERANCE
+            if all(_agree(*pair, limit) for pair in zip(found, wanted, strict=True)):
+                part.fused = part.forward = each
+                return
+
+
+def _agree(found: list, wanted: list, limit: float) -> bool:
+    pairs = [(one, other) for one, other in zip(found, wanted, strict=True) if torch.is_tensor(other)]
+    is_alike = [one is not None for one in found] == [other is not None for other in wanted]
+    return is_alike and all((one - other).abs().max() <= limit * other.abs().max() for one, other in pairs)
+
+
+def _children(part: nn.Module) -> tuple[list[str], list[str], list[str]]:
+    """Names of linear layers, of norms that are recognised, and of other children with weights."""
+    with_weights = {name: each for name, each in part.named_children() if any(True for _ in each.parameters())}
+    linears = [name for name, each in with_weights.items() if type(each) is nn.Linear]
+    norms = [name for name, each in with_weights.items() if isinstance(vars(each).get("fused"), GainNorm)]
+    return linears, norms, [name for name in with_weights if name not in linears and name not in norms]
+
+
+def _floats(part: nn.Module) -> list[float]:
+    return [value for value in vars(part).values() if isinstance(value, float)]
+
+
+def _norms(part: nn.Module):
+    if [(name, each.dim()) for name, each in part.named_parameters()] == [("weight", 1)]:
+        yield from (GainNorm(part, eps, offset) for eps in _floats(part) for offset in (0.0, 1.0))
+
+
+def _attentions(part: nn.Module):
+    slots, (linears, norms, others) = vars(part).get("attention_slots", ()), _children(part)
+    if len(slots) == 1 and not slots[0].has_score_options and len(linears) == 4 and len(norms) in (0, 2) and not others:
+        yield from (Attention(part, linears, norms, rotates) for rotates in (True, False))
+
+
+def _mlps(part: nn.Module):
+    linears, norms, others = _children(part)
+    if len(linears) in (2, 3) and not norms and not others:
+        yield from (GatedMLP(part, wide, linears[-1]) for wide in (linears[:-1], linears[-2::-1]))
+
+
+def _layers(part: nn.Module):
+    linears, norms, others = _children(part)
+    children = [part._modules[name] for name in others]
+    attends = [each for each in children if isinstance(vars(each).get("fused"), Attention)]
+    mlps = [each for each in children if isinstance(vars(each).get("fused"), GatedMLP)]
+    if len(attends) == len(mlps) == 1 and len(children) == len(norms) == 2 and not linears:
+        first, second = (part._modules[name] for name in norms)
+        made = (Layer(part, [first, *attends, second, *mlps], multiplier) for multiplier in (1.0, *_floats(part)))
+        yield from (each for each in made if each.has_operator())

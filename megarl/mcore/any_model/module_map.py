@@ -1,0 +1,223 @@
+"""A Hugging Face folder that stays a model of transformers: what it describes, and where its weights lie.
+
+`AnyModel` and `ModuleMap` are to a folder of any type what `HFModel` and `WeightMap` are to a mapped family's.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megarl.errors import UsageError
+from megarl.mcore.any_model import source
+from megarl.mcore.any_model.attention import Unsupported
+from megarl.mcore.any_model.chunk import PREFIX
+from megarl.mcore.any_model.conversions import Conversions, converted
+from megarl.mcore.any_model.folder_module import FolderModule
+from megarl.mcore.model.weight_table import HEAD
+from megarl.mcore.parallel.fsdp import whole
+from megarl.mcore.weights.hf.family import Family
+from megarl.mcore.weights.hf.folder import READABLE, FolderReader, HFFolder
+from megarl.mcore.weights.hf.hf_model import CLASSIFIER
+from megarl.mcore.weights.reshard_plan import LocalWeights
+
+SCORE = "score.weight"  # a classifier's head in a folder
+UNREAD = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}  # of config.json
+
+
+class AnyModel(NamedTuple):
+    """A folder whose model is computed by transformers' modules."""
+
+    folder: HFFolder
+    flags: dict[str, object]  # Megatron's, without dashes; True for a switch
+    vocab_size: int
+    has_scalar_head: bool
+    notes: tuple[str, ...] = ()
+
+    family = Family("", {}, lambda _: {})  # of adapters: the module itself names what they adapt
+
+    @property
+    def folder_of_module(self) -> FolderModule:
+        """The folder whose module of transformers computes the model."""
+        return FolderModule(self.folder.path)
+
+    def tokens(self) -> list[str]:
+        """The flags as a command line."""
+        pairs = ((f"--{name}", value) for name, value in self.flags.items())
+        return [token for name, value in pairs for token in ([name] if value is True else [name, str(value)])]
+
+    def other(self, path: str, flag: str, longest: int) -> "AnyModel":
+        """As of `HFModel`: a folder with the same model, and other weights."""
+        found = read_model(path, flag, longest)
+        entries = self.folder.config.keys() | found.folder.config.keys()
+        if changed := sorted(x for x in entries - UNREAD if self.folder.config.get(x) != found.folder.config.get(x)):
+            raise UsageError(f"{flag} {path}: config.json describes another model than the server has ({changed[0]})")
+        return found
+
+    def check_exportable(self, value_head: bool):
+        """UsageError for a folder without weights, whose tensors have no names that an export could take."""
+        if not self.folder.has_weights:
+            raise self.folder.error("has no weights, whose names an export takes")
+
+    def check_adapters(self, flag: str):
+        """Passes: adapters name the module's own linear layers."""
+
+    def weight_map(self, args, value_head: bool) -> "ModuleMap":
+        """The tensors of a role's weights. Arguments as of `WeightMap`."""
+        return ModuleMap(self, args, value_head)
+
+
+def read_model(path: str, flag: str, longest: int) -> AnyModel:
+    """Reads a folder's config.json and finds the attention of its model.
+
+    Args:
+        flag: that gave the path, for messages.
+        longest: maximum length of prompt and response together, in tokens.
+
+    Raises:
+        UsageError: no such folder, a type that transformers lacks, or a model that does not run here.
+    """
+    folder = HFFolder(path, flag)
+    found = source.read(folder)
+    module = FolderModule(folder.path)
+    try:
+        slots = module.slots()
+        module.self_check(longest)
+    except Unsupported as error:
+        raise folder.error(f"{error}, which {source.FLAG} does not compute") from None
+    source.check_length(found, longest, folder.error)
+    names = folder.config.get("architectures") or []
+    is_classifier = any(str(name).endswith(CLASSIFIER) for name in names)
+    if is_classifier and found.config.num_labels != 1:
+        raise folder.error(
+            f"config.json: num_labels {found.config.num_labels}: allowed is one, a reward's or a critic's"
+        )
+    return AnyModel(folder, source.flags_of(found, slots, folder.error), found.text.vocab_size, is_classifier)
+
+
+class ModuleMap:
+    """The tensors of a folder that a role's module is made of."""
+
+    def __init__(self, model: AnyModel, args, value_head: bool):
+        """`value_head`: the role has a scalar head instead of the vocabulary's. UsageError if only the folder has."""
+        if model.has_scalar_head and not value_head:
+            raise model.folder.error("a sequence-classification model; a policy needs a language model")
+        self.model, self.args, self.value_head = model, args, value_head
+        self._module = source.of_path(str(model.folder.path)).module(torch.float32)
+        tensors = {name: tensor.shape for name, tensor in model.folder.weights.items() if name != SCORE}
+        self._conversions = Conversions(self._module, tensors)
+        head = {name for name, each in self._module.named_modules() if each is self._module.get_output_embeddings()}
+        self._head = {f"{name}.{kind}" for name in head for kind in ("weight", "bias")} if value_head else set()
+
+    def check(self):
+        """UsageError for a tensor that is missing, unknown, of another shape or of a type that is not read."""
+        folder, conversions = self.model.folder, self._conversions
+        if missing := [name for name in conversions.missing if name not in self._head]:
+            raise folder.error(f"{missing[0]} is missing, which {type(self._module).__name__} of transformers needs")
+        for group in conversions.groups:
+            for name, shape in group.weights.items():
+                wanted = conversions.weights.get(name)
+                if wanted is None:
+                    raise folder.error(
+                        f"{next(iter(group.sources))}: transformers makes {name} of it, which is no weight"
+                    )
+                if shape != wanted:
+                    raise folder.error(
+                        f"{next(iter(group.sources))} gives {name} the shape {list(shape)}; config.json describes "
+                        f"{list(wanted)}"
+                    )
+            for name in group.sources:
+                if folder.weights[name].dtype not in READABLE:
+                    raise folder.error(
+                        f"{name} has type {folder.weights[name].dtype}; allowed are {', '.join(READABLE)}"
+                    )
+        if conversions.unknown:
+            raise folder.error(f"{conversions.unknown[0]} is a tensor that {type(self._module).__name__} does not have")
+
+    def differing_head_rows(self) -> list[str]:
+        """As of `WeightMap`: the first row in which a stored weight differs from the one to which it is tied."""
+        reader, stored = FolderReader(self.model.folder), self.model.folder.weights
+        for name, tied in self._conversions.tied.items():
+            if not self.value_head and name in stored and tied in stored:
+                one, other = (reader[each][:, :] for each in (name, tied))
+                if not torch.equal(one, other):
+                    return [str(int((one != other).any(1).nonzero()[0]))]
+        return []
+
+    def read(self, weights: LocalWeights) -> Iterator[tuple[Tensor, Tensor, str]]:
+        """Yields (a view of this rank's weights, what the folder has for it, the tensor's name)."""
+        by_name, tied = {}, self._conversions.tied  # a tied weight has one of its names here, another in the folder
+        for shard in weights.description().shards:
+            name = shard.key.removeprefix(PREFIX)
+            by_name.setdefault(tied.get(name, name), []).append(shard)
+        reader = FolderReader(self.model.folder)
+
+        def stored(name: str) -> Tensor:
+            shape = self.model.folder.weights[name].shape
+            return reader[name][tuple(slice(0, size) for size in shape)]
+
+        for group in self._conversions.groups:
+            wanted = [name for name in group.weights if tied.get(name, name) in by_name]
+            if not wanted:
+                continue
+            first = next(iter(group.weights))
+            made = converted(group.conversion, first, group.sources, stored, self._module)
+            for name in wanted:
+                for shard in by_name[tied.get(name, name)]:
+                    box = tuple(slice(at, at + size) for at, size in zip(shard.offset, shard.shape, strict=True))
+                    yield weights.view(shard), made[name][box], next(iter(group.sources))
+        if self.model.has_scalar_head and HEAD in by_name:
+            for shard in by_name[HEAD]:
+                yield weights.view(shard), stored(SCORE), SCORE
+
+    # -- exports ---------------------------------------------------------------------------------------------------
+
+    def written(self, copies: Collection[str] = ()) -> "ModuleMap":
+        """The tensors of an export: these."""
+        return self
+
+    def shared_copies(self) -> list[str]:
+        """None: no layer of multi-token prediction is trained."""
+        return []
+
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        """Shape by name of every tensor of an export."""
+        stored = self.model.folder.weights
+        heads = {weight for weight in self._conversions.weights if weight in self._head}
+        found = {
+            name: stored[name].shape
+            for group in self._conversions.groups
+            for name in group.sources
+            if not heads.intersection(group.weights)
+        }
+        return found | ({SCORE: (1, self.args.hidden_size)} if self.value_head else {})
+
+    def keeps(self, name: str) -> bool:
+        """Whether an export has a tensor of the folder that the model does not use."""
+        return name in self._conversions.unused
+
+    def is_prediction(self, name: str) -> bool:
+        """No tensor is one of multi-token prediction that could be left out."""
+        return False
+
+    def is_vocabulary(self, key: str) -> bool:
+        """No weight has rows that pad the vocabulary."""
+        return False
+
+    def write(self, stages, weights: LocalWeights, wholes, files, copies, group):
+        """As of `WeightMap`. Every rank makes all tensors, and writes those of its files."""
+        for tensors in self._tensors(stages[0]):
+            for file in files.values():
+                for name in tensors.keys() & set(file.names):
+                    file[name][...] = tensors[name]
+
+    def _tensors(self, chunk) -> Iterator[dict[str, Tensor]]:
+        """Yields the tensors of an export, group by group; a collective of the ranks that share the model."""
+        for group in self._conversions.groups:
+            if self._head.intersection(group.weights):
+                continue
+            names = {name: self._conversions.tied.get(name, name) for name in group.weights}
+            yield self._conversions.reverted({name: chunk.whole_weight(of) for name, of in names.items()})
+        if self.value_head:
+            yield {SCORE: whole(chunk.output_layer.weight)}

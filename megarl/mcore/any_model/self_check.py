@@ -1,0 +1,216 @@
+"""Whether a module of transformers computes under megarl what it computes alone: tried before work starts.
+
+A gap of 0 between rollout and training does not show it: both would be wrong alike. The module is cut to the layers
+that show each kind, and gets weights of little memory. Its logits with transformers' own attention and experts are
+compared with megarl's: of one sequence, of two packed ones, and of a prefill with steps after it. All of it runs on the
+CPU: the flags of a run are read before its devices are used.
+"""
+
+import copy
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from megarl.mcore.any_model import attention, fused, source
+from megarl.mcore.any_model.attention import Pass, Slot, Unsupported
+from megarl.mcore.any_model.chunk import LogitInputs, head_inputs, layers_of
+from megarl.mcore.any_model.source import Source
+from megarl.mcore.attention.backends import eager
+
+TOKENS, FIRST = 40, 13  # of the sequence; of the first of two packed ones
+STEPS = [FIRST, TOKENS - FIRST - 3, 1, 1, 1]  # tokens of each step: a prefill in two parts, and a decode
+WINDOW = 8  # at most, so that the sequence is longer
+TOLERANCE = 1e-3  # of a logit, beside the largest
+SEED = 7
+# Entries of a config that say how wide something is, and no more; and what is enough to see whether it is right.
+WIDTHS = (
+    "vocab_size", "vocab_size_per_layer_input", "intermediate_size", "intermediate_size_mlp", "moe_intermediate_size",
+    "expert_ffn_hidden_size", "shared_expert_intermediate_size", "shared_intermediate_size", "ffn_hidden_size",
+)  # fmt: skip
+WIDTH = 128
+
+
+def check(found: Source, longest: int):
+    """Raises Unsupported, with what differs, if a module does not compute alone what it computes under megarl.
+
+    Args:
+        longest: maximum length of a sequence, in tokens; a window that holds it whole is as none.
+    """
+    small = shortened(found, longest)
+    own, module = small.module(torch.float32, "eager"), small.module(torch.float32)
+    if getattr(type(module.get_output_embeddings()), "forward", None) is not nn.Linear.forward:
+        raise Unsupported(f"{type(module).__name__} does not compute its logits by one linear layer")
+    for each in (own, module):
+        fill(each)
+    source.find_slots(module, small.text.vocab_size)
+    fused.fuse(module, small.text.vocab_size)
+    tokens = torch.randint(small.text.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(SEED))
+    run = Runner(module, small.text)
+    with torch.no_grad(), source.one_line_errors(type(module)):
+        whole = run.packed(tokens, [TOKENS])
+        wanted = own(input_ids=tokens[None], use_cache=False).logits[0].float()  # with positions of its own, too
+        _compare(type(module), "its own attention and experts", whole, wanted)
+        apart = torch.cat([run.packed(part, [len(part)]) for part in tokens.split([FIRST, TOKENS - FIRST])])
+        _compare(type(module), "two sequences packed together", run.packed(tokens, [FIRST, TOKENS - FIRST]), apart)
+        _compare(type(module), "a prefill and steps after it", run.in_steps(tokens), whole)
+
+
+def _compare(kind: type, what: str, found: Tensor, wanted: Tensor):
+    difference, largest = float((found - wanted).abs().max()), max(1.0, float(wanted.abs().max()))
+    if not difference <= TOLERANCE * largest:
+        raise Unsupported(
+            f"{kind.__name__} computes other logits (off by {difference:.1g}, the largest is {largest:.1g}) than with "
+            f"{what}: it has states, masks or positions beside transformers' attention interface"
+        )
+
+
+class Runner:
+    """Logits of a module under megarl's passes, by torch's own products."""
+
+    def __init__(self, module: nn.Module, text):
+        """`text`: the language model's config, before the module's softcap is taken out of it."""
+        self._module, self._inputs = module, LogitInputs(module)
+
+    def packed(self, tokens: Tensor, lengths: list[int]) -> Tensor:
+        """Tokens [T] of sequences of these lengths -> logits [T, V]."""
+        sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        return self._logits(tokens, positions, HeldPass(sequence=sequence))
+
+    def in_steps(self, tokens: Tensor) -> Tensor:
+        """Tokens [T] of one sequence -> logits [T, V]: of two parts of a prefill, and of the last tokens one by one."""
+        held, positions = HeldKeys(), torch.arange(len(tokens))
+        rows = zip(tokens.split(STEPS), positions.split(STEPS), strict=True)
+        return torch.cat([self._logits(each, at, HeldPass(held=held)) for each, at in rows])
+
+    def _logits(self, tokens: Tensor, positions: Tensor, each: Pass) -> Tensor:
+        each.tokens = len(tokens)
+        with attention.running(each):
+            hidden = self._inputs(tokens[None], positions[None])
+        logits = linear(*head_inputs(self._module.get_output_embeddings(), hidden)).float()
+        cap = self._inputs.softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+class HeldKeys(dict):
+    """Keys and values of each slot so far: number -> (keys [1, T, G, C], values)."""
+
+
+@dataclass
+class HeldPass(Pass):
+    """A step whose keys and values are held in plain tensors, or a pass over packed sequences."""
+
+    held: HeldKeys = field(default_factory=HeldKeys)
+    sequence: Tensor | None = None  # [T] number of each token's sequence; None: all are of one
+
+    def attend_tokens(self, slot, query, key, value, scale, options):
+        before = self.held.get(slot.number)
+        if before is not None:
+            key, value = torch.cat([before[0], key]), torch.cat([before[1], value])
+        self.held[slot.number] = key, value
+        places = torch.arange(len(key))
+        at = places[-len(query) :, None]
+        mask = places <= at
+        if self.sequence is not None:
+            mask &= self.sequence[:, None] == self.sequence
+        if slot.window is not None:
+            mask &= at - places < slot.window
+        query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+        out = eager.attend(query, key, value, mask[None, None], scale, options.get("softcap"), options.get("sinks"))
+        return out[0].transpose(0, 1)
+
+
+def _slots(module: nn.Module) -> list[Slot]:
+    return [slot for each in module.modules() for slot in getattr(each, "attention_slots", ())]
+
+
+# -- a small model -----------------------------------------------------------------------------------------------------
+
+
+def shortened(found: Source, longest: int) -> Source:
+    """The same model with its first layers alone, as many as show each kind of layer, and with short windows.
+    Argument as of `check`."""
+    config = copy.deepcopy(found.config)
+    text = config.get_text_config()
+    if isinstance(getattr(text, "sliding_window", None), int) and text.sliding_window < longest:
+        text.sliding_window = min(text.sliding_window, WINDOW)
+    for name in source.LIMITS:
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, max(getattr(text, name), TOKENS))
+    for candidate in (_narrowed(config), config):
+        small = found._replace(config=candidate)
+        try:
+            kinds, lists = _kinds(small)
+        except Unsupported:  # a width that others have to fit
+            if candidate is config:
+                raise
+        else:
+            break
+    count = max(kinds.index(kind) for kind in kinds) + 1
+    if count == len(kinds):
+        return small
+    cut = copy.deepcopy(small.config)
+    text = cut.get_text_config()
+    for name in lists:
+        setattr(text, name, getattr(text, name)[:count])
+    for name in ("num_layers", "num_hidden_layers"):  # some types count parts of a layer in the second
+        if getattr(text, name, None) == len(kinds):
+            setattr(text, name, count)
+    shorter = found._replace(config=cut)
+    try:
+        return shorter if _kinds(shorter, lists)[0] == kinds[:count] else small
+    except Unsupported:  # a number of layers by another name
+        return small
+
+
+def _narrowed(config):
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for name in WIDTHS:
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, min(getattr(text, name), WIDTH))
+    if (getattr(text, "pad_token_id", None) or 0) >= WIDTH:
+        text.pad_token_id = 0
+    return config
+
+
+def _kinds(found: Source, names: list[str] | None = None) -> tuple[list[tuple], list[str]]:
+    """What tells each layer from others: its weights' names and shapes, its attention, its entries in the config.
+
+    Args:
+        names: of the lists that have an entry for each layer; None: all of that length.
+
+    Returns:
+        the kind of each layer, and the names of the lists.
+    """
+    module = found.module(torch.float32)
+    source.find_slots(module, found.text.vocab_size)
+    layers, entries = layers_of(module), vars(found.text)
+    if names is None:
+        names = [name for name, each in entries.items() if isinstance(each, list) and len(each) == len(layers)]
+        counted = [
+            name for name in names if type(entries[name][0]) is int and entries[name] == sorted(set(entries[name]))
+        ]
+        names = [name for name in names if name not in counted]  # numbers of layers
+    kinds = [
+        (
+            tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters()),
+            tuple(slot._replace(number=0) for slot in _slots(layer)),
+            tuple(str(entries[name][number]) for name in names),
+        )
+        for number, layer in enumerate(layers)
+        if all(number < len(entries[name]) for name in names)
+    ]
+    return kinds, names
+
+
+def fill(module: nn.Module):
+    """Gives the parameters on the meta device `spread_values`."""
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if parameter.device.type == "meta":
+            owner, _, last = name.rpartition(".")
+            values = source.spread_values(name, tuple(parameter.shape), parameter.dtype)
+            module.get_submodule(owner)._parameters[last] = nn.Parameter(values, requires_grad=False)
+    module.tie_weights()

@@ -1,0 +1,253 @@
+"""A folder's model as transformers builds it: its class, its module without memory, and the flags that describe it.
+
+Nothing of the folder is run: the class is that of the installed transformers for `model_type`. A module is built with
+parameters on torch's meta device. Its first pass finds the slots of attention, with products that compute nothing, so
+the size of a model does not matter.
+"""
+
+import contextlib
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, initialization
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from megarl.errors import UsageError, one_line
+from megarl.mcore.any_model import attention, rows
+from megarl.mcore.any_model.attention import FirstPass, Slot, Unsupported
+from megarl.mcore.weights.hf.folder import HFFolder
+
+FLAG = "--model-source transformers"
+NO_INTERFACE = "does not call transformers' attention interface"
+LARGE = 2**22  # elements of a tensor of three dimensions, which is a parameter
+MAKERS = "empty", "zeros", "ones", "randn"
+PROBED = 4  # tokens of the first pass
+SPREAD = 0.1  # of the values of vectors
+EXPERT_STEP = 7  # between the numbers with which two experts' matrices begin
+# Entries of config.json that a model of transformers reads as the longest sequence that its attention sees whole.
+LIMITS = ("attention_chunk_size",)
+
+
+class Source(NamedTuple):
+    """A model type of transformers with a folder's config."""
+
+    config: Any  # `PreTrainedConfig`
+    kind: type  # class of the module
+
+    @property
+    def text(self) -> Any:
+        """The language model's part of the config."""
+        return self.config.get_text_config()
+
+    def module(self, dtype: torch.dtype, attention_name: str = attention.NAME) -> PreTrainedModel:
+        """The module with parameters on the meta device and buffers on the CPU, in evaluation mode.
+
+        Args:
+            attention_name: name of the attention function that its modules call; also of the experts function, unless
+                it is `eager`.
+
+        Raises:
+            Unsupported: transformers cannot build it so.
+        """
+        config = copy.deepcopy(self.config)
+        experts = "eager" if attention_name == "eager" else rows.NAME
+        with _parameters_on_meta(), initialization.no_init_weights(), one_line_errors(self.kind, "be built"):
+            module = self.kind._from_config(
+                config, dtype=dtype, attn_implementation=attention_name, experts_implementation=experts
+            )
+        module.tie_weights()
+        for each in (module.config, module.config.get_text_config()):
+            each._experts_implementation = experts
+        return module.eval()
+
+
+def read(folder: HFFolder) -> Source:
+    """The class and the config of a folder. UsageError for a type that the installed transformers lacks."""
+    kind = folder.config.get("model_type")
+    if "auto_map" in folder.config and kind not in CONFIG_MAPPING:
+        raise folder.error(f"config.json: auto_map: code in a folder is not run, and transformers has no type {kind!r}")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise folder.error(f"config.json: model_type {kind!r}: the installed transformers has no such type")
+    config_class = CONFIG_MAPPING[kind]
+    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise folder.error(f"config.json: model_type {kind!r}: transformers has no language model (ForCausalLM) of it")
+    try:
+        config = config_class.from_dict(copy.deepcopy(folder.config))
+    except Exception as error:  # whatever a class of transformers raises for a wrong entry
+        raise folder.error(f"config.json: transformers refuses it ({_in_one_line(str(error))})") from None
+    config.dtype = None
+    if hasattr(config.get_text_config(), "is_decoder"):
+        config.get_text_config().is_decoder = True
+    return of_config(config)
+
+
+def of_config(config: Any) -> Source:
+    """The class that `AutoModelForCausalLM` takes for a config, with the part of a composite config that it takes."""
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind = found[0] if isinstance(found, tuple) else found
+    text = config.sub_configs.get("text_config")
+    return Source(config.get_text_config() if text is not None and kind.config_class is text else config, kind)
+
+
+def find_slots(
+    module: PreTrainedModel, vocab_size: int, positions: Sequence[int] = (), place: torch.device | str = "cpu"
+) -> tuple[Slot, ...]:
+    """The slots of a module's attention, in the order of a pass, which are also set on its parts.
+
+    Args:
+        positions: of the tokens; default: the first ones.
+        place: where its buffers are; a module that is split over ranks communicates from there.
+
+    Raises:
+        Unsupported: attention in another way, or the module needs what megarl does not hand over.
+    """
+    probe = FirstPass(tokens=PROBED)
+    zeros = functools.partial(_zeros, place=place)
+    with torch.no_grad(), values_in(module, zeros), attention.running(probe), rows.installed(no_product, no_matmul):
+        at = torch.tensor([positions or range(PROBED)], device=place)
+        entries = vars(module.config.get_text_config()).items()
+        indexer = [name for name, value in entries if name.startswith("index") and value]
+        with one_line_errors(type(module), f"run without its sparse indexer, {indexer[0]}" if indexer else "run"):
+            module(input_ids=torch.arange(PROBED, device=place)[None] % vocab_size, position_ids=at, use_cache=False)
+    if not probe.found:
+        raise Unsupported(f"{type(module).__name__} {NO_INTERFACE}")
+    return tuple(probe.found)
+
+
+@contextlib.contextmanager
+def one_line_errors(kind: type, what: str = "run") -> Iterator[None]:
+    """Context in which an error of transformers' code is one line for the user: Unsupported."""
+    try:
+        yield
+    except Unsupported:
+        raise
+    except Exception as error:  # whatever a module raises
+        if error.args == (attention.NAME,):  # looked up in a table of its own
+            raise Unsupported(f"{kind.__name__} {NO_INTERFACE}") from None
+        text = _in_one_line(f"{type(error).__name__}: {error}")
+        raise Unsupported(f"{kind.__name__} cannot {what} ({text})") from None
+
+
+def _in_one_line(text: str) -> str:
+    return one_line(" ".join(text.split()))[:300]
+
+
+def flags_of(source: Source, slots: Sequence[Slot], error: Callable[[str], UsageError]) -> dict[str, object]:
+    """Megarl's flags of a model: the engine, its cache, the packing and the planner read them; no layer does.
+
+    Raises:
+        UsageError: what one cache cannot hold; `error` makes it of a text.
+    """
+    windows = {slot.window for slot in slots} - {None}
+    if len(windows) > 1:
+        sizes = ", ".join(map(str, sorted(windows)))
+        raise error(f"has attention windows of {len(windows)} sizes ({sizes}), not of one")
+    hidden, inner = source.text.hidden_size, getattr(source.text, "intermediate_size", None)
+    flags: dict[str, object] = {
+        "num-layers": len(slots),
+        "hidden-size": hidden,
+        "num-attention-heads": max(slot.heads for slot in slots),
+        "kv-channels": max(slot.channels for slot in slots),
+        "group-query-attention": True,
+        "num-query-groups": max(slot.groups for slot in slots),
+        "ffn-hidden-size": max(inner) if isinstance(inner, list) else inner or 4 * hidden,
+        "normalization": "RMSNorm",
+        "disable-bias-linear": True,
+        "swiglu": True,
+        "make-vocab-size-divisible-by": math.gcd(source.text.vocab_size, 128),
+        "position-embedding-type": "none",
+    }
+    if windows:
+        flags["window-size"] = f"{windows.pop() - 1},0"
+    if any(slot.has_score_options for slot in slots):
+        flags["softmax-type"] = "learnable"  # for the choice of a backend; softcaps and sinks are the modules'
+    return flags
+
+
+def check_length(source: Source, longest: int, error: Callable[[str], UsageError]):
+    """UsageError if sequences of `longest` tokens are longer than what the type computes as a whole."""
+    for name in LIMITS:
+        limit = getattr(source.text, name, None)
+        if isinstance(limit, int) and longest > limit:
+            raise error(f"config.json: {name} {limit}: prompt and response together have up to {longest} tokens")
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Context in which new modules have their parameters on the meta device, and their buffers where they say."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module, name, parameter):
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    def on_meta_if_large(make):  # experts of a layer have gigabytes
+        def made(*sizes, **kwargs):
+            is_large = len(sizes) > 2 and math.prod(sizes) > LARGE
+            return make(*sizes, **kwargs | {"device": "meta"} if is_large else kwargs)
+
+        return made
+
+    makers = [(torch, name, on_meta_if_large(getattr(torch, name))) for name in MAKERS]
+    with rows.replaced([(nn.Module, "register_parameter", on_meta), *makers]):
+        yield
+
+
+def _zeros(name: str, shape: torch.Size, dtype: torch.dtype, place: torch.device | str = "cpu") -> Tensor:
+    return torch.zeros((), dtype=dtype, device=place).expand(shape)
+
+
+@contextlib.contextmanager
+def values_in(module: nn.Module, values: Callable[[str, torch.Size, torch.dtype], Tensor] = _zeros) -> Iterator[None]:
+    """Context in which the parameters on the meta device have values, which need not fill memory: `values` of their
+    name, shape and type."""
+    before, names = {}, {id(each): name for name, each in module.named_modules()}
+    for each in module.modules():
+        for name, parameter in each._parameters.items():
+            if parameter is not None and parameter.device.type == "meta":
+                before[each, name] = parameter
+                made = values(f"{names[id(each)]}.{name}", parameter.shape, parameter.dtype)
+                each._parameters[name] = nn.Parameter(made, requires_grad=False)
+    try:
+        yield
+    finally:
+        for (each, name), parameter in before.items():
+            each._parameters[name] = parameter
+
+
+def spread_values(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Values of a parameter that depend on its name and shape alone. A matrix repeats the numbers of a vector, one
+    place further in each row, so that it needs no memory."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)) * 1000 + len(shape))
+    if len(shape) < 2:
+        centre = 1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0
+        return (centre + SPREAD * torch.randn(shape, generator=generator)).to(dtype)
+    strides = [EXPERT_STEP] * (len(shape) - 2) + [1, 1]
+    size = 1 + sum(stride * (length - 1) for stride, length in zip(strides, shape, strict=True))
+    vector = torch.randn(size, generator=generator) * shape[-1] ** -0.5
+    return vector.to(dtype).as_strided(shape, strides)
+
+
+def no_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Zeros of the shape of x · weightᵀ."""
+    return x.new_zeros(*x.shape[:-1], len(weight))
+
+
+_matmul = torch.matmul
+
+
+def no_matmul(x: Tensor, y: Tensor) -> Tensor:
+    return x.new_zeros(_matmul(x.to("meta"), y.to("meta")).shape)
+
+
+@functools.lru_cache(maxsize=8)
+def of_path(path: str) -> Source:
+    """`read` of a folder that was read before without an error."""
+    return read(HFFolder(path))

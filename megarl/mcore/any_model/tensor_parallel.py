@@ -1,0 +1,253 @@
+"""Tensor parallelism of transformers' modules, by the plan that their class brings (`base_model_tp_plan`).
+
+A plan names a style for modules and for parameters of experts. A style says along which axis a weight is split over the
+ranks, and what happens to a module's input and output; the modules themselves compute with the heads and channels that
+a rank has. The vocabulary is split over the ranks in embedding and head, as megarl's head wants it (1909.08053 §3).
+"""
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region as to_all,
+)
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region as gathered,
+)
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region as summed,
+)
+from megatron.core.tensor_parallel.mappings import (
+    scatter_to_tensor_model_parallel_region as own_columns,
+)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megarl.mcore.any_model.attention import Unsupported
+
+FLAG = "--tensor-model-parallel-size"
+ROWS, COLUMNS = -2, -1  # axes of a matrix, of one expert or of a linear layer
+
+
+class Style(NamedTuple):
+    """What a plan's word means."""
+
+    axis: int | None = None  # of the weights that is split; None: none
+    parts: int = 1  # that a weight packs along the axis, each of which is split
+    before: Callable | None = None  # of a module's inputs, with the group
+    after: Callable | None = None  # of its output, with the group
+    sums_gradient: bool = False  # a rank's gradient is a part of the weight's
+
+
+STYLES = {
+    "colwise": Style(ROWS, before=to_all),
+    "colwise_gather_output": Style(ROWS, before=to_all, after=gathered),
+    "packed_colwise": Style(ROWS, parts=2, before=to_all),
+    "rowwise": Style(COLUMNS, after=summed),
+    "rowwise_split_input": Style(COLUMNS, before=own_columns, after=summed),
+    "packed_rowwise": Style(COLUMNS, parts=2, after=summed),
+    "moe_tp_experts": Style(before=to_all, after=summed),
+    "all_reduce": Style(after=summed),
+    "replicated_with_grad_allreduce": Style(sums_gradient=True),
+    "replicate": Style(),
+    "local_params": Style(),  # of a module with shares that the plan names for themselves: sinks
+    "mla_kv_a_proj": Style(after=None),
+}
+
+
+class Split(NamedTuple):
+    """How a weight is split: along an axis, counted from the first, in so many packed parts."""
+
+    axis: int
+    parts: int = 1
+
+    def of(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
+        """A rank's share of a whole weight, as a view or a copy."""
+        shares = [part.chunk(ranks, self.axis)[rank] for part in whole.chunk(self.parts, self.axis)]
+        return shares[0] if self.parts == 1 else torch.cat(shares, self.axis)
+
+
+def splits_of(module: PreTrainedModel, ranks: int) -> dict[str, Split]:
+    """How the weights of a module are split over tensor-parallel ranks, by name; those that are not named are whole.
+
+    Raises:
+        Unsupported: no plan, a style that is not known, or a size that the ranks do not divide.
+    """
+    plan = module.tp_plan
+    if not plan:
+        raise Unsupported(f"{type(module).__name__} has no plan for tensor parallelism (base_model_tp_plan)")
+    if unknown := sorted(set(plan.values()).difference(STYLES, ("embedding_rowwise",))):
+        raise Unsupported(f"the plan of {type(module).__name__} for tensor parallelism has {unknown[0]}")
+    found = {}
+    for name, weight in _all_named(module):
+        owner, _, last = name.rpartition(".")
+        style = STYLES.get(_style(plan, name) or _style(plan, owner) or "", Style())
+        if style.axis is None or style.axis == COLUMNS and last == "bias":
+            continue
+        axis = weight.dim() + style.axis if weight.dim() > 1 else 0
+        found[name] = Split(axis, style.parts)
+    for part in (module.get_input_embeddings(), module.get_output_embeddings()):
+        names = [name for name, each in module.named_modules() if each is part]
+        found |= {f"{name}.{last}": Split(0) for name in names for last, _ in part.named_parameters()}
+    for name, split in found.items():
+        size = module.get_parameter(name).shape[split.axis]
+        if size % (ranks * split.parts):
+            raise Unsupported(f"{name} has {size} rows or columns, which {FLAG} {ranks} does not divide")
+    return found
+
+
+def check_heads(module: PreTrainedModel, ranks: int):
+    """Unsupported if the plan splits projections of attention whose heads the ranks do not divide. The module has its
+    slots (`source.find_slots`)."""
+    for name, part in module.named_modules():
+        styles = {_style(module.tp_plan or {}, f"{name}.{child}") for child, _ in part.named_children()}
+        for slot in getattr(part, "attention_slots", ()) if "colwise" in styles else ():
+            if slot.heads % ranks or slot.groups % ranks:
+                raise Unsupported(f"{name} has {slot.heads} heads with {slot.groups} keys, which it does not divide")
+
+
+def _all_named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return module.named_parameters(remove_duplicate=False)
+
+
+def _style(plan: dict[str, str], name: str) -> str | None:
+    return plan.get(re.sub(r"\d+", "*", name))
+
+
+def split(module: PreTrainedModel, splits: dict[str, Split], group):
+    """Gives a module on the meta device this rank's shares, and its parts what their styles do."""
+    ranks, rank, plan = dist.get_world_size(group), dist.get_rank(group), module.tp_plan
+    for name, each in splits.items():
+        owner, _, last = name.rpartition(".")
+        part = module.get_submodule(owner)
+        weight = part._parameters[last]
+        part._parameters[last] = nn.Parameter(each.of(weight.data, rank, ranks), requires_grad=weight.requires_grad)
+    module.tie_weights()
+    ends = module.get_input_embeddings(), module.get_output_embeddings()
+    for name, part in module.named_modules():
+        word = _style(plan, name)
+        if word is None or part in ends:
+            continue
+        _install(part, word, module.config.get_text_config(), group)
+    _split_embedding(ends[0], rank, group)
+
+
+def mark(module: PreTrainedModel, splits: dict[str, Split]):
+    """Tells Megarl's and Megatron's optimizers which weights of a module with memory are shares: the norm of all
+    gradients counts the others once."""
+    shares = {id(weight): (weight, splits[name].axis) for name, weight in _all_named(module) if name in splits}
+    for weight, axis in shares.values():  # a tied one once
+        set_tensor_model_parallel_attributes(weight, True, axis, 1)
+
+
+def _install(part: nn.Module, word: str, config, group):
+    style = STYLES[word]
+    if word == "mla_kv_a_proj":
+        part.forward = functools.partial(_with_shared_key, part.forward, config, group)
+    elif style.sums_gradient:
+        part.forward = functools.partial(_with_partial_gradients, part.forward, part, group)
+    elif style.before or style.after:
+        part.forward = functools.partial(_between, part.forward, part, style, group)
+
+
+def _between(forward, part: nn.Module, style: Style, group, *args, **kwargs):
+    """A module's forward pass between its style's functions; a bias is added once, after a sum."""
+    if style.before:
+        args = [style.before(x, group) if torch.is_tensor(x) and x.is_floating_point() else x for x in args]
+    with _parameters_as(part, lambda bias: None if style.after is summed else bias, "bias"):
+        out = forward(*args, **kwargs)
+    out = style.after(out, group) if style.after else out
+    bias = part._parameters.get("bias") if style.after is summed else None
+    return out if bias is None else out + bias
+
+
+def _with_shared_key(forward, config, group, *args, **kwargs) -> Tensor:
+    """Latents and a key that all heads share: each rank's heads give a part of the key's gradient."""
+    out = forward(*args, **kwargs)
+    width = config.qk_rope_head_dim
+    latent, key = out.split([out.shape[-1] - width, width], dim=-1)
+    return torch.cat([latent, to_all(key, group)], dim=-1)
+
+
+def _with_partial_gradients(forward, part: nn.Module, group, *args, **kwargs):
+    """A module whose whole weights each rank uses for its own heads: their gradients are summed over the ranks."""
+    with _parameters_as(part, lambda weight: to_all(weight, group)):
+        return forward(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _parameters_as(part: nn.Module, changed: Callable[[Tensor], Tensor | None], *names: str):
+    """Context in which a module's own parameters, or those of these names, are other tensors."""
+    before = {n: p for n, p in part._parameters.items() if p is not None and n in (names or (n,))}
+    part._parameters.update({name: changed(each) for name, each in before.items()})
+    try:
+        yield
+    finally:
+        part._parameters.update(before)
+
+
+def _split_embedding(embedding: Any, rank: int, group):
+    """Each rank looks up its rows of the vocabulary; the vectors of the others are 0 there."""
+    rows, forward, padding = len(embedding.weight), embedding.forward, embedding.padding_idx
+    if padding is not None:  # its row gets no gradient; each rank numbers its rows from 0
+        embedding.padding_idx = padding - rank * rows if padding // rows == rank else None
+
+    def look_up(tokens: Tensor) -> Tensor:
+        own = tokens - rank * rows
+        is_own = (own >= 0) & (own < rows)
+        return summed(forward(own * is_own) * is_own.unsqueeze(-1), group)
+
+    embedding.forward = look_up
+
+
+def described(state: dict, splits: dict[str, Split], prefix: str, group, replicas) -> dict:
+    """Megatron's description of weights for checkpoints and transfers: whole ones, shares, and packed shares.
+
+    Args:
+        state: this rank's tensors by name, without `prefix`.
+        replicas: the ranks that hold the same shares.
+    """
+    axes = {name: splits[name].axis for name in state if name in splits}
+    found = make_sharded_tensors_for_checkpoint(state, prefix, axes, (), tp_group=group, dp_cp_group=replicas)
+    for name in axes:
+        if splits[name].parts > 1:
+            found[prefix + name] = _packed(found[prefix + name], splits[name], group)
+    return found
+
+
+def _packed(share: ShardedTensor, split: Split, group) -> ShardedTensorFactory:
+    """The description of a share that packs several parts along its axis, each of which is split over the ranks."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    @torch.no_grad()
+    def build(key: str, data: Tensor, replica_id, _) -> list[ShardedTensor]:
+        parts = enumerate(data.chunk(split.parts, split.axis))
+        offsets = [(split.axis, number * ranks + rank, split.parts * ranks) for number, _ in parts]
+        return [
+            ShardedTensor.from_rank_offsets(key, part, offset, replica_id=replica_id)
+            for part, offset in zip(data.chunk(split.parts, split.axis), offsets, strict=True)
+        ]
+
+    def merge(parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts, split.axis)
+
+    return ShardedTensorFactory(share.key, share.data, build, merge, share.replica_id)
+
+
+def gathered_whole(share: Tensor, split: Split | None, group) -> Tensor:
+    """The whole weight of which each rank of the group has a share; a collective."""
+    ranks = dist.get_world_size(group)
+    if split is None or ranks == 1:
+        return share
+    shares = [torch.empty_like(share, memory_format=torch.contiguous_format) for _ in range(ranks)]
+    dist.all_gather(shares, share.contiguous(), group=group)
+    parts = zip(*(each.chunk(split.parts, split.axis) for each in shares), strict=True)
+    return torch.cat([torch.cat(part, split.axis) for part in parts], split.axis)

@@ -1,0 +1,28 @@
+"""docs/model_types.md is what its generator finds with the installed transformers."""
+
+import pytest
+import transformers
+
+from tests.helpers.folders import any_types
+from tools import model_types
+
+
+@pytest.mark.long
+def test_the_committed_page_is_what_the_generator_writes():
+    assert any_types.PAGE.read_text() == model_types.page([model_types.judge(kind) for kind in any_types.TYPES])
+
+
+def test_the_page_names_every_type_of_this_version_once():
+    text = any_types.PAGE.read_text()
+    rows = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")]
+    assert sorted(rows) == any_types.TYPES and f"transformers {transformers.__version__}." in text
+    run = any_types.running()
+    assert f"{len(run)} run" in text and run["llama"] and not run["granite"] and "lfm2" not in run
+
+
+def test_a_type_is_judged_by_the_self_check():
+    assert model_types.judge("gemma2") == ("gemma2", "runs", "windows, sinks or a softcap")
+    refused = model_types.judge("lfm2")
+    assert refused.status == "refused" and "computes other logits" in refused.text
+    page = model_types.page([refused])
+    assert "0 run; 1 are refused" in page and "| `lfm2` | Lfm2ForCausalLM computes" in page

@@ -1,0 +1,80 @@
+"""Models of transformers under megarl: their own log-probs and tokens, a gap of 0, and exports of the same bytes."""
+
+import functools
+
+import pytest
+
+from tests.helpers.folders import any_measures, any_types
+from tests.helpers.tiers import by_default
+from tests.helpers.worlds import run_world
+
+RUNNING = any_types.running()
+MAPPED = tuple(kind for kind, is_mapped in RUNNING.items() if is_mapped)
+TOGETHER = 12  # types of a world
+DEFAULT = ("granite", "gemma4_text")
+# `generate` of these takes other inputs than tokens alone; their log-probs are compared.
+OTHER_GENERATE = ("moshi",)
+
+
+def worlds(kinds):
+    return [" ".join(kinds[at : at + TOGETHER]) for at in range(0, len(kinds), TOGETHER)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("types")
+    save = functools.cache(lambda kind: any_types.save(kind, root / kind) and root / kind)
+    return lambda kinds: {kind: save(kind) for kind in kinds.split()}
+
+
+OTHERS = [kind for kind in RUNNING if kind not in DEFAULT]
+
+
+@pytest.mark.parametrize("kinds", by_default([*worlds(DEFAULT), *worlds(OTHERS)], worlds(DEFAULT)))
+def test_types_compute_what_they_compute_alone(kinds, folders, tmp_path):
+    (found,) = run_world(any_measures.measure, 1, folders(kinds), tmp_path)
+    assert found.keys() == set(kinds.split())
+    wrong = {
+        kind: each._replace(score_rows=[])
+        for kind, each in found.items()
+        if not (
+            each.difference < 2e-5
+            and (all(each.greedy) or kind in OTHER_GENERATE)
+            and each.gaps == [0, 0]
+            and each.is_alone_equal
+            and each.changed == []
+        )
+    }
+    assert not wrong
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kinds", worlds(MAPPED))
+def test_mapped_types_agree_with_megatrons_layers(kinds, folders):
+    (found,) = run_world(any_measures.differences, 1, folders(kinds))
+    assert found.keys() == set(kinds.split())
+    assert {kind: each for kind, each in found.items() if not each < 1e-5} == {}
+
+
+def test_the_list_of_types_has_what_it_must():
+    assert len(RUNNING) >= 110 and len(MAPPED) >= 38
+
+
+# Windows, sinks, softcaps, keys wider than values, chunks, experts.
+AT_LENGTH = "cohere2 gpt_oss gemma2 deepseek_v3 llama4_text qwen3_moe"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", AT_LENGTH.split())
+def test_sums_over_long_keys(kind, tmp_path, monkeypatch):
+    """BLAS adds keys in another order where there are many, and 64 tokens follow each other without a fault."""
+    monkeypatch.setitem(any_types.SMALL, "max_position_embeddings", 2048)
+    monkeypatch.setitem(any_types.OWN["llama4_text"], "attention_chunk_size", 2048)
+    for name, value in dict(LENGTHS=(1036, 700, 16), LONGEST=1036, COUNT=64).items():
+        monkeypatch.setattr(any_measures, name, value)  # a rank is a fork of this process
+    any_types.save(kind, tmp_path / kind)
+    (found,) = run_world(any_measures.measure, 1, {kind: tmp_path / kind}, tmp_path / "out")
+    found = found[kind]
+    assert max(map(len, found.score_rows)) == 1099
+    assert found.difference < 2e-5 and all(found.greedy) and len(found.greedy) == 3
+    assert found.gaps == [0, 0] and found.is_alone_equal and found.changed == []

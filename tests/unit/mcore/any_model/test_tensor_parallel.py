@@ -1,0 +1,42 @@
+"""Modules of transformers over tensor-parallel ranks: log-probs, tokens, gap and exports of one rank."""
+
+import pytest
+import torch
+
+from tests.helpers.folders import any_measures, any_types
+from tests.helpers.tiers import by_default
+from tests.helpers.worlds import run_world
+
+FLAGS = "--tensor-model-parallel-size 2"
+
+
+@pytest.mark.parametrize("kind", by_default(("qwen3_moe", "granite", "cohere2", "deepseek_v3"), ("granite",)))
+def test_two_ranks_compute_what_one_computes(kind, tmp_path):
+    any_types.save(kind, tmp_path / kind)
+    folders = {kind: tmp_path / kind}
+    ((alone,), ranks) = (run_world(any_measures.measure, size, folders, tmp_path / str(size), flags)
+                         for size, flags in ((1, ""), (2, FLAGS)))  # fmt: skip
+    for found in ranks:
+        assert found[kind].difference < 5e-5 and all(found[kind].greedy)
+        assert max(found[kind].gaps) < 1e-5 and found[kind].changed == []
+        for own, other in zip(found[kind].score_rows, alone[kind].score_rows, strict=True):
+            assert torch.allclose(own, other, atol=1e-5)
+
+
+LAYOUTS = {"--tensor-model-parallel-size 2": 2, "--context-parallel-size 2": 2,
+           "--tensor-model-parallel-size 2 --use-torch-fsdp2": 4}  # fmt: skip
+
+
+# With norms of single heads whose weight all ranks have, a tied head, padding; with packed shares.
+@pytest.mark.parametrize(
+    "kind", by_default(("gemma3_text", "qwen3", "phi3", "gpt_oss", "gemma4_text"), ("gemma3_text",))
+)
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, list(LAYOUTS)[:2]))
+def test_the_gradients_of_several_ranks_are_those_of_one(layout, kind, tmp_path):
+    any_types.save(kind, tmp_path / kind)
+    (alone,) = run_world(any_measures.gradients, 1, tmp_path / kind, "")
+    for found in run_world(any_measures.gradients, LAYOUTS[layout], tmp_path / kind, layout):
+        assert found.norm == pytest.approx(alone.norm, rel=1e-5)
+        assert found.by_name.keys() == alone.by_name.keys() and len(alone.by_name) > 10
+        for name, grad in found.by_name.items():
+            assert torch.allclose(grad, alone.by_name[name], rtol=1e-4, atol=1e-5 * alone.norm), name
