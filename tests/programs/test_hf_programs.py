@@ -20,9 +20,8 @@ from tests.helpers.folders.hf_layouts import build, logprobs
 from tests.helpers.folders.hf_prediction import of_case, with_prediction
 from tests.helpers.folders.hf_quantized import fp8, mxfp4, widen_experts
 from tests.helpers.models.attention_inputs import needs_kernels
-from tests.helpers.programs import inputs, metrics, samples, timeless, train, write_lines
+from tests.helpers.programs import metrics, samples, timeless, train, write_lines
 from tests.helpers.rollout import long_prompts
-from tests.helpers.texts import small_tokenizers
 from tests.helpers.worlds import run_world
 
 LENGTHS = "--max-prompt-length 48 --max-response-length 8 --max-tokens-per-microbatch 256"
