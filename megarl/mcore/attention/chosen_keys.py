@@ -137,12 +137,12 @@ class Choice(NamedTuple):
     """The keys that the n queries of `KeyReads.long` chose: a bit for each pair, until the lists are needed."""
 
     tiles: list[tuple[Tensor, Tensor]]  # rows [K] of a segment's first keys; [q, ⌈K/8⌉] bits of q of its queries
-    count: int
+    topk: int  # keys of each query
 
     def lists(self) -> Iterator[Tensor]:
-        """Yields the chosen rows of latents [q, count], by ascending positions, of some queries after others."""
+        """Yields the chosen rows of latents [q, topk], by ascending positions, of some queries after others."""
         for rows, bits in self.tiles:
-            yield native.ops.chosen_rows(bits, rows, self.count)
+            yield native.ops.chosen_rows(bits, rows, self.topk)
 
     def parts(self) -> Iterator[tuple[slice, "Choice"]]:
         """Yields (which of the n queries, their choice), about `QUERIES` at a time."""
@@ -151,7 +151,7 @@ class Choice(NamedTuple):
             tiles.append(tile)
             size = sum(len(bits) for _, bits in tiles)
             if size >= QUERIES or tile is self.tiles[-1]:
-                yield slice(first, first + size), Choice(tiles, self.count)
+                yield slice(first, first + size), Choice(tiles, self.topk)
                 first, tiles = first + size, []
 
 
@@ -209,7 +209,7 @@ def _single_queries(choice: Choice) -> Iterator[tuple[Tensor, Tensor, Tensor, Te
     first = 0
     for lists in choice.lists():
         numbers = torch.arange(len(lists))
-        yield first + numbers[:, None], lists, torch.full((len(lists), 1), choice.count - 1), numbers
+        yield first + numbers[:, None], lists, torch.full((len(lists), 1), choice.topk - 1), numbers
         first += len(lists)
 
 
