@@ -11,7 +11,7 @@ import argparse
 import re
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -68,7 +68,7 @@ def judge(kind: str) -> Found:
     return Found(kind, "runs", ", ".join(features(module, slots)))
 
 
-def features(module: torch.nn.Module, slots: tuple[Slot, ...]) -> list[str]:
+def features(module: Any, slots: tuple[Slot, ...]) -> list[str]:
     """What a module's attention and experts have beside keys and values of one shape."""
     windows = {slot.window for slot in slots}
     has = {

@@ -132,7 +132,7 @@ class AnyChunk(MegatronModule):
             self.output_layer = value_head
         else:
             head.tp_group = pg_collection.tp
-            self._head = (head,)  # not a second name of its weights
+            self._head: tuple[Any] = (head,)  # not a second name of its weights
         self._has_value_head = value_head is not None
         self._backend, self._product = backends.load(config), rows.product_of(config)
         if is_exact(config):
@@ -156,7 +156,8 @@ class AnyChunk(MegatronModule):
                     module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.is_floating_point())
         self.hf.tie_weights()
         tensor_parallel.mark(self.hf, self.splits)
-        for part in (self.hf.get_input_embeddings(), self.hf.get_output_embeddings()):
+        ends: list[Any] = [self.hf.get_input_embeddings(), self.hf.get_output_embeddings()]
+        for part in ends:
             for parameter in part.parameters():
                 parameter.is_embedding_or_output_parameter = True
         if self.share_embeddings_and_output_weights:
@@ -181,7 +182,7 @@ class AnyChunk(MegatronModule):
 
     def shared_embedding_or_output_weight(self) -> Tensor:
         """The embedding [V, H] that is the head, too."""
-        return self.output_layer.weight
+        return self._head[0].weight
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
         """Parameters and persistent buffers by the module's own names; a tied one once, low-rank factors not."""

@@ -9,6 +9,7 @@ are, and what is wrapped around linear layers later is called.
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ PLAIN = bool, int, float, str, type(None), Tensor  # arguments by which a part h
 class GainNorm:
     """x · r · (offset + weight) with r = (mean x² + ε)^−½ (1910.07467 eq. 4)."""
 
-    def __init__(self, part: nn.Module, eps: float, offset: float):
+    def __init__(self, part: Any, eps: float, offset: float):
         self.part, self.eps, self.offset = part, eps, offset
 
     def weight(self) -> Tensor:
@@ -54,7 +55,7 @@ class Merged:
     def __init__(self, part: nn.Module, names: list[str], groups: int = 1):
         self.part, self.names, self.groups = part, names, groups
 
-    def linears(self) -> list[nn.Module]:
+    def linears(self) -> list[Any]:
         """The layers, with all that is wrapped around them by now."""
         return [self.part._modules[name] for name in self.names]
 
@@ -168,10 +169,7 @@ class Layer:
         """`parts`: the norm before attention, attention, the norm before the MLP, the MLP."""
         self.part, self._own, self.multiplier = part, part.forward, multiplier
         self.first, self.attention, self.second, self.mlp = (vars(each)["fused"] for each in parts)
-        self._made: tuple = (
-            None,
-            [],
-        )  # the merged weight of attention, and the operator's weights that were made with it
+        self._made: tuple = (None, [])  # attention's merged weight, and the operator's weights made with it
         self._norms = [self.first, self.second, *(vars(part)["fused"] for part in self._head_norms())]
 
     def _head_norms(self) -> list[nn.Module]:

@@ -7,11 +7,13 @@ experts shows that it does.
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from megarl.mcore.any_model import attention, source
+from megarl.mcore.any_model import attention, rows, source
 from megarl.mcore.any_model.attention import Unsupported
 from megarl.mcore.moe.router import RouteRecorder
 
@@ -36,12 +38,12 @@ class ModuleRouter:
         block.forward = functools.partial(self._forward, block.forward)
 
     def _forward(self, forward, *args, **kwargs):
-        self._calls, others = 0, (torch.topk, Tensor.topk)
-        torch.topk = Tensor.topk = lambda *args, **kwargs: self._topk(*args, **kwargs)  # a method of tensors, too
-        try:
+        def choose(*args, **kwargs):
+            return self._topk(*args, **kwargs)  # a method of tensors, too
+
+        self._calls = 0
+        with rows.replaced([(torch, "topk", choose), (Tensor, "topk", choose)]):
             return forward(*args, **kwargs)
-        finally:
-            torch.topk, Tensor.topk = others
 
     def _topk(self, input: Tensor, k: int, *args, **kwargs):
         self._calls += 1
@@ -56,11 +58,13 @@ class ModuleRouter:
         """The router's choice, of the last axis, as `torch.topk` returns it."""
         each, scores, recorder = attention.current(), input.reshape(-1, input.shape[-1]), self.router_replay
         layout, self.experts, self.topk = getattr(each, "layout", None), scores.shape[1], k
-        recorder.routing = self if self.is_planting else getattr(layout, "routing", None)
+        routing: Any = self if self.is_planting else getattr(layout, "routing", None)
+        recorder.routing = routing
         values, experts = recorder.get_replay_topk(scores[: each.tokens], k, default_compute_topk=_of_rows)
         others = _of_rows(scores[each.tokens :], k)  # rows that fill up vectors
-        both = (torch.cat(x).view(*input.shape[:-1], k) for x in zip((values, experts), others, strict=True))
-        return torch.return_types.topk(tuple(both))
+        shape = *input.shape[:-1], k
+        both = torch.cat([values, others[0]]).view(shape), torch.cat([experts, others[1]]).view(shape)
+        return torch.return_types.topk(both)
 
     def turn_off(self):
         """Leaves all choices to the router's own code."""
@@ -88,11 +92,12 @@ class ModuleRouter:
 
 
 def _of_rows(scores: Tensor, topk: int, **_) -> tuple[Tensor, Tensor]:
-    return tuple(_topk(scores, topk, dim=-1))
+    values, experts = _topk(scores, topk, dim=-1)
+    return values, experts
 
 
 def install(
-    module: nn.Module, layers: nn.ModuleList, vocab_size: int, place: torch.device | str = "cpu"
+    module: PreTrainedModel, layers: nn.ModuleList, vocab_size: int, place: torch.device | str = "cpu"
 ) -> list[ModuleRouter]:
     """The routers of a module whose slots were found, in the order of its layers; [] for a dense one, or one whose
     experts are not called by transformers' interface.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers import PreTrainedModel
 
 from megarl.mcore.any_model import attention, fused, source
 from megarl.mcore.any_model.attention import Pass, Slot, Unsupported
@@ -47,7 +48,7 @@ def check(found: Source, longest: int):
     source.find_slots(module, small.text.vocab_size)
     fused.fuse(module, small.text.vocab_size)
     tokens = torch.randint(small.text.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(SEED))
-    run = Runner(module, small.text)
+    run = Runner(module)
     with torch.no_grad(), source.one_line_errors(type(module)):
         whole = run.packed(tokens, [TOKENS])
         wanted = own(input_ids=tokens[None], use_cache=False).logits[0].float()  # with positions of its own, too
@@ -69,8 +70,7 @@ def _compare(kind: type, what: str, found: Tensor, wanted: Tensor):
 class Runner:
     """Logits of a module under megarl's passes, by torch's own products."""
 
-    def __init__(self, module: nn.Module, text):
-        """`text`: the language model's config, before the module's softcap is taken out of it."""
+    def __init__(self, module: PreTrainedModel):
         self._module, self._inputs = module, LogitInputs(module)
 
     def packed(self, tokens: Tensor, lengths: list[int]) -> Tensor:

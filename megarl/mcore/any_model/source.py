@@ -32,6 +32,8 @@ SPREAD = 0.1  # of the values of vectors
 EXPERT_STEP = 7  # between the numbers with which two experts' matrices begin
 # Entries of config.json that a model of transformers reads as the longest sequence that its attention sees whole.
 LIMITS = ("attention_chunk_size",)
+# Rotary embeddings with other angles for all tokens of a pass that has a longer sequence than an entry says.
+ROPES = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
 
 
 class Source(NamedTuple):
@@ -172,8 +174,14 @@ def flags_of(source: Source, slots: Sequence[Slot], error: Callable[[str], Usage
 
 def check_length(source: Source, longest: int, error: Callable[[str], UsageError]):
     """UsageError if sequences of `longest` tokens are longer than what the type computes as a whole."""
-    for name in LIMITS:
-        limit = getattr(source.text, name, None)
+    limits = {name: getattr(source.text, name, None) for name in LIMITS}
+    ropes = getattr(source.text, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):  # of each type of layers
+        if isinstance(rope, dict) and (kind := rope.get("rope_type")) in ROPES:
+            entry = ROPES[kind]
+            limit = rope.get(entry) if kind == "longrope" else source.text.max_position_embeddings
+            limits[f"rope_type {kind}, {entry}"] = limit
+    for name, limit in limits.items():
         if isinstance(limit, int) and longest > limit:
             raise error(f"config.json: {name} {limit}: prompt and response together have up to {longest} tokens")
 

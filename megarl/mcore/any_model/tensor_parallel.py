@@ -165,6 +165,8 @@ def _between(forward, part: nn.Module, style: Style, group, *args, **kwargs):
     with _parameters_as(part, lambda bias: None if style.after is summed else bias, "bias"):
         out = forward(*args, **kwargs)
     out = style.after(out, group) if style.after else out
+    if style.after is summed and torch.is_grad_enabled():
+        out = out.clone()  # autograd lets no module add in place to what a function of its own returns
     bias = part._parameters.get("bias") if style.after is summed else None
     return out if bias is None else out + bias
 

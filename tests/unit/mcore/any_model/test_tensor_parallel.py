@@ -33,6 +33,15 @@ LAYOUTS = {"--tensor-model-parallel-size 2": 2, "--context-parallel-size 2": 2,
 )
 @pytest.mark.parametrize("layout", by_default(LAYOUTS, list(LAYOUTS)[:2]))
 def test_the_gradients_of_several_ranks_are_those_of_one(layout, kind, tmp_path):
+    _compare_gradients(layout, kind, tmp_path)
+
+
+@pytest.mark.long
+def test_a_module_may_add_in_place_to_what_is_summed_over_ranks(tmp_path):
+    _compare_gradients(FLAGS, "llama4_text", tmp_path)
+
+
+def _compare_gradients(layout, kind, tmp_path):
     any_types.save(kind, tmp_path / kind)
     (alone,) = run_world(any_measures.gradients, 1, tmp_path / kind, "")
     for found in run_world(any_measures.gradients, LAYOUTS[layout], tmp_path / kind, layout):
