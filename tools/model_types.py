@@ -58,7 +58,7 @@ def judge(kind: str) -> Found:
     try:
         found = source.of_config(config)
         module = found.module(torch.float32)
-        slots = source.find_slots(module, found.text.vocab_size)
+        slots = source.find_slots(module)
         self_check.check(found, LONGEST)
         source.flags_of(found, slots, UsageError)
     except (Unsupported, UsageError) as error:

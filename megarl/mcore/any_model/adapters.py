@@ -94,11 +94,10 @@ class ModuleLinears(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def _linear_sizes(path: str) -> dict[str, tuple[int, int]]:
-    found, called = source.of_path(path), set()
-    module = found.module(torch.float32)
+    module, called = source.of_path(path).module(torch.float32), set()
     for part in module.modules():
         part.register_forward_pre_hook(lambda part, _: called.add(part))
-    source.find_slots(module, found.text.vocab_size)
+    source.find_slots(module)
     return {
         name: (each.weight.shape[0], each.weight.shape[1])
         for name, each in module.named_modules()

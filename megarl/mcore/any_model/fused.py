@@ -200,11 +200,11 @@ class Layer:
         out, decodes, empty = hidden_states.clone(), reads.decodes[0], hidden_states.new_empty(0)
         turned = rotation(position_embeddings) if self.attention.rotates else (empty, empty)
         scale = self.attention.scores.scale
-        native.ops.decode_layers(
-            out[0, : each.tokens], weights, [each.plan.caches[slot.number]], *(x[: each.tokens] for x in turned),
-            each.plan.slot_mapping, decodes.pages, decodes.keys, decodes.starts, slot.heads, self.mlp.down.in_features,
-            self.first.eps, slot.key_channels**-0.5 if scale is None else scale, decodes.window, self.multiplier,
-        )  # fmt: skip
+        cosines, sines = (x[: each.tokens] for x in turned)
+        caches, scale = [each.plan.caches[slot.number]], slot.key_channels**-0.5 if scale is None else scale
+        keys = each.plan.slot_mapping, decodes.pages, decodes.keys, decodes.starts
+        options = slot.heads, self.mlp.down.in_features, self.first.eps, scale, decodes.window, self.multiplier
+        native.ops.decode_layers(out[0, : each.tokens], weights, caches, cosines, sines, *keys + options)
         return out
 
     def _weights(self) -> list[Tensor]:
@@ -253,19 +253,19 @@ class ProbePass(Pass):
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2)
 
 
-def fuse(module: PreTrainedModel, vocab_size: int):
+def fuse(module: PreTrainedModel):
     """Makes the parts of a module that the kernels compute call them. Its parameters may be on the meta device."""
     if not native.is_used() or module.dtype is not torch.float32:
         return
     with contextlib.suppress(Unsupported), torch.no_grad():
-        calls = _calls(module, vocab_size)
+        calls = _calls(module)
         for candidates in (_norms, _attentions, _mlps, _layers):
             for part, call in calls.items():
                 if "fused" not in vars(part) and not any(True for _ in part.buffers()):
-                    _take(part, candidates(part), *call)
+                    _take(part, candidates(part), call)
 
 
-def _calls(module: PreTrainedModel, vocab_size: int) -> dict[nn.Module, tuple[torch.Size, list, dict]]:
+def _calls(module: PreTrainedModel) -> dict[nn.Module, tuple[torch.Size, list, dict]]:
     """Of each part that one pass calls once, with hidden states: their shape, names for them, further arguments."""
     found: dict[nn.Module, list] = {}
 
@@ -280,7 +280,7 @@ def _calls(module: PreTrainedModel, vocab_size: int) -> dict[nn.Module, tuple[to
     hooks = [part.register_forward_pre_hook(note, with_kwargs=True) for part in module.modules()]
     try:
         longest = getattr(module.config.get_text_config(), "max_position_embeddings", None) or source.PROBED
-        source.find_slots(module, vocab_size, [0, 1, longest // 2, longest - 1])
+        source.find_slots(module, [0, 1, longest // 2, longest - 1])
     finally:
         for hook in hooks:
             hook.remove()
@@ -291,9 +291,9 @@ def _flat(value) -> list:
     return [x for each in value for x in _flat(each)] if isinstance(value, (tuple, list)) else [value]
 
 
-def _take(part: nn.Module, candidates: Iterator, shape: torch.Size, name: list[str], others: dict):
-    """Replaces a part's forward pass by the first candidate that computes the same."""
-    generator = torch.Generator().manual_seed(0)
+def _take(part: nn.Module, candidates: Iterator, call: tuple[torch.Size, list, dict]):
+    """Replaces a part's forward pass by the first candidate that computes the same in such a call."""
+    (shape, name, others), generator = call, torch.Generator().manual_seed(0)
     inputs = [size * torch.randn(shape, generator=generator) for size in SIZES]
 
     def outcome(function, x: Tensor):
@@ -308,7 +308,7 @@ def _take(part: nn.Module, candidates: Iterator, shape: torch.Size, name: list[s
             each.scores = each.scores[0]
             found = [outcome(getattr(each, "plain", each), x)[0] for x in inputs]
             limit = 0 if isinstance(each, Layer) else TOLERANCE
-            if all(_agree(*pair, limit) for pair in zip(found, wanted, strict=True)):
+            if all(_agree(one, other, limit) for one, other in zip(found, wanted, strict=True)):
                 part.fused = part.forward = each
                 return
 

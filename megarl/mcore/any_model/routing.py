@@ -38,8 +38,8 @@ class ModuleRouter:
         block.forward = functools.partial(self._forward, block.forward)
 
     def _forward(self, forward, *args, **kwargs):
-        def choose(*args, **kwargs):
-            return self._topk(*args, **kwargs)  # a method of tensors, too
+        def choose(input, k, *args, **kwargs):  # of torch, and a method of tensors
+            return self._topk(input, k, *args, **kwargs)
 
         self._calls = 0
         with rows.replaced([(torch, "topk", choose), (Tensor, "topk", choose)]):
@@ -96,14 +96,11 @@ def _of_rows(scores: Tensor, topk: int, **_) -> tuple[Tensor, Tensor]:
     return values, experts
 
 
-def install(
-    module: PreTrainedModel, layers: nn.ModuleList, vocab_size: int, place: torch.device | str = "cpu"
-) -> list[ModuleRouter]:
+def install(module: PreTrainedModel, place: torch.device | str = "cpu") -> list[ModuleRouter]:
     """The routers of a module whose slots were found, in the order of its layers; [] for a dense one, or one whose
     experts are not called by transformers' interface.
 
     Args:
-        layers: the module's, one after the other.
         place: as of `source.find_slots`.
 
     Raises:
@@ -111,7 +108,7 @@ def install(
     """
     blocks = [
         (number, block, each)
-        for number, layer in enumerate(layers, 1)
+        for number, layer in enumerate(source.layers_of(module), 1)
         for block in layer.modules()
         for each in block.children()
         if hasattr(each, "_is_expert_parallel")  # of transformers' interface
@@ -125,7 +122,7 @@ def install(
         for is_planting in (False, True) if routers else ():
             for router in routers:
                 router.is_planting = is_planting
-            source.find_slots(module, vocab_size, place=place)
+            source.find_slots(module, place=place)
         if len({router.layer_number for router in routers}) < len(routers):
             raise Unsupported("a layer has several routers")
         if len({(router.experts, router.topk) for router in routers}) > 1:

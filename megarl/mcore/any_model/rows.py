@@ -59,8 +59,8 @@ def product_of(config) -> Callable:
 def replaced(functions: Sequence[tuple[Any, str, Callable]]) -> Iterator[None]:
     """Context in which attributes are other functions: (owner, name, function) of each."""
     before = [getattr(owner, name) for owner, name, _ in functions]
-    for each in functions:
-        setattr(*each)
+    for owner, name, function in functions:
+        setattr(owner, name, function)
     try:
         yield
     finally:

@@ -63,7 +63,7 @@ class Source(NamedTuple):
             module = self.kind._from_config(
                 config, dtype=dtype, attn_implementation=attention_name, experts_implementation=experts
             )
-        module.tie_weights()
+            module.tie_weights()
         for each in (module.config, module.config.get_text_config()):
             each._experts_implementation = experts
         return module.eval()
@@ -98,7 +98,7 @@ def of_config(config: Any) -> Source:
 
 
 def find_slots(
-    module: PreTrainedModel, vocab_size: int, positions: Sequence[int] = (), place: torch.device | str = "cpu"
+    module: PreTrainedModel, positions: Sequence[int] = (), place: torch.device | str = "cpu"
 ) -> tuple[Slot, ...]:
     """The slots of a module's attention, in the order of a pass, which are also set on its parts.
 
@@ -113,13 +113,22 @@ def find_slots(
     zeros = functools.partial(_zeros, place=place)
     with torch.no_grad(), values_in(module, zeros), attention.running(probe), rows.installed(no_product, no_matmul):
         at = torch.tensor([positions or range(PROBED)], device=place)
-        entries = vars(module.config.get_text_config()).items()
-        indexer = [name for name, value in entries if name.startswith("index") and value]
+        text = module.config.get_text_config()
+        indexer = [name for name, value in vars(text).items() if name.startswith("index") and value]
         with one_line_errors(type(module), f"run without its sparse indexer, {indexer[0]}" if indexer else "run"):
-            module(input_ids=torch.arange(PROBED, device=place)[None] % vocab_size, position_ids=at, use_cache=False)
+            module(
+                input_ids=torch.arange(PROBED, device=place)[None] % text.vocab_size, position_ids=at, use_cache=False
+            )
     if not probe.found:
         raise Unsupported(f"{type(module).__name__} {NO_INTERFACE}")
     return tuple(probe.found)
+
+
+def layers_of(module: nn.Module) -> nn.ModuleList:
+    """The transformer layers of a module: its longest list of modules of one base class with attention in them."""
+    lists = [each for each in module.modules() if isinstance(each, nn.ModuleList) and len(each)]
+    with_slots = [each for each in lists if any(hasattr(part, "attention_slots") for part in each.modules())]
+    return max(with_slots, key=lambda each: sum(1 for _ in each.parameters()))
 
 
 @contextlib.contextmanager

@@ -14,19 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region as to_all,
-)
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_tensor_model_parallel_region as gathered,
-)
-from megatron.core.tensor_parallel.mappings import (
-    reduce_from_tensor_model_parallel_region as summed,
-)
-from megatron.core.tensor_parallel.mappings import (
-    scatter_to_tensor_model_parallel_region as own_columns,
-)
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -34,6 +23,9 @@ from transformers import PreTrainedModel
 from megarl.mcore.any_model.attention import Unsupported
 
 FLAG = "--tensor-model-parallel-size"
+to_all, summed = mappings.copy_to_tensor_model_parallel_region, mappings.reduce_from_tensor_model_parallel_region
+gathered = mappings.gather_from_tensor_model_parallel_region
+own_columns = mappings.scatter_to_tensor_model_parallel_region
 ROWS, COLUMNS = -2, -1  # axes of a matrix, of one expert or of a linear layer
 
 
@@ -231,12 +223,11 @@ def _packed(share: ShardedTensor, split: Split, group) -> ShardedTensorFactory:
 
     @torch.no_grad()
     def build(key: str, data: Tensor, replica_id, _) -> list[ShardedTensor]:
-        parts = enumerate(data.chunk(split.parts, split.axis))
-        offsets = [(split.axis, number * ranks + rank, split.parts * ranks) for number, _ in parts]
-        return [
-            ShardedTensor.from_rank_offsets(key, part, offset, replica_id=replica_id)
-            for part, offset in zip(data.chunk(split.parts, split.axis), offsets, strict=True)
-        ]
+        built = []
+        for number, part in enumerate(data.chunk(split.parts, split.axis)):
+            offset = split.axis, number * ranks + rank, split.parts * ranks
+            built.append(ShardedTensor.from_rank_offsets(key, part, offset, replica_id=replica_id))
+        return built
 
     def merge(parts: list[Tensor]) -> Tensor:
         return torch.cat(parts, split.axis)

@@ -122,7 +122,7 @@ def test_a_module_has_parameters_without_memory_and_its_buffers():
 def test_slots_are_found_without_memory_and_set_on_their_modules():
     found = source.of_config(any_types.small_config("gemma4_text"))
     module = found.module(torch.float32)
-    slots = source.find_slots(module, found.text.vocab_size)
+    slots = source.find_slots(module)
     assert {each.device.type for each in module.parameters()} == {"meta"}
     assert [slot.number for slot in slots] == [0, 1, 2, 3, 4, 5]
     assert [slot.window for slot in slots] == [8, None] * 3
