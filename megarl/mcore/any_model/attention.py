@@ -134,8 +134,6 @@ class FirstPass(Pass):
     def attend(self, module, query, key, value, scores):
         if key.shape[2] != query.shape[2]:
             raise Unsupported(f"{type(module).__name__} attends to {key.shape[2]} keys of {query.shape[2]} tokens")
-        if not getattr(module, "is_causal", True):
-            raise Unsupported(f"{type(module).__name__} attends to later tokens, too")
         has_options = scores.softcap is not None or scores.sinks is not None
         slot = Slot(
             len(self.found), query.shape[1], key.shape[1], query.shape[3], value.shape[3], scores.window, has_options
@@ -177,7 +175,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, **others)
     """What modules call whose config names `NAME`, with transformers' arguments. Raises Unsupported."""
     if attention_mask is not None:
         raise Unsupported(f"{type(module).__name__} makes an attention mask of its own")
-    if others.pop("is_causal", None) is False:
+    if others.pop("is_causal", None) is False or not getattr(module, "is_causal", True):
         raise Unsupported(f"{type(module).__name__} attends to later tokens, too")
     window, softcap, sinks = (others.pop(name, None) for name in ("sliding_window", "softcap", "s_aux"))
     if unknown := sorted(name for name, x in others.items() if x is not None and name not in UNREAD):

@@ -236,7 +236,7 @@ class AnyChunk(MegatronModule):
         each.tokens = tokens.shape[1]
         if missing := rows.missing_rows(each.tokens):
             tokens, positions = (nn.functional.pad(x, (0, missing)) for x in (tokens, positions))
-        with attention.running(each), rows.installed(self._product):
+        with _computing(each, self._product):
             if self._has_value_head:
                 hidden = self.hf.base_model(input_ids=tokens, position_ids=positions, use_cache=False)[0].squeeze(0)
             else:
@@ -265,12 +265,12 @@ def _recomputed(forward, product, *args, **kwargs):
     each = attention.current()
 
     def contexts():
-        return contextlib.nullcontext(), _again(each, product)
+        return contextlib.nullcontext(), _computing(each, product)
 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 @contextlib.contextmanager
-def _again(each: Pass, product):
+def _computing(each: Pass, product):
     with attention.running(each), rows.installed(product):
         yield

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from megarl.mcore.any_model import attention, rows, source
@@ -273,7 +274,7 @@ def _calls(module: PreTrainedModel) -> dict[nn.Module, tuple[torch.Size, list, d
         name = [] if args else ["hidden_states"]
         hidden = args[0] if args else kwargs.get("hidden_states")
         rest = {key: value for key, value in kwargs.items() if key not in name}
-        is_plain = all(isinstance(x, PLAIN) for value in rest.values() for x in _flat(value))
+        is_plain = all(isinstance(x, PLAIN) for x in tree_leaves(list(rest.values())))
         if len(args) < 2 and is_plain and torch.is_tensor(hidden) and hidden.is_floating_point():
             found.setdefault(part, []).append((hidden.shape, name, rest))
 
@@ -287,10 +288,6 @@ def _calls(module: PreTrainedModel) -> dict[nn.Module, tuple[torch.Size, list, d
     return {part: calls[0] for part, calls in found.items() if len(calls) == 1}
 
 
-def _flat(value) -> list:
-    return [x for each in value for x in _flat(each)] if isinstance(value, (tuple, list)) else [value]
-
-
 def _take(part: nn.Module, candidates: Iterator, call: tuple[torch.Size, list, dict]):
     """Replaces a part's forward pass by the first candidate that computes the same in such a call."""
     (shape, name, others), generator = call, torch.Generator().manual_seed(0)
@@ -300,7 +297,7 @@ def _take(part: nn.Module, candidates: Iterator, call: tuple[torch.Size, list, d
         probe = ProbePass()
         with attention.running(probe), rows.installed():
             out = function(**dict.fromkeys(name, x), **others) if name else function(x, **others)
-        return [*_flat(out), *probe.given], probe.scores
+        return [*tree_leaves(out), *probe.given], probe.scores
 
     for each in candidates:
         with source.values_in(part, source.spread_values), contextlib.suppress(Exception):  # whatever a part raises

@@ -8,7 +8,7 @@ a rank has. The vocabulary is split over the ranks in embedding and head, as meg
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +51,7 @@ STYLES = {
     "replicated_with_grad_allreduce": Style(sums_gradient=True),
     "replicate": Style(),
     "local_params": Style(),  # of a module with shares that the plan names for themselves: sinks
-    "mla_kv_a_proj": Style(after=None),
+    "mla_kv_a_proj": Style(),
 }
 
 
@@ -79,7 +79,7 @@ def splits_of(module: PreTrainedModel, ranks: int) -> dict[str, Split]:
     if unknown := sorted(set(plan.values()).difference(STYLES, ("embedding_rowwise",))):
         raise Unsupported(f"the plan of {type(module).__name__} for tensor parallelism has {unknown[0]}")
     found = {}
-    for name, weight in _all_named(module):
+    for name, weight in module.named_parameters(remove_duplicate=False):
         owner, _, last = name.rpartition(".")
         style = STYLES.get(_style(plan, name) or _style(plan, owner) or "", Style())
         if style.axis is None or style.axis == COLUMNS and last == "bias":
@@ -106,10 +106,6 @@ def check_heads(module: PreTrainedModel, ranks: int):
                 raise Unsupported(f"{name} has {slot.heads} heads with {slot.groups} keys, which it does not divide")
 
 
-def _all_named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return module.named_parameters(remove_duplicate=False)
-
-
 def _style(plan: dict[str, str], name: str) -> str | None:
     return plan.get(re.sub(r"\d+", "*", name))
 
@@ -125,29 +121,23 @@ def split(module: PreTrainedModel, splits: dict[str, Split], group):
     module.tie_weights()
     ends = module.get_input_embeddings(), module.get_output_embeddings()
     for name, part in module.named_modules():
-        word = _style(plan, name)
-        if word is None or part in ends:
-            continue
-        _install(part, word, module.config.get_text_config(), group)
+        word = None if part in ends else _style(plan, name)
+        style = STYLES.get(word or "", Style())
+        if word == "mla_kv_a_proj":
+            part.forward = functools.partial(_with_shared_key, part.forward, module.config.get_text_config(), group)
+        elif style.sums_gradient:
+            part.forward = functools.partial(_with_partial_gradients, part.forward, part, group)
+        elif style.before or style.after:
+            part.forward = functools.partial(_between, part.forward, part, style, group)
     _split_embedding(ends[0], rank, group)
 
 
 def mark(module: PreTrainedModel, splits: dict[str, Split]):
     """Tells Megarl's and Megatron's optimizers which weights of a module with memory are shares: the norm of all
     gradients counts the others once."""
-    shares = {id(weight): (weight, splits[name].axis) for name, weight in _all_named(module) if name in splits}
-    for weight, axis in shares.values():  # a tied one once
-        set_tensor_model_parallel_attributes(weight, True, axis, 1)
-
-
-def _install(part: nn.Module, word: str, config, group):
-    style = STYLES[word]
-    if word == "mla_kv_a_proj":
-        part.forward = functools.partial(_with_shared_key, part.forward, config, group)
-    elif style.sums_gradient:
-        part.forward = functools.partial(_with_partial_gradients, part.forward, part, group)
-    elif style.before or style.after:
-        part.forward = functools.partial(_between, part.forward, part, style, group)
+    for name, weight in module.named_parameters():  # a tied one once, by its first name
+        if name in splits:
+            set_tensor_model_parallel_attributes(weight, True, splits[name].axis, 1)
 
 
 def _between(forward, part: nn.Module, style: Style, group, *args, **kwargs):
