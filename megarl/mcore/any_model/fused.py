@@ -146,9 +146,9 @@ class Attention:
             )
         if self.rotates:
             query, key = rotated_heads(query, key, *(x.unsqueeze(1) for x in rotation(position_embeddings)))
-        heads = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         scale, window, *_ = self.scores or (None, None)
-        out, _ = attention.attention(self.part, *heads, attention_mask, scaling=scale, sliding_window=window)
+        out, _ = attention.attention(self.part, query, key, value, attention_mask, scaling=scale, sliding_window=window)
         return self.output(out.reshape(1, tokens, -1)), None
 
 

@@ -38,18 +38,18 @@ class ModuleRouter:
         block.forward = functools.partial(self._forward, block.forward)
 
     def _forward(self, forward, *args, **kwargs):
-        def choose(input, k, *args, **kwargs):  # of torch, and a method of tensors
-            return self._topk(input, k, *args, **kwargs)
+        def choose(input, k, dim=-1, largest=True, sorted=True):  # of torch, and a method of tensors
+            return self._topk(input, k, dim, largest, sorted)
 
         self._calls = 0
         with rows.replaced([(torch, "topk", choose), (Tensor, "topk", choose)]):
             return forward(*args, **kwargs)
 
-    def _topk(self, input: Tensor, k: int, *args, **kwargs):
+    def _topk(self, input: Tensor, k: int, dim: int, largest: bool, sorted: bool):
         self._calls += 1
         if self._calls - 1 == self._place:
             return self._chosen(input, k)
-        found = _topk(input, k, *args, **kwargs)
+        found = _topk(input, k, dim, largest, sorted)
         if self._place is None:
             self._seen.append(found.indices)
         return found

@@ -7,6 +7,7 @@ CPU: the flags of a run are read before its devices are used.
 """
 
 import copy
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -46,14 +47,15 @@ def check(found: Source, longest: int):
     source.find_slots(module)
     fused.fuse(module)
     tokens = torch.randint(small.text.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(SEED))
-    run, (of_own, of_module) = Runner(module), (source.values_in(each, source.spread_values) for each in (own, module))
+    run = functools.partial(_logits, module, LogitInputs(module))
+    of_own, of_module = (source.values_in(each, source.spread_values) for each in (own, module))
     with torch.no_grad(), source.one_line_errors(type(module)), of_own, of_module:
-        whole = run.packed(tokens, [TOKENS])
+        whole = run(tokens, [TOKENS])
         wanted = own(input_ids=tokens[None], use_cache=False).logits[0].float()  # with positions of its own, too
         _compare(type(module), "its own attention and experts", whole, wanted)
-        apart = torch.cat([run.packed(part, [len(part)]) for part in tokens.split([FIRST, TOKENS - FIRST])])
-        _compare(type(module), "two sequences packed together", run.packed(tokens, [FIRST, TOKENS - FIRST]), apart)
-        _compare(type(module), "a prefill and steps after it", run.in_steps(tokens), whole)
+        apart = torch.cat([run(part, [len(part)]) for part in tokens.split([FIRST, TOKENS - FIRST])])
+        _compare(type(module), "two sequences packed together", run(tokens, [FIRST, TOKENS - FIRST]), apart)
+        _compare(type(module), "a prefill and steps after it", run(tokens), whole)
 
 
 def _compare(kind: type, what: str, found: Tensor, wanted: Tensor):
@@ -65,31 +67,21 @@ def _compare(kind: type, what: str, found: Tensor, wanted: Tensor):
         )
 
 
-class Runner:
-    """Logits of a module under megarl's passes, by torch's own products."""
+def _logits(module: PreTrainedModel, inputs: LogitInputs, tokens: Tensor, lengths: list[int] | None = None) -> Tensor:
+    """Logits [T, V] of tokens [T] under megarl's passes, by torch's own products.
 
-    def __init__(self, module: PreTrainedModel):
-        self._module, self._inputs = module, LogitInputs(module)
-
-    def packed(self, tokens: Tensor, lengths: list[int]) -> Tensor:
-        """Tokens [T] of sequences of these lengths -> logits [T, V]."""
-        sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        return self._logits(tokens, positions, HeldPass(sequence=sequence))
-
-    def in_steps(self, tokens: Tensor) -> Tensor:
-        """Tokens [T] of one sequence -> logits [T, V]: of two parts of a prefill, and of the last tokens one by one."""
-        held, positions = {}, torch.arange(len(tokens))
-        rows = zip(tokens.split(STEPS), positions.split(STEPS), strict=True)
-        return torch.cat([self._logits(each, at, HeldPass(held=held)) for each, at in rows])
-
-    def _logits(self, tokens: Tensor, positions: Tensor, each: Pass) -> Tensor:
-        each.tokens = len(tokens)
-        with attention.running(each):
-            hidden = self._inputs(tokens[None], positions[None])
-        logits = linear(*head_inputs(self._module.get_output_embeddings(), hidden)).float()
-        cap = self._inputs.softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+    Args:
+        lengths: of packed sequences; None: one sequence, as two parts of a prefill and its last tokens one by one.
+    """
+    sizes, held, found = [len(tokens)] if lengths else STEPS, {}, []
+    positions = torch.cat([torch.arange(length) for length in lengths or [len(tokens)]])
+    sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)) if lengths else None
+    for each, at in zip(tokens.split(sizes), positions.split(sizes), strict=True):
+        with attention.running(HeldPass(len(each), held=held, sequence=sequence)):
+            hidden = inputs(each[None], at[None])
+        found.append(linear(*head_inputs(module.get_output_embeddings(), hidden)).float())
+    logits, cap = torch.cat(found), inputs.softcap
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 @dataclass
