@@ -26,12 +26,13 @@ RULES = {
     "several layers": (f"{FULL} uniform --recompute-num-layers 2", 1, f"--recompute-num-layers 2: {SOURCE} 1"),
     "sequences": (f"{TP2} --sequence-parallel", 2, f"--sequence-parallel True: {SOURCE} none"),
     "fp16": ("--fp16", 1, f"--fp16 True: {SOURCE} none"),
+    "softcaps": ("--bf16 --hf-model {gemma2}", 1, f"--attention-backend sdpa: {SOURCE} eager, for softcaps"),
     "muon": ("--optimizer muon", 1, f"--optimizer muon: {SOURCE} adam or sgd"),
 }
 OTHERS = {  # of train_rl
     "--mtp-drafts": f"--mtp-train or --mtp-drafts True: {SOURCE} none",
     "--hf-mtp drop --export-hf --save x": "--hf-mtp drop: with --model-source transformers allowed is keep",
-    "--attention-backend sdpa --hf-model {gemma2}": "--attention-backend sdpa: config.json of --hf-model",
+    "--attention-backend sdpa --hf-model {gemma2}": "--attention-backend sdpa: allowed with --attn-logit-softcapping",
     "--num-layers 6": "actor: --num-layers: the modules of transformers that compute --hf-model",
 }
 # Flags of parts that a module has, too, or that say how a run is laid out.
@@ -67,7 +68,7 @@ def test_what_a_module_cannot_have_is_refused_in_one_line(folders):
     found = refused(module_rules, model, rows)
     for name, (_, _, line) in rows.items():
         assert line in found.lines[name], name
-    assert [each.partition(": ")[2] for each in found.unbroken] == ["--mtp-train or --mtp-drafts"]
+    assert [each.partition(": ")[2] for each in found.unbroken] == ["--mtp-train or --mtp-drafts", "--exact-rollout"]
 
 
 @pytest.mark.parametrize("flags", OTHERS)
@@ -90,5 +91,5 @@ def test_a_source_without_a_folder_is_refused():
         (module_rules.FLAG, "--model-source"),
         ("--critic-model-source transformers", "--critic-model"),
     ):
-        with pytest.raises(UsageError, match=f"{flag}.*needs --hf-model"):
+        with pytest.raises(UsageError, match=f"{flag}.*needs --(critic-)?hf-model"):
             parse(f"{flags} {LENGTHS} --num-layers 2 --hidden-size 32 --num-attention-heads 4".split(), 1, "rl")
