@@ -13,6 +13,7 @@ from megarl.data import node_files
 from megarl.mcore.any_model import routing, self_check, source, tensor_parallel, walk
 from megarl.mcore.any_model.adapters import ModuleLinears
 from megarl.mcore.any_model.attention import Slot, Unsupported
+from megarl.mcore.any_model.cache import mean_cache
 from megarl.mcore.any_model.chunk import PREFIX, AnyChunk
 from megarl.mcore.model.pipeline_layout import RoutedLayers
 from megarl.mcore.model.weight_table import HEAD, Weight
@@ -105,12 +106,8 @@ class FolderModule(str):
         return found
 
     def mean_cache(self, ranks: int) -> tuple[int, int]:
-        """Query groups of the whole model and channels whose product is the mean of the slots, as `SlotContext` has
-        them on each of so many tensor-parallel ranks."""
-        slots = self.slots()
-        if len({(slot.groups, slot.channels) for slot in slots}) == 1:
-            return slots[0].groups, slots[0].channels
-        return ranks, -(-sum(slot.groups * slot.channels for slot in slots) // (ranks * len(slots)))
+        """As of `cache.mean_cache`."""
+        return mean_cache(self.slots(), ranks)
 
 
 @functools.lru_cache(maxsize=8)

@@ -66,10 +66,6 @@ class ModuleRouter:
         both = torch.cat([values, others[0]]).view(shape), torch.cat([experts, others[1]]).view(shape)
         return torch.return_types.topk(both)
 
-    def turn_off(self):
-        """Leaves all choices to the router's own code."""
-        self._place, self._seen = NOWHERE, []
-
     def choose(self, _: int, live: Tensor) -> Tensor:
         """As of `Routing`: plants other experts than the live ones."""
         self._planted = ((live + 1) % self.experts).sort(dim=1).values
@@ -129,7 +125,7 @@ def install(module: PreTrainedModel, place: torch.device | str = "cpu") -> list[
             raise Unsupported("routers choose among unlike numbers of experts")
     except Unsupported:
         for router in routers:
-            router.turn_off()
+            router._place, router._seen = NOWHERE, []  # all choices are the router's own code's
         raise
     finally:
         for hook, router in zip(hooks, routers, strict=True):

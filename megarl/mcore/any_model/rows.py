@@ -50,6 +50,16 @@ def matrix_product(x: Tensor, y: Tensor) -> Tensor:
     return _matmul(x, y)
 
 
+def no_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Zeros of the shape of x · weightᵀ."""
+    return x.new_zeros(*x.shape[:-1], len(weight))
+
+
+def no_matmul(x: Tensor, y: Tensor) -> Tensor:
+    """Zeros of the shape of x · y."""
+    return x.new_zeros(_matmul(x.to("meta"), y.to("meta")).shape)
+
+
 def product_of(config) -> Callable:
     """The `product` of a model with Megatron's config."""
     return functools.partial(product, multiply=exact_product()) if is_exact(config) else product

@@ -121,15 +121,12 @@ def shortened(found: Source, longest: int) -> Source:
     for name in source.LIMITS:
         if isinstance(getattr(text, name, None), int):
             setattr(text, name, max(getattr(text, name), TOKENS))
-    for candidate in (_narrowed(config), config):
-        small = found._replace(config=candidate)
-        try:
-            kinds, lists = _kinds(small)
-        except Unsupported:  # a width that others have to fit
-            if candidate is config:
-                raise
-        else:
-            break
+    small = found._replace(config=_narrowed(config))
+    try:
+        kinds, lists = _kinds(small)
+    except Unsupported:  # a width that others have to fit
+        small = found._replace(config=config)
+        kinds, lists = _kinds(small)
     count = max(kinds.index(kind) for kind in kinds) + 1
     if count == len(kinds):
         return small

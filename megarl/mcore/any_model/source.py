@@ -109,9 +109,8 @@ def find_slots(
     Raises:
         Unsupported: attention in another way, or the module needs what megarl does not hand over.
     """
-    probe = FirstPass(tokens=PROBED)
-    zeros = functools.partial(_zeros, place=place)
-    with torch.no_grad(), values_in(module, zeros), attention.running(probe), rows.installed(no_product, no_matmul):
+    probe, stubs = FirstPass(tokens=PROBED), rows.installed(rows.no_product, rows.no_matmul)
+    with torch.no_grad(), values_in(module, functools.partial(_zeros, place=place)), attention.running(probe), stubs:
         at = torch.tensor([positions or range(PROBED)], device=place)
         text = module.config.get_text_config()
         indexer = [name for name, value in vars(text).items() if name.startswith("index") and value]
@@ -250,18 +249,6 @@ def spread_values(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tens
     size = 1 + sum(stride * (length - 1) for stride, length in zip(strides, shape, strict=True))
     vector = torch.randn(size, generator=generator) * shape[-1] ** -0.5
     return vector.to(dtype).as_strided(shape, strides)
-
-
-def no_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Zeros of the shape of x · weightᵀ."""
-    return x.new_zeros(*x.shape[:-1], len(weight))
-
-
-_matmul = torch.matmul
-
-
-def no_matmul(x: Tensor, y: Tensor) -> Tensor:
-    return x.new_zeros(_matmul(x.to("meta"), y.to("meta")).shape)
 
 
 @functools.lru_cache(maxsize=8)
