@@ -27,7 +27,7 @@ def found_of(kind: str) -> Source:
     """A small model type."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    config = any_types.small_config(kind)
+    config = any_types.small_config(kind, **{"qk_layernorm": False} if kind == "phi" else {})
     made = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return Source(config, made[0] if isinstance(made, tuple) else made)
 
