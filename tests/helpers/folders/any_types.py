@@ -201,6 +201,9 @@ def small_module(kind: str, seed: int = 1, **entries):
 
 def save(kind: str, folder: Path, seed: int = 1, **entries):
     """Writes a small folder of a type, with a tokenizer; returns its module. `entries`: as of `small_config`."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # a bar has a thread, and worlds are forked from this process
     module = small_module(kind, seed, **entries)
     small_tokenizers.characters(folder)
     module.save_pretrained(folder)
