@@ -168,7 +168,7 @@ def test_programs_compute_what_a_module_of_transformers_computes(tmp_path):
     ((own_loss, problems),) = run_world(_in_transformers, 1, folder, texts, exports)
     assert metrics(save / "sft")[1]["sft/loss"] == pytest.approx(own_loss, abs=1e-5)
     assert metrics(save / "preference")[1]["preference/loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert problems == dict.fromkeys(exports, [])
+    assert problems == {kind: [] for kind in exports}
     given = "--hf-model", folder, *flags
     for argv in (("from-hf", *given, "--save", save / "c"), ("verify", *given, "--load", save / "c"),
                  ("to-hf", *given, "--load", save / "c", "--save", save / "back")):  # fmt: skip
