@@ -117,7 +117,7 @@ def main(argv: list[str]) -> int:
     arguments.add_argument("--check", action="store_true", help="compare the page instead of writing it")
     check = arguments.parse_args(argv).check
     torch.set_num_threads(1)
-    text = page([judge(kind) for kind in any_types.TYPES])
+    text = page([judge(kind) for kind in any_types.types()])
     if check:
         if PAGE.read_text(encoding="utf-8") != text:
             print("model_types: docs/model_types.md is stale; run python tools/model_types.py", file=sys.stderr)
