@@ -35,7 +35,7 @@ from tests.helpers.server.servers import (
     small_argv,
 )
 from tests.helpers.tiers import by_default
-from tests.helpers.worlds import SAFETY_SECONDS
+from tests.helpers.worlds import SAFETY_SECONDS, run_world
 
 LAYOUTS = {"one rank": (1, ""), "two replicas": (2, ""), "TP 2": (2, "--tensor-model-parallel-size 2")}
 
@@ -156,25 +156,36 @@ def test_experts_and_their_routes():
             assert len(running.post("/v1/completions", echo).json()["choices"][0]["logprobs"]["token_logprobs"]) == 3
 
 
+def save_modules(_, folders: dict):
+    for seed, folder in folders.items():
+        any_types.save("gemma4_text", folder, seed)
+
+
+def own_logprobs(_, seed: int, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """What the module of a seed computes of a response."""
+    module, tokens = any_types.small_module("gemma4_text", seed), torch.tensor([[*prompt, *response]])
+    with torch.no_grad():
+        logprobs = module(tokens).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+    return logprobs.gather(1, tokens[0, len(prompt) :, None])[:, 0]
+
+
 @pytest.mark.long
 def test_a_module_of_transformers_answers_as_it_does_alone(tmp_path):
     """Before and after new weights; the second of two equal prompts reads cached keys."""
-    modules = {name: any_types.save("gemma4_text", tmp_path / name, seed) for seed, name in enumerate(("old", "new"))}
+    folders = {seed: tmp_path / name for seed, name in enumerate(("old", "new"))}
     flags = "--model-source transformers --max-prompt-length 100 --max-response-length 24 --rollout-buffer-gb 0.01"
     keys = f"--admin-key-file {key_files()['admin']} --weights-folder {tmp_path} --rollout-prefix-caching"
     prompt, settings = [5 + i % 90 for i in range(70)], {"max_tokens": 24, "ignore_eos": True}
-    with served(f"--hf-model {tmp_path / 'old'} --port 0 {flags} {keys}".split()) as running:
-        for name, module in modules.items():
-            if name == "new":
+    run_world(save_modules, 1, folders)
+    with served(f"--hf-model {folders[0]} --port 0 {flags} {keys}".split()) as running:
+        for seed in folders:
+            if seed == 1:
                 key = f"Bearer {ADMIN_KEY}"
-                assert running.post("/admin/weights", {"path": name}, authorization=key).status == 200
+                assert running.post("/admin/weights", {"path": "new"}, authorization=key).status == 200
             body = {"input_ids": prompt, "seed": 3, "sampling_params": settings}
             first, again = (running.post("/generate", body).json() for _ in range(2))
             assert first["output_ids"] == again["output_ids"] and first["logprobs"] == again["logprobs"]
-            tokens = torch.tensor([[*prompt, *first["output_ids"]]])
-            with torch.no_grad():
-                logprobs = module(tokens).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
-            expected = logprobs.gather(1, tokens[0, len(prompt) :, None])[:, 0]
+            (expected,) = run_world(own_logprobs, 1, seed, prompt, first["output_ids"])
             torch.testing.assert_close(torch.tensor(first["logprobs"]), expected, atol=2e-5, rtol=0)
 
 

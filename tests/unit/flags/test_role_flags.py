@@ -9,6 +9,7 @@ from megarl.flags.role_flags import named_roles, parse_role_map, with_prefix
 from megarl.mcore.config import optimizer_flags
 from tests.helpers.flag_rules import parsed, refused
 from tests.helpers.folders import any_types
+from tests.helpers.worlds import run_world
 
 TP, PP, CP = (f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context"))
 
@@ -261,15 +262,21 @@ def test_flags_that_every_model_reads_are_not_training_flags():
     assert roles_of(flags)["reference"].megatron.use_torch_fsdp2
 
 
-def test_what_no_text_reaches_in_a_module_of_transformers_is_not_trained(tmp_path):
-    module = any_types.save("gemma3", tmp_path / "gemma3")
+def save_and_reach(_, folder) -> tuple[set[str], set[str]]:
+    """Writes a folder; the names of its module's parameters, and of those that get no gradient of a text."""
+    module = any_types.save("gemma3", folder)
     module(torch.tensor([[3, 4, 5, 6]])).logits.sum().backward()
-    unreached = {name for name, parameter in module.named_parameters() if parameter.grad is None}
+    parameters = dict(module.named_parameters())
+    return set(parameters), {name for name, parameter in parameters.items() if parameter.grad is None}
+
+
+def test_what_no_text_reaches_in_a_module_of_transformers_is_not_trained(tmp_path):
+    ((names, unreached),) = run_world(save_and_reach, 1, tmp_path / "gemma3")
     argv = f"--hf-model {tmp_path / 'gemma3'} --model-source transformers --max-prompt-length 8 --max-response-length 8"
 
     def frozen(flags: str = "") -> set[str]:
         args = parse(f"{argv} --advantage grpo {flags}".split(), 1, "rl").roles["actor"].megatron
-        return {name for name, _ in module.named_parameters() if optimizer_flags.is_frozen(args, name)}
+        return {name for name in names if optimizer_flags.is_frozen(args, name)}
 
     assert unreached and frozen() == unreached
     own = "model.language_model.norm.weight"
