@@ -21,15 +21,15 @@ LONG = 48  # words of a sentence that tires
 
 # What the tree may have at most.
 LIMITS = {
-    "files": 498,
-    "files below 60 lines": 75,
-    "classes": 721,
-    "fmt: skip": 99,
-    "star-passed local tuples": 40,
-    "functions with 9 and more parameters": 1,
+    "files": 514,
+    "files below 60 lines": 77,
+    "classes": 754,
+    "fmt: skip": 106,
+    "star-passed local tuples": 53,
+    "functions with 9 and more parameters": 2,
     "file names that occur twice": 0,
     "modules of 60 lines and more without a test of their name": 0,
-    "pages": 34,
+    "pages": 35,
     "sentences of 48 words and more": 0,
 }
 

@@ -11,7 +11,7 @@ import argparse
 import re
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -58,7 +58,7 @@ def judge(kind: str) -> Found:
     try:
         found = source.of_config(config)
         module = found.module(torch.float32)
-        slots = source.find_slots(module, found.text.vocab_size)
+        slots = source.find_slots(module)
         self_check.check(found, LONGEST)
         source.flags_of(found, slots, UsageError)
     except (Unsupported, UsageError) as error:
@@ -68,7 +68,7 @@ def judge(kind: str) -> Found:
     return Found(kind, "runs", ", ".join(features(module, slots)))
 
 
-def features(module: torch.nn.Module, slots: tuple[Slot, ...]) -> list[str]:
+def features(module: Any, slots: tuple[Slot, ...]) -> list[str]:
     """What a module's attention and experts have beside keys and values of one shape."""
     windows = {slot.window for slot in slots}
     has = {
@@ -117,7 +117,7 @@ def main(argv: list[str]) -> int:
     arguments.add_argument("--check", action="store_true", help="compare the page instead of writing it")
     check = arguments.parse_args(argv).check
     torch.set_num_threads(1)
-    text = page([judge(kind) for kind in any_types.TYPES])
+    text = page([judge(kind) for kind in any_types.types()])
     if check:
         if PAGE.read_text(encoding="utf-8") != text:
             print("model_types: docs/model_types.md is stale; run python tools/model_types.py", file=sys.stderr)

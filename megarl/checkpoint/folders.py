@@ -203,11 +203,21 @@ def check_weights(folder: Path, flag: str, role: str, expected: dict[str, tuple[
                 raise UsageError(f"{flag} {folder}: has {key}, which the flags of {role} leave out")
             continue
         if key not in shapes:
+            stored = {_source_of_key(name) for name in shapes if name.partition(".")[0] == key.partition(".")[0]}
+            if stored and _source_of_key(key) not in stored:
+                raise UsageError(
+                    f"{flag} {folder}: has weights of --model-source {min(stored)}; {role} has {_source_of_key(key)}"
+                )
             raise UsageError(f"{flag} {folder}: has no {key}, which {role} needs")
         if shapes[key] != shape:
             raise UsageError(
                 f"{flag} {folder}: {key} has shape {list(shapes[key])}; the flags of {role} describe {list(shape)}"
             )
+
+
+def _source_of_key(key: str) -> str:
+    """The `--model-source` of a model with this key: modules of transformers have their names after `hf.`."""
+    return "transformers" if ".hf." in key else "megatron"
 
 
 def find_damage(checkpoints: list[Path], flag: str = "--load") -> dict[Path, str]:

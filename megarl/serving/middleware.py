@@ -11,7 +11,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from megarl.serving import routing
+from megarl.serving import replica_routing
 from megarl.serving.error_answers import RequestError, echo, internal, invalid, timed_out
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ def has_key(api_keys: Sequence[str], admin_keys: Sequence[str]) -> Callable[[dic
         keys = admin if is_admin else [] if path in OPEN_PATHS else api
         if keys:
             check_key(_digest(_bearer(scope)), keys, NO_KEY, BEARER)
-        routing.client.set(_digest(_bearer(scope)) if keys else (scope.get("client") or ("",))[0].encode())
+        replica_routing.client.set(_digest(_bearer(scope)) if keys else (scope.get("client") or ("",))[0].encode())
 
     return check
 

@@ -11,7 +11,7 @@ from megarl.serving import replica_messages as messages
 from megarl.serving.error_answers import RequestError, invalid, timed_out, unavailable
 from megarl.serving.links import Link
 from megarl.serving.middleware import ServerMetrics
-from megarl.serving.routing import FairQueue, ReplicaRouter
+from megarl.serving.replica_routing import FairQueue, ReplicaRouter
 
 
 @dataclass

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rollout.episodes.source import SharedTurns
+from megarl.rollout.episodes.episode_source import SharedTurns
 from tests.helpers.envs.sum_environments import FOLDER
 from tests.helpers.programs import inputs, metrics, program, rl_argv, samples, timeless, train
 from tests.helpers.rollout.engine_records import generated, recorded, turn_spans

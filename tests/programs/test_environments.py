@@ -120,7 +120,7 @@ def test_a_checkpoint_is_evaluated_with_its_environment(tmp_path):
 
 def counted(rank: int, parsed, save: Path, answers: int | None):
     """Runs train_rl; kills rank 0 in the second step, at the end of a turn, once the journal has so many answers."""
-    from megarl.rollout.episodes.source import EpisodeSource
+    from megarl.rollout.episodes.episode_source import EpisodeSource
 
     ended = EpisodeSource.turn_ended
 

@@ -15,11 +15,13 @@ from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.mcore.inference.generation import GenerationRequest
 from megarl.serving.sampling import stream_key
 from tests.helpers.evaluation import evaluate_argv
+from tests.helpers.folders import any_types
 from tests.helpers.forked_programs import error_line, launch
 from tests.helpers.pages import documents
 from tests.helpers.programs import ROOT, inputs
 from tests.helpers.server.server_clients import ServerClient, completions_of
 from tests.helpers.server.servers import (
+    ADMIN_KEY,
     API_KEY,
     MOE,
     SERVED,
@@ -33,7 +35,7 @@ from tests.helpers.server.servers import (
     small_argv,
 )
 from tests.helpers.tiers import by_default
-from tests.helpers.worlds import SAFETY_SECONDS
+from tests.helpers.worlds import SAFETY_SECONDS, run_world
 
 LAYOUTS = {"one rank": (1, ""), "two replicas": (2, ""), "TP 2": (2, "--tensor-model-parallel-size 2")}
 
@@ -152,6 +154,39 @@ def test_experts_and_their_routes():
             assert torch.equal(read, with_routes.routes) and found["shape"] == [12, 2, 2]
             echo = {"prompt": [3, 4, 5], "echo": True, "logprobs": 1, "max_tokens": 0, "temperature": 0}
             assert len(running.post("/v1/completions", echo).json()["choices"][0]["logprobs"]["token_logprobs"]) == 3
+
+
+def save_modules(_, folders: dict):
+    for seed, folder in folders.items():
+        any_types.save("gemma4_text", folder, seed)
+
+
+def own_logprobs(_, seed: int, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """What the module of a seed computes of a response."""
+    module, tokens = any_types.small_module("gemma4_text", seed), torch.tensor([[*prompt, *response]])
+    with torch.no_grad():
+        logprobs = module(tokens).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+    return logprobs.gather(1, tokens[0, len(prompt) :, None])[:, 0]
+
+
+@pytest.mark.long
+def test_a_module_of_transformers_answers_as_it_does_alone(tmp_path):
+    """Before and after new weights; the second of two equal prompts reads cached keys."""
+    folders = {seed: tmp_path / name for seed, name in enumerate(("old", "new"))}
+    flags = "--model-source transformers --max-prompt-length 100 --max-response-length 24 --rollout-buffer-gb 0.01"
+    keys = f"--admin-key-file {key_files()['admin']} --weights-folder {tmp_path} --rollout-prefix-caching"
+    prompt, settings = [5 + i % 90 for i in range(70)], {"max_tokens": 24, "ignore_eos": True}
+    run_world(save_modules, 1, folders)
+    with served(f"--hf-model {folders[0]} --port 0 {flags} {keys}".split()) as running:
+        for seed in folders:
+            if seed == 1:
+                key = f"Bearer {ADMIN_KEY}"
+                assert running.post("/admin/weights", {"path": "new"}, authorization=key).status == 200
+            body = {"input_ids": prompt, "seed": 3, "sampling_params": settings}
+            first, again = (running.post("/generate", body).json() for _ in range(2))
+            assert first["output_ids"] == again["output_ids"] and first["logprobs"] == again["logprobs"]
+            (expected,) = run_world(own_logprobs, 1, seed, prompt, first["output_ids"])
+            torch.testing.assert_close(torch.tensor(first["logprobs"]), expected, atol=2e-5, rtol=0)
 
 
 # -- wrong input -------------------------------------------------------------------------------------------------

@@ -69,8 +69,11 @@ class ModuleLinears(NamedTuple):
     def factor_shapes(self, lora: LoRASettings) -> dict[str, tuple[int, ...]]:
         """As of `lora.targets`."""
         named = {name: size for name, size in self.sizes().items() if _is_named(name, lora.targets)}
-        shapes = {f"{self.key_of(name)}.lora_A": (lora.rank, columns) for name, (_, columns) in named.items()}
-        return shapes | {f"{self.key_of(name)}.lora_B": (rows, lora.rank) for name, (rows, _) in named.items()}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, (rows, columns) in named.items():
+            shapes |= {f"{self.key_of(name)}.lora_A": (lora.rank, columns)}
+            shapes |= {f"{self.key_of(name)}.lora_B": (rows, lora.rank)}
+        return shapes
 
     def adapted(self, chunk, lora: LoRASettings, seed: int) -> "list[AdaptedModule]":
         """Draws the factors of the layers of a chunk that the targets name."""
@@ -91,11 +94,10 @@ class ModuleLinears(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def _linear_sizes(path: str) -> dict[str, tuple[int, int]]:
-    found, called = source.of_path(path), set()
-    module = found.module(torch.float32)
+    module, called = source.of_path(path).module(torch.float32), set()
     for part in module.modules():
         part.register_forward_pre_hook(lambda part, _: called.add(part))
-    source.find_slots(module, found.text.vocab_size)
+    source.find_slots(module)
     return {
         name: (each.weight.shape[0], each.weight.shape[1])
         for name, each in module.named_modules()

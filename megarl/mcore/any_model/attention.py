@@ -23,10 +23,11 @@ from megarl.mcore.parallel.context_parallel import gather_for_attention
 
 NAME = "megarl"
 # What modules pass on that changes no score here: positions are in the rotary embeddings, and attention is causal.
-UNREAD = {
-    "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "logits_to_keep", "max_length_k", "max_length_q",
-    "output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "use_cache",
-}  # fmt: skip
+READ_ELSEWHERE = (
+    "cache_position cu_seq_lens_k cu_seq_lens_q dropout logits_to_keep max_length_k max_length_q output_attentions "
+    "output_hidden_states output_router_logits position_ids return_dict use_cache"
+)
+UNREAD = set(READ_ELSEWHERE.split())
 
 
 class Unsupported(Exception):
@@ -133,8 +134,6 @@ class FirstPass(Pass):
     def attend(self, module, query, key, value, scores):
         if key.shape[2] != query.shape[2]:
             raise Unsupported(f"{type(module).__name__} attends to {key.shape[2]} keys of {query.shape[2]} tokens")
-        if not getattr(module, "is_causal", True):
-            raise Unsupported(f"{type(module).__name__} attends to later tokens, too")
         has_options = scores.softcap is not None or scores.sinks is not None
         slot = Slot(
             len(self.found), query.shape[1], key.shape[1], query.shape[3], value.shape[3], scores.window, has_options
@@ -172,19 +171,17 @@ def running(each: Pass) -> Iterator[None]:
         _current = before
 
 
-def attention(
-    module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None, softcap=None,
-    s_aux=None, is_causal=None, **others,
-):  # fmt: skip
+def attention(module, query, key, value, attention_mask, scaling=None, **others):
     """What modules call whose config names `NAME`, with transformers' arguments. Raises Unsupported."""
     if attention_mask is not None:
         raise Unsupported(f"{type(module).__name__} makes an attention mask of its own")
-    if is_causal is False:
+    if others.pop("is_causal", None) is False or not getattr(module, "is_causal", True):
         raise Unsupported(f"{type(module).__name__} attends to later tokens, too")
-    if unknown := sorted(name for name, value in others.items() if value is not None and name not in UNREAD):
+    window, softcap, sinks = (others.pop(name, None) for name in ("sliding_window", "softcap", "s_aux"))
+    if unknown := sorted(name for name, x in others.items() if x is not None and name not in UNREAD):
         raise Unsupported(f"{type(module).__name__} asks attention for {', '.join(unknown)}")
     scale = None if scaling is None else float(scaling)
-    return current().attend(module, query, key, value, Scores(scale, sliding_window, softcap, s_aux)), None
+    return current().attend(module, query, key, value, Scores(scale, window, softcap, sinks)), None
 
 
 AttentionInterface.register(NAME, attention)

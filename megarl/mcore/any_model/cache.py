@@ -2,11 +2,25 @@
 
 import copy
 import math
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.mcore.any_model.attention import Slot
 from megarl.mcore.inference.paged_context import PagedContext
+
+
+def _is_uniform(slots: Sequence[Slot]) -> bool:
+    return len({(slot.groups, slot.channels) for slot in slots}) == 1
+
+
+def mean_cache(slots: Sequence[Slot], ranks: int) -> tuple[int, int]:
+    """Query groups of the whole model and channels whose product is the mean of the slots, as `SlotContext` has them
+    on each of so many tensor-parallel ranks."""
+    if _is_uniform(slots):
+        return slots[0].groups, slots[0].channels
+    return ranks, -(-sum(slot.groups * slot.channels for slot in slots) // (ranks * len(slots)))
 
 
 class SlotContext(PagedContext):
@@ -17,24 +31,17 @@ class SlotContext(PagedContext):
         self._slots, self._tensor_ranks = model_config.attention_slots, inference_config.pg_collection.tp
         super().__init__(model_config, inference_config, memory)
 
-    @property
-    def _is_uniform(self) -> bool:
-        return len({(slot.groups, slot.channels) for slot in self._slots}) == 1
-
     def _cache_config(self, model_config):
         """A config whose layers have as many numbers for a token as the slots together."""
         config, ranks = copy.copy(super()._cache_config(model_config)), dist.get_world_size(self._tensor_ranks)
-        config.num_layers = len(self._slots)
-        if self._is_uniform:
-            config.num_query_groups, config.kv_channels = ranks * self._slots[0].groups, self._slots[0].channels
-        else:
-            total = sum(slot.groups * slot.channels for slot in self._slots)
-            config.num_query_groups, config.kv_channels = ranks, -(-total // len(self._slots))
+        whole = [slot._replace(groups=ranks * slot.groups) for slot in self._slots]
+        config.num_layers = len(whole)
+        config.num_query_groups, config.kv_channels = mean_cache(whole, ranks)
         return config
 
     def layer_caches(self) -> tuple[Tensor, ...]:
         """[blocks, block, G, 2, C] of each slot."""
-        if self._is_uniform:
+        if _is_uniform(self._slots):
             return super().layer_caches()
         flat, blocks, start, caches = self.memory_buffer.flatten(), self.memory_buffer.shape[1], 0, []
         for slot in self._slots:

@@ -107,17 +107,17 @@ class AnyChunk(MegatronModule):
         self.hf = found.module(config.params_dtype)
         self.vocab_size = found.text.vocab_size
         self._waits = walk(self.hf).waits if device.has_cuda() else None
-        fused.fuse(self.hf, self.vocab_size)
+        fused.fuse(self.hf)
         self.splits = {}
         if dist.get_world_size(pg_collection.tp) > 1:
             self.splits = tensor_parallel.splits_of(self.hf, dist.get_world_size(pg_collection.tp))
             tensor_parallel.split(self.hf, self.splits, pg_collection.tp)
         for each in self.hf.modules():
             each._buffers |= {name: x.to(device.device()) for name, x in each._buffers.items() if x is not None}
-        config.attention_slots = source.find_slots(self.hf, self.vocab_size, place=device.device())
+        config.attention_slots = source.find_slots(self.hf, place=device.device())
         self.routers: list[routing.ModuleRouter] = []
         with contextlib.suppress(Unsupported):  # a run that replays routes was refused before
-            self.routers = routing.install(self.hf, layers_of(self.hf), self.vocab_size, device.device())
+            self.routers = routing.install(self.hf, device.device())
         if self.routers:
             config.moe_router_topk = self.routers[0].topk  # the engine's tables of routes
         self._logit_inputs = LogitInputs(self.hf)
@@ -132,7 +132,7 @@ class AnyChunk(MegatronModule):
             self.output_layer = value_head
         else:
             head.tp_group = pg_collection.tp
-            self._head = (head,)  # not a second name of its weights
+            self._head: tuple[Any] = (head,)  # not a second name of its weights
         self._has_value_head = value_head is not None
         self._backend, self._product = backends.load(config), rows.product_of(config)
         if is_exact(config):
@@ -156,7 +156,8 @@ class AnyChunk(MegatronModule):
                     module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.is_floating_point())
         self.hf.tie_weights()
         tensor_parallel.mark(self.hf, self.splits)
-        for part in (self.hf.get_input_embeddings(), self.hf.get_output_embeddings()):
+        ends: list[Any] = [self.hf.get_input_embeddings(), self.hf.get_output_embeddings()]
+        for part in ends:
             for parameter in part.parameters():
                 parameter.is_embedding_or_output_parameter = True
         if self.share_embeddings_and_output_weights:
@@ -177,28 +178,29 @@ class AnyChunk(MegatronModule):
     @property
     def decoder(self):
         """What FSDP shards one by one: the layers."""
-        return types.SimpleNamespace(layers=layers_of(self.hf))
+        return types.SimpleNamespace(layers=source.layers_of(self.hf))
 
     def shared_embedding_or_output_weight(self) -> Tensor:
         """The embedding [V, H] that is the head, too."""
-        return self.output_layer.weight
+        return self._head[0].weight
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
         """Parameters and persistent buffers by the module's own names; a tied one once, low-rank factors not."""
-        seen: dict[int, str] = {}
-        state = {
-            name: tensor
-            for name, tensor in self.state_dict(keep_vars=True).items()
-            if torch.is_tensor(tensor) and not name.startswith(ADAPTER) and seen.setdefault(id(tensor), name) == name
-        }
+        first, state = self._first_names(), self.state_dict(keep_vars=True)
+        own = {name for name, of in first.items() if of == name and not name.startswith(ADAPTER)}
+        state = {name: tensor for name, tensor in state.items() if name in own and torch.is_tensor(tensor)}
         splits = {PREFIX + name: split for name, split in self.splits.items()}
         return tensor_parallel.described(state, splits, prefix, self.tp_group, metadata["dp_cp_group"])
 
+    def _first_names(self) -> dict[str, str]:
+        """The name of each tensor -> the first name that it has."""
+        first: dict[int, str] = {}
+        return {name: first.setdefault(id(each), name) for name, each in self.state_dict(keep_vars=True).items()}
+
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
         """As of other modules; a tied weight is in the state by its first name alone."""
-        first: dict[int, str] = {}
-        names = {name: first.setdefault(id(each), name) for name, each in self.state_dict(keep_vars=True).items()}
-        tied = {name: state_dict[of] for name, of in names.items() if name not in state_dict and of in state_dict}
+        names = self._first_names().items()
+        tied = {name: state_dict[of] for name, of in names if name not in state_dict and of in state_dict}
         return super().load_state_dict(state_dict | tied, strict, assign)
 
     def whole_weight(self, name: str) -> Tensor:
@@ -218,9 +220,8 @@ class AnyChunk(MegatronModule):
         """Does nothing: there are no pipeline stages before it."""
 
     def forward(
-        self, input_ids, position_ids, attention_mask=None, inference_context=None, packed_seq_params=None,
-        output_processor=None, **_,
-    ):  # fmt: skip
+        self, input_ids, position_ids, *_, inference_context=None, packed_seq_params=None, output_processor=None, **__
+    ):
         """As Megatron's: a packed micro-batch [1, T] with an `output_processor`, or a step of the engine."""
         if inference_context is not None:
             return self._step(input_ids, position_ids, inference_context)
@@ -235,7 +236,7 @@ class AnyChunk(MegatronModule):
         each.tokens = tokens.shape[1]
         if missing := rows.missing_rows(each.tokens):
             tokens, positions = (nn.functional.pad(x, (0, missing)) for x in (tokens, positions))
-        with attention.running(each), rows.installed(self._product):
+        with _computing(each, self._product):
             if self._has_value_head:
                 hidden = self.hf.base_model(input_ids=tokens, position_ids=positions, use_cache=False)[0].squeeze(0)
             else:
@@ -257,15 +258,6 @@ class AnyChunk(MegatronModule):
         return gather_from_tensor_model_parallel_region(logits, group=self.tp_group).unsqueeze(0)
 
 
-def layers_of(module: nn.Module) -> nn.ModuleList:
-    """The transformer layers of a module: its longest list of modules of one base class with attention in them."""
-    lists = [each for each in module.modules() if isinstance(each, nn.ModuleList) and len(each)]
-    with_slots = [
-        each for each in lists if any(hasattr(part, "attention_slots") for layer in each for part in layer.modules())
-    ]
-    return max(with_slots, key=lambda each: sum(1 for _ in each.parameters()))
-
-
 def _recomputed(forward, product, *args, **kwargs):
     """A layer's forward pass, repeated in the backward pass instead of keeping what it made."""
     if not torch.is_grad_enabled():
@@ -273,12 +265,12 @@ def _recomputed(forward, product, *args, **kwargs):
     each = attention.current()
 
     def contexts():
-        return contextlib.nullcontext(), _again(each, product)
+        return contextlib.nullcontext(), _computing(each, product)
 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 @contextlib.contextmanager
-def _again(each: Pass, product):
+def _computing(each: Pass, product):
     with attention.running(each), rows.installed(product):
         yield

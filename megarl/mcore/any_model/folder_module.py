@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megarl.data import node_files
-from megarl.errors import one_line
 from megarl.mcore.any_model import routing, self_check, source, tensor_parallel, walk
 from megarl.mcore.any_model.adapters import ModuleLinears
 from megarl.mcore.any_model.attention import Slot, Unsupported
-from megarl.mcore.any_model.chunk import PREFIX, AnyChunk, layers_of
+from megarl.mcore.any_model.cache import mean_cache
+from megarl.mcore.any_model.chunk import PREFIX, AnyChunk
 from megarl.mcore.model.pipeline_layout import RoutedLayers
 from megarl.mcore.model.weight_table import HEAD, Weight
 from megarl.mcore.weights.hf.folder import CONFIG
@@ -25,20 +25,13 @@ class FolderModule(str):
 
     __slots__ = ()
 
-    def _module(self) -> tuple[PreTrainedModel, source.Source]:
-        found = source.of_path(self)
-        return found.module(torch.float32), found
-
     def chunk(self, args, config, pg_collection, value_head: torch.nn.Module | None) -> AnyChunk:
         """The model without values. Arguments as of `AnyChunk`."""
         return AnyChunk(config, args, pg_collection, value_head)
 
     def slots(self) -> tuple[Slot, ...]:
         """The slots of the module's attention. Raises Unsupported."""
-        found, problem = _slots(self)
-        if problem:
-            raise Unsupported(problem)
-        return found
+        return _slots(self)
 
     def self_check(self, longest: int):
         """Raises Unsupported for a module that computes other logits alone than under megarl.
@@ -67,8 +60,8 @@ class FolderModule(str):
         Args:
             shards: each part is sharded over data-parallel ranks, too.
         """
-        module, found = self._module()
-        source.find_slots(module, found.text.vocab_size)
+        module = source.of_path(self).module(torch.float32)
+        source.find_slots(module)
         try:
             tensor_parallel.check_heads(module, ranks)
             splits = tensor_parallel.splits_of(module, ranks)
@@ -81,14 +74,13 @@ class FolderModule(str):
 
     def parameter_names(self, value_head: bool) -> list[str]:
         """The names of a role's parameters, a tied one once."""
-        module, _ = self._module()
-        if value_head:
-            module.set_output_embeddings(torch.nn.Identity())
-        return [name for name, _ in module.named_parameters()] + [HEAD] * value_head
+        tensors = self._tensors(value_head)[1].items()
+        return [name.removeprefix(PREFIX) for name, each in tensors if isinstance(each, torch.nn.Parameter)]
 
     def _tensors(self, value_head: bool) -> tuple[PreTrainedModel, dict[str, Tensor]]:
         """The module, and a role's parameters and persistent buffers by name, each once."""
-        module, found = self._module()
+        found = source.of_path(self)
+        module = found.module(torch.float32)
         if value_head:
             module.set_output_embeddings(torch.nn.Identity())
         once = {id(each): (name, each) for name, each in reversed(module.state_dict(keep_vars=True).items())}
@@ -114,22 +106,15 @@ class FolderModule(str):
         return found
 
     def mean_cache(self, ranks: int) -> tuple[int, int]:
-        """Query groups of the whole model and channels whose product is the mean of the slots, as `SlotContext` has
-        them on each of so many tensor-parallel ranks."""
-        slots = self.slots()
-        if len({(slot.groups, slot.channels) for slot in slots}) == 1:
-            return slots[0].groups, slots[0].channels
-        return ranks, -(-sum(slot.groups * slot.channels for slot in slots) // (ranks * len(slots)))
+        """As of `cache.mean_cache`."""
+        return mean_cache(self.slots(), ranks)
 
 
 @functools.lru_cache(maxsize=8)
-def _slots(path: str) -> tuple[tuple[Slot, ...], str]:
-    """The slots, and why there are none that can be computed, or an empty text."""
+def _slots(path: str) -> tuple[Slot, ...]:
     found = source.of_path(path)
-    try:
-        return source.find_slots(found.module(torch.float32), found.text.vocab_size), ""
-    except Exception as error:  # besides Unsupported whatever a class raises for an entry of config.json
-        return (), _problem(found, error)
+    with source.one_line_errors(found.kind, "be built"):
+        return source.find_slots(found.module(torch.float32))
 
 
 @functools.lru_cache(maxsize=8)
@@ -139,28 +124,22 @@ def _self_check(path: str, longest: int) -> str:
 
     def try_it() -> str:
         try:
-            self_check.check(found, longest)
-        except Exception as error:  # as in `_slots`
-            return _problem(found, error)
+            with source.one_line_errors(found.kind, "be built"):
+                self_check.check(found, longest)
+        except Unsupported as error:
+            return str(error)
         return ""
 
     return node_files.text(("self-check", longest, node_files.identity(f"{path}/{CONFIG}")), try_it)
 
 
-def _problem(found: source.Source, error: Exception) -> str:
-    if isinstance(error, Unsupported):
-        return str(error)
-    return f"{found.kind.__name__} cannot be built ({type(error).__name__}: {one_line(str(error))[:200]})"
-
-
 @functools.lru_cache(maxsize=8)
 def _routed_layers(path: str) -> tuple[RoutedLayers, str | None]:
-    found = source.of_path(path)
-    module = found.module(torch.float32)
-    source.find_slots(module, found.text.vocab_size)
+    module = source.of_path(path).module(torch.float32)
+    source.find_slots(module)
     problem = "calls no experts by transformers' interface"
     try:
-        if routers := routing.install(module, layers_of(module), found.text.vocab_size):
+        if routers := routing.install(module):
             return RoutedLayers(tuple(x.layer_number for x in routers), routers[0].experts, routers[0].topk), None
     except Unsupported as error:
         problem = str(error)

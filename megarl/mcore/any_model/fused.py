@@ -9,10 +9,12 @@ are, and what is wrapped around linear layers later is called.
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from megarl.mcore.any_model import attention, rows, source
@@ -32,7 +34,7 @@ PLAIN = bool, int, float, str, type(None), Tensor  # arguments by which a part h
 class GainNorm:
     """x · r · (offset + weight) with r = (mean x² + ε)^−½ (1910.07467 eq. 4)."""
 
-    def __init__(self, part: nn.Module, eps: float, offset: float):
+    def __init__(self, part: Any, eps: float, offset: float):
         self.part, self.eps, self.offset = part, eps, offset
 
     def weight(self) -> Tensor:
@@ -54,7 +56,7 @@ class Merged:
     def __init__(self, part: nn.Module, names: list[str], groups: int = 1):
         self.part, self.names, self.groups = part, names, groups
 
-    def linears(self) -> list[nn.Module]:
+    def linears(self) -> list[Any]:
         """The layers, with all that is wrapped around them by now."""
         return [self.part._modules[name] for name in self.names]
 
@@ -144,9 +146,9 @@ class Attention:
             )
         if self.rotates:
             query, key = rotated_heads(query, key, *(x.unsqueeze(1) for x in rotation(position_embeddings)))
-        heads = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         scale, window, *_ = self.scores or (None, None)
-        out, _ = attention.attention(self.part, *heads, attention_mask, scaling=scale, sliding_window=window)
+        out, _ = attention.attention(self.part, query, key, value, attention_mask, scaling=scale, sliding_window=window)
         return self.output(out.reshape(1, tokens, -1)), None
 
 
@@ -168,10 +170,7 @@ class Layer:
         """`parts`: the norm before attention, attention, the norm before the MLP, the MLP."""
         self.part, self._own, self.multiplier = part, part.forward, multiplier
         self.first, self.attention, self.second, self.mlp = (vars(each)["fused"] for each in parts)
-        self._made: tuple = (
-            None,
-            [],
-        )  # the merged weight of attention, and the operator's weights that were made with it
+        self._made: tuple = (None, [])  # attention's merged weight, and the operator's weights made with it
         self._norms = [self.first, self.second, *(vars(part)["fused"] for part in self._head_norms())]
 
     def _head_norms(self) -> list[nn.Module]:
@@ -202,11 +201,11 @@ class Layer:
         out, decodes, empty = hidden_states.clone(), reads.decodes[0], hidden_states.new_empty(0)
         turned = rotation(position_embeddings) if self.attention.rotates else (empty, empty)
         scale = self.attention.scores.scale
-        native.ops.decode_layers(
-            out[0, : each.tokens], weights, [each.plan.caches[slot.number]], *(x[: each.tokens] for x in turned),
-            each.plan.slot_mapping, decodes.pages, decodes.keys, decodes.starts, slot.heads, self.mlp.down.in_features,
-            self.first.eps, slot.key_channels**-0.5 if scale is None else scale, decodes.window, self.multiplier,
-        )  # fmt: skip
+        cosines, sines = (x[: each.tokens] for x in turned)
+        caches, scale = [each.plan.caches[slot.number]], slot.key_channels**-0.5 if scale is None else scale
+        keys = each.plan.slot_mapping, decodes.pages, decodes.keys, decodes.starts
+        options = slot.heads, self.mlp.down.in_features, self.first.eps, scale, decodes.window, self.multiplier
+        native.ops.decode_layers(out[0, : each.tokens], weights, caches, cosines, sines, *keys + options)
         return out
 
     def _weights(self) -> list[Tensor]:
@@ -255,19 +254,19 @@ class ProbePass(Pass):
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2)
 
 
-def fuse(module: PreTrainedModel, vocab_size: int):
+def fuse(module: PreTrainedModel):
     """Makes the parts of a module that the kernels compute call them. Its parameters may be on the meta device."""
     if not native.is_used() or module.dtype is not torch.float32:
         return
     with contextlib.suppress(Unsupported), torch.no_grad():
-        calls = _calls(module, vocab_size)
+        calls = _calls(module)
         for candidates in (_norms, _attentions, _mlps, _layers):
             for part, call in calls.items():
                 if "fused" not in vars(part) and not any(True for _ in part.buffers()):
-                    _take(part, candidates(part), *call)
+                    _take(part, candidates(part), call)
 
 
-def _calls(module: PreTrainedModel, vocab_size: int) -> dict[nn.Module, tuple[torch.Size, list, dict]]:
+def _calls(module: PreTrainedModel) -> dict[nn.Module, tuple[torch.Size, list, dict]]:
     """Of each part that one pass calls once, with hidden states: their shape, names for them, further arguments."""
     found: dict[nn.Module, list] = {}
 
@@ -275,34 +274,30 @@ def _calls(module: PreTrainedModel, vocab_size: int) -> dict[nn.Module, tuple[to
         name = [] if args else ["hidden_states"]
         hidden = args[0] if args else kwargs.get("hidden_states")
         rest = {key: value for key, value in kwargs.items() if key not in name}
-        is_plain = all(isinstance(x, PLAIN) for value in rest.values() for x in _flat(value))
+        is_plain = all(isinstance(x, PLAIN) for x in tree_leaves(list(rest.values())))
         if len(args) < 2 and is_plain and torch.is_tensor(hidden) and hidden.is_floating_point():
             found.setdefault(part, []).append((hidden.shape, name, rest))
 
     hooks = [part.register_forward_pre_hook(note, with_kwargs=True) for part in module.modules()]
     try:
         longest = getattr(module.config.get_text_config(), "max_position_embeddings", None) or source.PROBED
-        source.find_slots(module, vocab_size, [0, 1, longest // 2, longest - 1])
+        source.find_slots(module, [0, 1, longest // 2, longest - 1])
     finally:
         for hook in hooks:
             hook.remove()
     return {part: calls[0] for part, calls in found.items() if len(calls) == 1}
 
 
-def _flat(value) -> list:
-    return [x for each in value for x in _flat(each)] if isinstance(value, (tuple, list)) else [value]
-
-
-def _take(part: nn.Module, candidates: Iterator, shape: torch.Size, name: list[str], others: dict):
-    """Replaces a part's forward pass by the first candidate that computes the same."""
-    generator = torch.Generator().manual_seed(0)
+def _take(part: nn.Module, candidates: Iterator, call: tuple[torch.Size, list, dict]):
+    """Replaces a part's forward pass by the first candidate that computes the same in such a call."""
+    (shape, name, others), generator = call, torch.Generator().manual_seed(0)
     inputs = [size * torch.randn(shape, generator=generator) for size in SIZES]
 
     def outcome(function, x: Tensor):
         probe = ProbePass()
         with attention.running(probe), rows.installed():
             out = function(**dict.fromkeys(name, x), **others) if name else function(x, **others)
-        return [*_flat(out), *probe.given], probe.scores
+        return [*tree_leaves(out), *probe.given], probe.scores
 
     for each in candidates:
         with source.values_in(part, source.spread_values), contextlib.suppress(Exception):  # whatever a part raises
@@ -310,7 +305,7 @@ def _take(part: nn.Module, candidates: Iterator, shape: torch.Size, name: list[s
             each.scores = each.scores[0]
             found = [outcome(getattr(each, "plain", each), x)[0] for x in inputs]
             limit = 0 if isinstance(each, Layer) else TOLERANCE
-            if all(_agree(*pair, limit) for pair in zip(found, wanted, strict=True)):
+            if all(_agree(one, other, limit) for one, other in zip(found, wanted, strict=True)):
                 part.fused = part.forward = each
                 return
 

@@ -13,7 +13,7 @@ from megarl.errors import UsageError
 from megarl.mcore.any_model import source
 from megarl.mcore.any_model.attention import Unsupported
 from megarl.mcore.any_model.chunk import PREFIX
-from megarl.mcore.any_model.conversions import Conversions, converted
+from megarl.mcore.any_model.conversions import Conversions, Group, converted
 from megarl.mcore.any_model.folder_module import FolderModule
 from megarl.mcore.model.weight_table import HEAD
 from megarl.mcore.parallel.fsdp import whole
@@ -116,22 +116,17 @@ class ModuleMap:
         if missing := [name for name in conversions.missing if name not in self._head]:
             raise folder.error(f"{missing[0]} is missing, which {type(self._module).__name__} of transformers needs")
         for group in conversions.groups:
+            first = next(iter(group.sources))
             for name, shape in group.weights.items():
                 wanted = conversions.weights.get(name)
                 if wanted is None:
-                    raise folder.error(
-                        f"{next(iter(group.sources))}: transformers makes {name} of it, which is no weight"
-                    )
+                    raise folder.error(f"{first}: transformers makes {name} of it, which is no weight")
                 if shape != wanted:
-                    raise folder.error(
-                        f"{next(iter(group.sources))} gives {name} the shape {list(shape)}; config.json describes "
-                        f"{list(wanted)}"
-                    )
+                    described = f"the shape {list(shape)}; config.json describes {list(wanted)}"
+                    raise folder.error(f"{first} gives {name} {described}")
             for name in group.sources:
-                if folder.weights[name].dtype not in READABLE:
-                    raise folder.error(
-                        f"{name} has type {folder.weights[name].dtype}; allowed are {', '.join(READABLE)}"
-                    )
+                if (dtype := folder.weights[name].dtype) not in READABLE:
+                    raise folder.error(f"{name} has type {dtype}; allowed are {', '.join(READABLE)}")
         if conversions.unknown:
             raise folder.error(f"{conversions.unknown[0]} is a tensor that {type(self._module).__name__} does not have")
 
@@ -184,14 +179,11 @@ class ModuleMap:
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Shape by name of every tensor of an export."""
         stored = self.model.folder.weights
-        heads = {weight for weight in self._conversions.weights if weight in self._head}
-        found = {
-            name: stored[name].shape
-            for group in self._conversions.groups
-            for name in group.sources
-            if not heads.intersection(group.weights)
-        }
+        found = {name: stored[name].shape for group in self._exported() for name in group.sources}
         return found | ({SCORE: (1, self.args.hidden_size)} if self.value_head else {})
+
+    def _exported(self) -> list[Group]:
+        return [each for each in self._conversions.groups if not self._head.intersection(each.weights)]
 
     def keeps(self, name: str) -> bool:
         """Whether an export has a tensor of the folder that the model does not use."""
@@ -214,9 +206,7 @@ class ModuleMap:
 
     def _tensors(self, chunk) -> Iterator[dict[str, Tensor]]:
         """Yields the tensors of an export, group by group; a collective of the ranks that share the model."""
-        for group in self._conversions.groups:
-            if self._head.intersection(group.weights):
-                continue
+        for group in self._exported():
             names = {name: self._conversions.tied.get(name, name) for name in group.weights}
             yield self._conversions.reverted({name: chunk.whole_weight(of) for name, of in names.items()})
         if self.value_head:

@@ -7,11 +7,13 @@ experts shows that it does.
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from megarl.mcore.any_model import attention, source
+from megarl.mcore.any_model import attention, rows, source
 from megarl.mcore.any_model.attention import Unsupported
 from megarl.mcore.moe.router import RouteRecorder
 
@@ -36,18 +38,18 @@ class ModuleRouter:
         block.forward = functools.partial(self._forward, block.forward)
 
     def _forward(self, forward, *args, **kwargs):
-        self._calls, others = 0, (torch.topk, Tensor.topk)
-        torch.topk = Tensor.topk = lambda *args, **kwargs: self._topk(*args, **kwargs)  # a method of tensors, too
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            torch.topk, Tensor.topk = others
+        def choose(input, k, dim=-1, largest=True, sorted=True):  # of torch, and a method of tensors
+            return self._topk(input, k, dim, largest, sorted)
 
-    def _topk(self, input: Tensor, k: int, *args, **kwargs):
+        self._calls = 0
+        with rows.replaced([(torch, "topk", choose), (Tensor, "topk", choose)]):
+            return forward(*args, **kwargs)
+
+    def _topk(self, input: Tensor, k: int, dim: int, largest: bool, sorted: bool):
         self._calls += 1
         if self._calls - 1 == self._place:
             return self._chosen(input, k)
-        found = _topk(input, k, *args, **kwargs)
+        found = _topk(input, k, dim, largest, sorted)
         if self._place is None:
             self._seen.append(found.indices)
         return found
@@ -56,15 +58,13 @@ class ModuleRouter:
         """The router's choice, of the last axis, as `torch.topk` returns it."""
         each, scores, recorder = attention.current(), input.reshape(-1, input.shape[-1]), self.router_replay
         layout, self.experts, self.topk = getattr(each, "layout", None), scores.shape[1], k
-        recorder.routing = self if self.is_planting else getattr(layout, "routing", None)
+        routing: Any = self if self.is_planting else getattr(layout, "routing", None)
+        recorder.routing = routing
         values, experts = recorder.get_replay_topk(scores[: each.tokens], k, default_compute_topk=_of_rows)
         others = _of_rows(scores[each.tokens :], k)  # rows that fill up vectors
-        both = (torch.cat(x).view(*input.shape[:-1], k) for x in zip((values, experts), others, strict=True))
-        return torch.return_types.topk(tuple(both))
-
-    def turn_off(self):
-        """Leaves all choices to the router's own code."""
-        self._place, self._seen = NOWHERE, []
+        shape = *input.shape[:-1], k
+        both = torch.cat([values, others[0]]).view(shape), torch.cat([experts, others[1]]).view(shape)
+        return torch.return_types.topk(both)
 
     def choose(self, _: int, live: Tensor) -> Tensor:
         """As of `Routing`: plants other experts than the live ones."""
@@ -88,17 +88,15 @@ class ModuleRouter:
 
 
 def _of_rows(scores: Tensor, topk: int, **_) -> tuple[Tensor, Tensor]:
-    return tuple(_topk(scores, topk, dim=-1))
+    values, experts = _topk(scores, topk, dim=-1)
+    return values, experts
 
 
-def install(
-    module: nn.Module, layers: nn.ModuleList, vocab_size: int, place: torch.device | str = "cpu"
-) -> list[ModuleRouter]:
+def install(module: PreTrainedModel, place: torch.device | str = "cpu") -> list[ModuleRouter]:
     """The routers of a module whose slots were found, in the order of its layers; [] for a dense one, or one whose
     experts are not called by transformers' interface.
 
     Args:
-        layers: the module's, one after the other.
         place: as of `source.find_slots`.
 
     Raises:
@@ -106,7 +104,7 @@ def install(
     """
     blocks = [
         (number, block, each)
-        for number, layer in enumerate(layers, 1)
+        for number, layer in enumerate(source.layers_of(module), 1)
         for block in layer.modules()
         for each in block.children()
         if hasattr(each, "_is_expert_parallel")  # of transformers' interface
@@ -120,14 +118,14 @@ def install(
         for is_planting in (False, True) if routers else ():
             for router in routers:
                 router.is_planting = is_planting
-            source.find_slots(module, vocab_size, place=place)
+            source.find_slots(module, place=place)
         if len({router.layer_number for router in routers}) < len(routers):
             raise Unsupported("a layer has several routers")
         if len({(router.experts, router.topk) for router in routers}) > 1:
             raise Unsupported("routers choose among unlike numbers of experts")
     except Unsupported:
         for router in routers:
-            router.turn_off()
+            router._place, router._seen = NOWHERE, []  # all choices are the router's own code's
         raise
     finally:
         for hook, router in zip(hooks, routers, strict=True):

@@ -1,7 +1,7 @@
 """What makes the modules of transformers batch-invariant: a token's bits do not depend on the rows beside it.
 
 Three rules for a CPU, in addition to `kernels.batch_invariance`. Every product with a weight is megarl's, also those
-that a module makes by `torch.nn.functional.linear` and `torch.matmul`. Experts are computed one after the other, and a
+that a module makes by torch's `linear`, `matmul`, `bmm` and `addmm`. Experts are computed one after the other, and a
 token adds its experts' outputs in ascending order. A pass has a multiple of `ROWS` rows: torch computes two vectors of
 16 numbers at a time, and the rest of a tensor, or of a thread's share, by another exp or tanh.
 
@@ -25,7 +25,7 @@ from megarl.mcore.kernels.linear import Product, at_least_rows, exact_product, l
 
 NAME = "megarl"
 ROWS = 2 * VECTOR
-_of_torch, _matmul = functional.linear, torch.matmul
+_of_torch, _matmul, _addmm = functional.linear, torch.matmul, torch.addmm
 # Where modules find what multiplies matrices without `linear`.
 MATMUL = ((torch, "matmul"), (torch, "bmm"), (Tensor, "matmul"), (Tensor, "__matmul__"), (Tensor, "bmm"))
 
@@ -50,6 +50,16 @@ def matrix_product(x: Tensor, y: Tensor) -> Tensor:
     return _matmul(x, y)
 
 
+def no_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Zeros of the shape of x · weightᵀ."""
+    return x.new_zeros(*x.shape[:-1], len(weight))
+
+
+def no_matmul(x: Tensor, y: Tensor) -> Tensor:
+    """Zeros of the shape of x · y."""
+    return x.new_zeros(_matmul(x.to("meta"), y.to("meta")).shape)
+
+
 def product_of(config) -> Callable:
     """The `product` of a model with Megatron's config."""
     return functools.partial(product, multiply=exact_product()) if is_exact(config) else product
@@ -59,8 +69,8 @@ def product_of(config) -> Callable:
 def replaced(functions: Sequence[tuple[Any, str, Callable]]) -> Iterator[None]:
     """Context in which attributes are other functions: (owner, name, function) of each."""
     before = [getattr(owner, name) for owner, name, _ in functions]
-    for each in functions:
-        setattr(*each)
+    for owner, name, function in functions:
+        setattr(owner, name, function)
     try:
         yield
     finally:
@@ -74,10 +84,16 @@ def installed(
 ) -> Iterator[None]:
     """Context in which torch's products of matrices are these functions, which the layers of a module call.
     `experts_function`: in place of `experts`."""
+
+    def addmm(bias: Tensor, x: Tensor, y: Tensor, **scales) -> Tensor:  # of `Conv1D`, a linear layer
+        is_linear = bias.dim() == 1 and not scales
+        return linear_function(x, y.t(), bias) if is_linear else _addmm(bias, x, y, **scales)
+
     if experts_function is not None:
         ALL_EXPERTS_FUNCTIONS[NAME] = experts_function
     try:
-        with replaced([(functional, "linear", linear_function), *((*place, matmul) for place in MATMUL)]):
+        own = [(functional, "linear", linear_function), (torch, "addmm", addmm)]
+        with replaced(own + [(*place, matmul) for place in MATMUL]):
             yield
     finally:
         if experts_function is not None:
@@ -92,11 +108,11 @@ def use_row_norms(module: nn.Module, compute: Callable | None = None):
             each.forward = functools.partial(compute or _row_norm, each, shift)
 
 
-def _row_norm(norm: nn.Module, shift: float, x: Tensor) -> Tensor:
+def _row_norm(norm: Any, shift: float, x: Tensor) -> Tensor:
     from megarl.mcore.kernels.cuda.row_norm import row_norm  # needs Triton
 
     bias = getattr(norm, "bias", None)
-    return row_norm(x, shift + norm.weight.float(), None if bias is None else bias.float(), _epsilon(norm))
+    return row_norm(x, shift + norm.weight.float(), None if bias is None else bias.float(), _epsilon(norm) or 0.0)
 
 
 def _epsilon(norm: nn.Module) -> float | None:
@@ -104,7 +120,7 @@ def _epsilon(norm: nn.Module) -> float | None:
 
 
 @torch.no_grad()
-def _norm_of(module: nn.Module) -> float | None:
+def _norm_of(module: Any) -> float | None:
     """What a norm adds to its weight: 0 or 1. None: the module is none, or of another formula."""
     own, eps = dict(module._parameters), _epsilon(module)
     weight, bias = own.get("weight"), own.get("bias")
@@ -112,12 +128,12 @@ def _norm_of(module: nn.Module) -> float | None:
         return None
     x = torch.linspace(-1, 2, 3 * len(weight)).sin().view(3, -1)
     try:
-        module._parameters |= dict.fromkeys(own, x[0])
+        module._parameters.update(dict.fromkeys(own, x[0]))
         found = module(x)
     except Exception:  # it takes other inputs
         return None
     finally:
-        module._parameters |= own
+        module._parameters.update(own)
     centred = x if bias is None else x - x.mean(-1, keepdim=True)
     normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
     for shift in (0.0, 1.0):

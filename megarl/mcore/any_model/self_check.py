@@ -7,15 +7,17 @@ CPU: the flags of a run are read before its devices are used.
 """
 
 import copy
+import functools
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers import PreTrainedModel
 
 from megarl.mcore.any_model import attention, fused, source
-from megarl.mcore.any_model.attention import Pass, Slot, Unsupported
-from megarl.mcore.any_model.chunk import LogitInputs, head_inputs, layers_of
+from megarl.mcore.any_model.attention import Pass, Unsupported
+from megarl.mcore.any_model.chunk import LogitInputs, head_inputs
 from megarl.mcore.any_model.source import Source
 from megarl.mcore.attention.backends import eager
 
@@ -26,9 +28,9 @@ TOLERANCE = 1e-3  # of a logit, beside the largest
 SEED = 7
 # Entries of a config that say how wide something is, and no more; and what is enough to see whether it is right.
 WIDTHS = (
-    "vocab_size", "vocab_size_per_layer_input", "intermediate_size", "intermediate_size_mlp", "moe_intermediate_size",
-    "expert_ffn_hidden_size", "shared_expert_intermediate_size", "shared_intermediate_size", "ffn_hidden_size",
-)  # fmt: skip
+    "vocab_size vocab_size_per_layer_input intermediate_size intermediate_size_mlp moe_intermediate_size "
+    "expert_ffn_hidden_size shared_expert_intermediate_size shared_intermediate_size ffn_hidden_size"
+)
 WIDTH = 128
 
 
@@ -42,19 +44,18 @@ def check(found: Source, longest: int):
     own, module = small.module(torch.float32, "eager"), small.module(torch.float32)
     if getattr(type(module.get_output_embeddings()), "forward", None) is not nn.Linear.forward:
         raise Unsupported(f"{type(module).__name__} does not compute its logits by one linear layer")
-    for each in (own, module):
-        fill(each)
-    source.find_slots(module, small.text.vocab_size)
-    fused.fuse(module, small.text.vocab_size)
+    source.find_slots(module)
+    fused.fuse(module)
     tokens = torch.randint(small.text.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(SEED))
-    run = Runner(module, small.text)
-    with torch.no_grad(), source.one_line_errors(type(module)):
-        whole = run.packed(tokens, [TOKENS])
+    run = functools.partial(_logits, module, LogitInputs(module))
+    of_own, of_module = (source.values_in(each, source.spread_values) for each in (own, module))
+    with torch.no_grad(), source.one_line_errors(type(module)), of_own, of_module:
+        whole = run(tokens, [TOKENS])
         wanted = own(input_ids=tokens[None], use_cache=False).logits[0].float()  # with positions of its own, too
         _compare(type(module), "its own attention and experts", whole, wanted)
-        apart = torch.cat([run.packed(part, [len(part)]) for part in tokens.split([FIRST, TOKENS - FIRST])])
-        _compare(type(module), "two sequences packed together", run.packed(tokens, [FIRST, TOKENS - FIRST]), apart)
-        _compare(type(module), "a prefill and steps after it", run.in_steps(tokens), whole)
+        apart = torch.cat([run(part, [len(part)]) for part in tokens.split([FIRST, TOKENS - FIRST])])
+        _compare(type(module), "two sequences packed together", run(tokens, [FIRST, TOKENS - FIRST]), apart)
+        _compare(type(module), "a prefill and steps after it", run(tokens), whole)
 
 
 def _compare(kind: type, what: str, found: Tensor, wanted: Tensor):
@@ -66,43 +67,28 @@ def _compare(kind: type, what: str, found: Tensor, wanted: Tensor):
         )
 
 
-class Runner:
-    """Logits of a module under megarl's passes, by torch's own products."""
+def _logits(module: PreTrainedModel, inputs: LogitInputs, tokens: Tensor, lengths: list[int] | None = None) -> Tensor:
+    """Logits [T, V] of tokens [T] under megarl's passes, by torch's own products.
 
-    def __init__(self, module: nn.Module, text):
-        """`text`: the language model's config, before the module's softcap is taken out of it."""
-        self._module, self._inputs = module, LogitInputs(module)
-
-    def packed(self, tokens: Tensor, lengths: list[int]) -> Tensor:
-        """Tokens [T] of sequences of these lengths -> logits [T, V]."""
-        sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        return self._logits(tokens, positions, HeldPass(sequence=sequence))
-
-    def in_steps(self, tokens: Tensor) -> Tensor:
-        """Tokens [T] of one sequence -> logits [T, V]: of two parts of a prefill, and of the last tokens one by one."""
-        held, positions = HeldKeys(), torch.arange(len(tokens))
-        rows = zip(tokens.split(STEPS), positions.split(STEPS), strict=True)
-        return torch.cat([self._logits(each, at, HeldPass(held=held)) for each, at in rows])
-
-    def _logits(self, tokens: Tensor, positions: Tensor, each: Pass) -> Tensor:
-        each.tokens = len(tokens)
-        with attention.running(each):
-            hidden = self._inputs(tokens[None], positions[None])
-        logits = linear(*head_inputs(self._module.get_output_embeddings(), hidden)).float()
-        cap = self._inputs.softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
-
-
-class HeldKeys(dict):
-    """Keys and values of each slot so far: number -> (keys [1, T, G, C], values)."""
+    Args:
+        lengths: of packed sequences; None: one sequence, as two parts of a prefill and its last tokens one by one.
+    """
+    sizes, held, found = [len(tokens)] if lengths else STEPS, {}, []
+    positions = torch.cat([torch.arange(length) for length in lengths or [len(tokens)]])
+    sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)) if lengths else None
+    for each, at in zip(tokens.split(sizes), positions.split(sizes), strict=True):
+        with attention.running(HeldPass(len(each), held=held, sequence=sequence)):
+            hidden = inputs(each[None], at[None])
+        found.append(linear(*head_inputs(module.get_output_embeddings(), hidden)).float())
+    logits, cap = torch.cat(found), inputs.softcap
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 @dataclass
 class HeldPass(Pass):
     """A step whose keys and values are held in plain tensors, or a pass over packed sequences."""
 
-    held: HeldKeys = field(default_factory=HeldKeys)
+    held: dict = field(default_factory=dict)  # slot's number -> (keys [1, T, G, C], values) so far
     sequence: Tensor | None = None  # [T] number of each token's sequence; None: all are of one
 
     def attend_tokens(self, slot, query, key, value, scale, options):
@@ -122,10 +108,6 @@ class HeldPass(Pass):
         return out[0].transpose(0, 1)
 
 
-def _slots(module: nn.Module) -> list[Slot]:
-    return [slot for each in module.modules() for slot in getattr(each, "attention_slots", ())]
-
-
 # -- a small model -----------------------------------------------------------------------------------------------------
 
 
@@ -139,15 +121,12 @@ def shortened(found: Source, longest: int) -> Source:
     for name in source.LIMITS:
         if isinstance(getattr(text, name, None), int):
             setattr(text, name, max(getattr(text, name), TOKENS))
-    for candidate in (_narrowed(config), config):
-        small = found._replace(config=candidate)
-        try:
-            kinds, lists = _kinds(small)
-        except Unsupported:  # a width that others have to fit
-            if candidate is config:
-                raise
-        else:
-            break
+    small = found._replace(config=_narrowed(config))
+    try:
+        kinds, lists = _kinds(small)
+    except Unsupported:  # a width that others have to fit
+        small = found._replace(config=config)
+        kinds, lists = _kinds(small)
     count = max(kinds.index(kind) for kind in kinds) + 1
     if count == len(kinds):
         return small
@@ -168,7 +147,7 @@ def shortened(found: Source, longest: int) -> Source:
 def _narrowed(config):
     config = copy.deepcopy(config)
     text = config.get_text_config()
-    for name in WIDTHS:
+    for name in WIDTHS.split():
         if isinstance(getattr(text, name, None), int):
             setattr(text, name, min(getattr(text, name), WIDTH))
     if (getattr(text, "pad_token_id", None) or 0) >= WIDTH:
@@ -186,31 +165,19 @@ def _kinds(found: Source, names: list[str] | None = None) -> tuple[list[tuple], 
         the kind of each layer, and the names of the lists.
     """
     module = found.module(torch.float32)
-    source.find_slots(module, found.text.vocab_size)
-    layers, entries = layers_of(module), vars(found.text)
+    source.find_slots(module)
+    layers, entries = source.layers_of(module), vars(found.text)
     if names is None:
         names = [name for name, each in entries.items() if isinstance(each, list) and len(each) == len(layers)]
-        counted = [
-            name for name in names if type(entries[name][0]) is int and entries[name] == sorted(set(entries[name]))
-        ]
-        names = [name for name in names if name not in counted]  # numbers of layers
+        is_counted = (type(entries[name][0]) is int and entries[name] == sorted(set(entries[name])) for name in names)
+        names = [name for name, is_number in zip(names, is_counted, strict=True) if not is_number]  # of layers
     kinds = [
         (
             tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters()),
-            tuple(slot._replace(number=0) for slot in _slots(layer)),
+            tuple(slot._replace(number=0) for each in layer.modules() for slot in getattr(each, "attention_slots", ())),
             tuple(str(entries[name][number]) for name in names),
         )
         for number, layer in enumerate(layers)
         if all(number < len(entries[name]) for name in names)
     ]
     return kinds, names
-
-
-def fill(module: nn.Module):
-    """Gives the parameters on the meta device `spread_values`."""
-    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-        if parameter.device.type == "meta":
-            owner, _, last = name.rpartition(".")
-            values = source.spread_values(name, tuple(parameter.shape), parameter.dtype)
-            module.get_submodule(owner)._parameters[last] = nn.Parameter(values, requires_grad=False)
-    module.tie_weights()

@@ -32,6 +32,8 @@ SPREAD = 0.1  # of the values of vectors
 EXPERT_STEP = 7  # between the numbers with which two experts' matrices begin
 # Entries of config.json that a model of transformers reads as the longest sequence that its attention sees whole.
 LIMITS = ("attention_chunk_size",)
+# Rotary embeddings with other angles for all tokens of a pass that has a longer sequence than an entry says.
+ROPES = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
 
 
 class Source(NamedTuple):
@@ -61,7 +63,7 @@ class Source(NamedTuple):
             module = self.kind._from_config(
                 config, dtype=dtype, attn_implementation=attention_name, experts_implementation=experts
             )
-        module.tie_weights()
+            module.tie_weights()
         for each in (module.config, module.config.get_text_config()):
             each._experts_implementation = experts
         return module.eval()
@@ -96,7 +98,7 @@ def of_config(config: Any) -> Source:
 
 
 def find_slots(
-    module: PreTrainedModel, vocab_size: int, positions: Sequence[int] = (), place: torch.device | str = "cpu"
+    module: PreTrainedModel, positions: Sequence[int] = (), place: torch.device | str = "cpu"
 ) -> tuple[Slot, ...]:
     """The slots of a module's attention, in the order of a pass, which are also set on its parts.
 
@@ -107,17 +109,25 @@ def find_slots(
     Raises:
         Unsupported: attention in another way, or the module needs what megarl does not hand over.
     """
-    probe = FirstPass(tokens=PROBED)
-    zeros = functools.partial(_zeros, place=place)
-    with torch.no_grad(), values_in(module, zeros), attention.running(probe), rows.installed(no_product, no_matmul):
+    probe, stubs = FirstPass(tokens=PROBED), rows.installed(rows.no_product, rows.no_matmul)
+    with torch.no_grad(), values_in(module, functools.partial(_zeros, place=place)), attention.running(probe), stubs:
         at = torch.tensor([positions or range(PROBED)], device=place)
-        entries = vars(module.config.get_text_config()).items()
-        indexer = [name for name, value in entries if name.startswith("index") and value]
+        text = module.config.get_text_config()
+        indexer = [name for name, value in vars(text).items() if name.startswith("index") and value]
         with one_line_errors(type(module), f"run without its sparse indexer, {indexer[0]}" if indexer else "run"):
-            module(input_ids=torch.arange(PROBED, device=place)[None] % vocab_size, position_ids=at, use_cache=False)
+            module(
+                input_ids=torch.arange(PROBED, device=place)[None] % text.vocab_size, position_ids=at, use_cache=False
+            )
     if not probe.found:
         raise Unsupported(f"{type(module).__name__} {NO_INTERFACE}")
     return tuple(probe.found)
+
+
+def layers_of(module: nn.Module) -> nn.ModuleList:
+    """The transformer layers of a module: its longest list of modules of one base class with attention in them."""
+    lists = [each for each in module.modules() if isinstance(each, nn.ModuleList) and len(each)]
+    with_slots = [each for each in lists if any(hasattr(part, "attention_slots") for part in each.modules())]
+    return max(with_slots, key=lambda each: sum(1 for _ in each.parameters()))
 
 
 @contextlib.contextmanager
@@ -172,8 +182,14 @@ def flags_of(source: Source, slots: Sequence[Slot], error: Callable[[str], Usage
 
 def check_length(source: Source, longest: int, error: Callable[[str], UsageError]):
     """UsageError if sequences of `longest` tokens are longer than what the type computes as a whole."""
-    for name in LIMITS:
-        limit = getattr(source.text, name, None)
+    limits = {name: getattr(source.text, name, None) for name in LIMITS}
+    ropes = getattr(source.text, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):  # of each type of layers
+        if isinstance(rope, dict) and (kind := rope.get("rope_type")) in ROPES:
+            entry = ROPES[kind]
+            limit = rope.get(entry) if kind == "longrope" else source.text.max_position_embeddings
+            limits[f"rope_type {kind}, {entry}"] = limit
+    for name, limit in limits.items():
         if isinstance(limit, int) and longest > limit:
             raise error(f"config.json: {name} {limit}: prompt and response together have up to {longest} tokens")
 
@@ -233,18 +249,6 @@ def spread_values(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tens
     size = 1 + sum(stride * (length - 1) for stride, length in zip(strides, shape, strict=True))
     vector = torch.randn(size, generator=generator) * shape[-1] ** -0.5
     return vector.to(dtype).as_strided(shape, strides)
-
-
-def no_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Zeros of the shape of x · weightᵀ."""
-    return x.new_zeros(*x.shape[:-1], len(weight))
-
-
-_matmul = torch.matmul
-
-
-def no_matmul(x: Tensor, y: Tensor) -> Tensor:
-    return x.new_zeros(_matmul(x.to("meta"), y.to("meta")).shape)
 
 
 @functools.lru_cache(maxsize=8)

@@ -8,25 +8,14 @@ a rank has. The vocabulary is split over the ranks in embedding and head, as meg
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region as to_all,
-)
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_tensor_model_parallel_region as gathered,
-)
-from megatron.core.tensor_parallel.mappings import (
-    reduce_from_tensor_model_parallel_region as summed,
-)
-from megatron.core.tensor_parallel.mappings import (
-    scatter_to_tensor_model_parallel_region as own_columns,
-)
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -34,6 +23,9 @@ from transformers import PreTrainedModel
 from megarl.mcore.any_model.attention import Unsupported
 
 FLAG = "--tensor-model-parallel-size"
+to_all, summed = mappings.copy_to_tensor_model_parallel_region, mappings.reduce_from_tensor_model_parallel_region
+gathered = mappings.gather_from_tensor_model_parallel_region
+own_columns = mappings.scatter_to_tensor_model_parallel_region
 ROWS, COLUMNS = -2, -1  # axes of a matrix, of one expert or of a linear layer
 
 
@@ -59,7 +51,7 @@ STYLES = {
     "replicated_with_grad_allreduce": Style(sums_gradient=True),
     "replicate": Style(),
     "local_params": Style(),  # of a module with shares that the plan names for themselves: sinks
-    "mla_kv_a_proj": Style(after=None),
+    "mla_kv_a_proj": Style(),
 }
 
 
@@ -87,7 +79,7 @@ def splits_of(module: PreTrainedModel, ranks: int) -> dict[str, Split]:
     if unknown := sorted(set(plan.values()).difference(STYLES, ("embedding_rowwise",))):
         raise Unsupported(f"the plan of {type(module).__name__} for tensor parallelism has {unknown[0]}")
     found = {}
-    for name, weight in _all_named(module):
+    for name, weight in module.named_parameters(remove_duplicate=False):
         owner, _, last = name.rpartition(".")
         style = STYLES.get(_style(plan, name) or _style(plan, owner) or "", Style())
         if style.axis is None or style.axis == COLUMNS and last == "bias":
@@ -114,10 +106,6 @@ def check_heads(module: PreTrainedModel, ranks: int):
                 raise Unsupported(f"{name} has {slot.heads} heads with {slot.groups} keys, which it does not divide")
 
 
-def _all_named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return module.named_parameters(remove_duplicate=False)
-
-
 def _style(plan: dict[str, str], name: str) -> str | None:
     return plan.get(re.sub(r"\d+", "*", name))
 
@@ -133,29 +121,23 @@ def split(module: PreTrainedModel, splits: dict[str, Split], group):
     module.tie_weights()
     ends = module.get_input_embeddings(), module.get_output_embeddings()
     for name, part in module.named_modules():
-        word = _style(plan, name)
-        if word is None or part in ends:
-            continue
-        _install(part, word, module.config.get_text_config(), group)
+        word = None if part in ends else _style(plan, name)
+        style = STYLES.get(word or "", Style())
+        if word == "mla_kv_a_proj":
+            part.forward = functools.partial(_with_shared_key, part.forward, module.config.get_text_config(), group)
+        elif style.sums_gradient:
+            part.forward = functools.partial(_with_partial_gradients, part.forward, part, group)
+        elif style.before or style.after:
+            part.forward = functools.partial(_between, part.forward, part, style, group)
     _split_embedding(ends[0], rank, group)
 
 
 def mark(module: PreTrainedModel, splits: dict[str, Split]):
     """Tells Megarl's and Megatron's optimizers which weights of a module with memory are shares: the norm of all
     gradients counts the others once."""
-    shares = {id(weight): (weight, splits[name].axis) for name, weight in _all_named(module) if name in splits}
-    for weight, axis in shares.values():  # a tied one once
-        set_tensor_model_parallel_attributes(weight, True, axis, 1)
-
-
-def _install(part: nn.Module, word: str, config, group):
-    style = STYLES[word]
-    if word == "mla_kv_a_proj":
-        part.forward = functools.partial(_with_shared_key, part.forward, config, group)
-    elif style.sums_gradient:
-        part.forward = functools.partial(_with_partial_gradients, part.forward, part, group)
-    elif style.before or style.after:
-        part.forward = functools.partial(_between, part.forward, part, style, group)
+    for name, weight in module.named_parameters():  # a tied one once, by its first name
+        if name in splits:
+            set_tensor_model_parallel_attributes(weight, True, splits[name].axis, 1)
 
 
 def _between(forward, part: nn.Module, style: Style, group, *args, **kwargs):
@@ -165,6 +147,8 @@ def _between(forward, part: nn.Module, style: Style, group, *args, **kwargs):
     with _parameters_as(part, lambda bias: None if style.after is summed else bias, "bias"):
         out = forward(*args, **kwargs)
     out = style.after(out, group) if style.after else out
+    if style.after is summed and torch.is_grad_enabled():
+        out = out.clone()  # autograd lets no module add in place to what a function of its own returns
     bias = part._parameters.get("bias") if style.after is summed else None
     return out if bias is None else out + bias
 
@@ -229,12 +213,11 @@ def _packed(share: ShardedTensor, split: Split, group) -> ShardedTensorFactory:
 
     @torch.no_grad()
     def build(key: str, data: Tensor, replica_id, _) -> list[ShardedTensor]:
-        parts = enumerate(data.chunk(split.parts, split.axis))
-        offsets = [(split.axis, number * ranks + rank, split.parts * ranks) for number, _ in parts]
-        return [
-            ShardedTensor.from_rank_offsets(key, part, offset, replica_id=replica_id)
-            for part, offset in zip(data.chunk(split.parts, split.axis), offsets, strict=True)
-        ]
+        built = []
+        for number, part in enumerate(data.chunk(split.parts, split.axis)):
+            offset = split.axis, number * ranks + rank, split.parts * ranks
+            built.append(ShardedTensor.from_rank_offsets(key, part, offset, replica_id=replica_id))
+        return built
 
     def merge(parts: list[Tensor]) -> Tensor:
         return torch.cat(parts, split.axis)

@@ -58,7 +58,7 @@ def _caller() -> str:
 def walk(module: PreTrainedModel) -> Walk:
     """Walks a pass of a module whose parameters are on the meta device, without numbers."""
     found, fake = Walk(), FakeTensorMode(allow_non_fake_inputs=True)
-    stubs = rows.installed(source.no_product, source.no_matmul, lambda self, hidden, *_: torch.zeros_like(hidden))
+    stubs = rows.installed(rows.no_product, rows.no_matmul, lambda self, hidden, *_: torch.zeros_like(hidden))
     probe = attention.running(FirstPass(tokens=source.PROBED))
     with torch.no_grad(), source.values_in(module), probe, stubs, fake, found:
         tokens = torch.zeros(1, source.PROBED, dtype=torch.long)

@@ -11,15 +11,15 @@ FLAG = "--model-source transformers"
 WHERE = f"with {FLAG} "
 # Beginnings of attributes that Megatron's layers read, besides `ARCHITECTURE`: a module has none of these parts.
 OF_LAYERS = (
-    "moe_", "mlp_chunks_", "init_method_std", "embedding_init_method_std", "perform_initialization",
-    "use_cpu_initialization", "clone_scatter_output_in_embedding", "account_for_", "make_vocab_size_divisible_by",
-    "apply_wd_to_qk_layernorm", "transformer_impl", "recompute_modules",
-)  # fmt: skip
+    "moe_ mlp_chunks_ init_method_std embedding_init_method_std perform_initialization use_cpu_initialization "
+    "clone_scatter_output_in_embedding account_for_ make_vocab_size_divisible_by apply_wd_to_qk_layernorm "
+    "transformer_impl recompute_modules"
+)
 
 
 def is_of_layers(attribute: str) -> bool:
     """Whether a Megatron flag is about layers that transformers' modules take the place of."""
-    return attribute in ARCHITECTURE or attribute.startswith(OF_LAYERS)
+    return attribute in ARCHITECTURE or attribute.startswith(tuple(OF_LAYERS.split()))
 
 
 def rules(args) -> list[Rule]:
@@ -31,15 +31,14 @@ def rules(args) -> list[Rule]:
         _tensor_parallel(args),
         allow("--recompute-granularity", recompute in (None, "full"), "full: single parts of a layer are unknown"),
         only(args, "--recompute-activations", False),
-        allow("--recompute-num-layers", method != "uniform" or count in (None, 1),
-              "1: each layer is recomputed from its own inputs"),
+        allow("--recompute-num-layers", method != "uniform" or count in (None, 1), "1: each layer has its own inputs"),
         only(args, "--sequence-parallel", False),
         only(args, "--fp16", False),
         allow("--mtp-train or --mtp-drafts", not args.predicts, "none: a module has no layer of it", value=True),
         allow("--optimizer", args.optimizer != MUON, "adam or sgd: matrices of experts are stacked in a module"),
         _exact(args),
         _scores(args),
-    ]  # fmt: skip
+    ]
     return [rule._replace(is_broken=is_module and rule.is_broken, reason=WHERE + rule.reason) for rule in found]
 
 

@@ -35,8 +35,8 @@ from megarl.rollout.episodes.agent_episode import AgentEpisode
 from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.episode import Episode, EpisodeLimits, key_of
+from megarl.rollout.episodes.episode_source import EpisodeSource
 from megarl.rollout.episodes.results import episodes_to_batch, record_of
-from megarl.rollout.episodes.source import EpisodeSource
 from megarl.rollout.episodes.statistics import EpisodeStatistics, metrics_of
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop
 from megarl.rollout.requests import RoundRequests

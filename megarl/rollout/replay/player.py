@@ -20,7 +20,7 @@ from megarl.mcore.inference.engine import RequestList
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.rollout.episodes.client import EnvironmentClient, PlayedTurns
 from megarl.rollout.episodes.episode import FAILED, EnvironmentResult, Episode, EpisodeLimits, turn_key
-from megarl.rollout.episodes.source import EpisodeSource
+from megarl.rollout.episodes.episode_source import EpisodeSource
 from megarl.rollout.replay.saved import SavedResponse
 from megarl.rollout.requests import sampling_of
 from megarl.rollout.rollout import Rollout

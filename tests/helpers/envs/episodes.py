@@ -84,7 +84,7 @@ def run_episodes(
     """
     from megarl.mcore.inference.engine import RequestList
     from megarl.rollout.episodes.episode import Episode, EpisodeLimits
-    from megarl.rollout.episodes.source import EpisodeSource
+    from megarl.rollout.episodes.episode_source import EpisodeSource
 
     engine, model, groups = make_engine(flags, shape, **engine_settings)
     client = ScriptedClient(order, failing) if groups.is_leader else None
@@ -114,7 +114,7 @@ def run_rounds(rank, flags="", order=None, limits=(4, 6, 32), failing=frozenset(
     """
     from megarl.mcore.inference.engine import RequestList
     from megarl.rollout.episodes.episode import Episode, EpisodeLimits
-    from megarl.rollout.episodes.source import EpisodeSource
+    from megarl.rollout.episodes.episode_source import EpisodeSource
     from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, shortest_groups
     from megarl.rollout.requests import PromptRequest, RoundRequests
 

@@ -9,15 +9,11 @@ import os
 import re
 from pathlib import Path
 
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-
 import torch
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.helpers.texts import small_tokenizers
 
-TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "model_types.md"  # which of them run
 VOCAB, LAYERS = 160, 6
 # Entries by value: every name that some type has for such a size.
@@ -127,9 +123,18 @@ LEFT_OUT = ((), ("qk_head_dim", "head_dim"), ("q_lora_rank",), ("head_dim",), ("
             ("num_hidden_layers", "num_layers"), ("max_position_embeddings", "n_positions"))  # fmt: skip
 
 
+def types() -> list[str]:
+    """Every type of a causal language model of the installed transformers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
 def small_config(kind: str, **entries):
     """A small configuration of a type, as a decoder, with these entries in place of its own. Raises what the type's
     class raises if no set of sizes fits."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     made = CONFIG_MAPPING[kind]
     if kind in WHOLE:
         return made(**WHOLE[kind] | entries)
@@ -155,7 +160,7 @@ def small_config(kind: str, **entries):
 
 def _small_part(default) -> dict:
     """Entries of a small part of a composite configuration: its language model, or a tower."""
-    if default.model_type in TYPES:
+    if default.model_type in types():
         return small_config(default.model_type).to_dict()
     sizes = {name: value for name, value in (SMALL | TOWER).items() if _has(default, name)}
     return sizes | {"model_type": default.model_type} | OWN.get(default.model_type, {})
@@ -173,6 +178,8 @@ def _has(config, name: str) -> bool:
 def small_module(kind: str, seed: int = 1, **entries):
     """A module of a type with random weights, in evaluation mode, with transformers' own attention. `entries`: as of
     `small_config`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
     config = small_config(kind, **entries)
     found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     made = found[0] if isinstance(found, tuple) else found
@@ -194,6 +201,9 @@ def small_module(kind: str, seed: int = 1, **entries):
 
 def save(kind: str, folder: Path, seed: int = 1, **entries):
     """Writes a small folder of a type, with a tokenizer; returns its module. `entries`: as of `small_config`."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # a bar has a thread, and worlds are forked from this process
     module = small_module(kind, seed, **entries)
     small_tokenizers.characters(folder)
     module.save_pretrained(folder)

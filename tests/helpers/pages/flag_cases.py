@@ -15,7 +15,8 @@ FOLDERS = (
     "judge_hf_model",
     "lora_adapter",
     "teachers",
-)  # read at once: see test_hf_models.py, test_peft_files.py, test_teacher.py
+    "model_source",  # needs one
+)  # read at once: see test_hf_models.py, test_peft_files.py, test_teacher.py, test_module_map.py
 FIELDS = [field for field in dataclasses.fields(Settings) if field.name not in FOLDERS]
 
 ONLINE = (  # preferences from groups

@@ -1,5 +1,6 @@
 """Which of a run's checkpoints is chosen, and that each of its files is read once."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,17 @@ def test_a_path_without_a_checkpoint_is_rejected(make, tmp_path):
     make(tmp_path / "run")
     with pytest.raises(UsageError, match="^--load .*run"):
         folders.find(str(tmp_path / "run"), "--load")
+
+
+@pytest.mark.parametrize(("held", "needed", "problem"), [
+    ("actor.embedding.weight", "actor.hf.model.norm.weight",
+     "has weights of --model-source megatron; actor has transformers"),
+    ("actor.hf.model.norm.weight", "actor.embedding.weight",
+     "has weights of --model-source transformers; actor has megatron"),
+    ("actor.hf.model.norm.weight", "actor.hf.lm_head.weight", "has no actor.hf.lm_head.weight, which actor needs"),
+    ("critic.hf.model.norm.weight", "actor.embedding.weight", "has no actor.embedding.weight, which actor needs"),
+])  # fmt: skip
+def test_weights_of_another_model_source_are_named(held, needed, problem, monkeypatch):
+    monkeypatch.setattr(folders, "read_shapes", lambda *_: {held: (2,)})
+    with pytest.raises(UsageError, match=f"^--load run: {re.escape(problem)}$"):
+        folders.check_weights(Path("run"), "--load", "actor", {needed: (2,)})

@@ -1,10 +1,15 @@
 """Flags of single roles: role maps, token caps, and settings that the rollout inherits from the actor."""
 
 import pytest
+import torch
 
+from megarl.arguments import parse
 from megarl.errors import UsageError
 from megarl.flags.role_flags import named_roles, parse_role_map, with_prefix
+from megarl.mcore.config import optimizer_flags
 from tests.helpers.flag_rules import parsed, refused
+from tests.helpers.folders import any_types
+from tests.helpers.worlds import run_world
 
 TP, PP, CP = (f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context"))
 
@@ -255,3 +260,25 @@ def test_training_flags_apply_to_trained_roles_only(flags, program, says):
 def test_flags_that_every_model_reads_are_not_training_flags():
     flags = "--reference-use-torch-fsdp2 --reference-bf16 --reference-tensor-model-parallel-size 1 --critic-lr 1 --lr 2"
     assert roles_of(flags)["reference"].megatron.use_torch_fsdp2
+
+
+def save_and_reach(_, folder) -> tuple[set[str], set[str]]:
+    """Writes a folder; the names of its module's parameters, and of those that get no gradient of a text."""
+    module = any_types.save("gemma3", folder)
+    module(torch.tensor([[3, 4, 5, 6]])).logits.sum().backward()
+    parameters = dict(module.named_parameters())
+    return set(parameters), {name for name, parameter in parameters.items() if parameter.grad is None}
+
+
+def test_what_no_text_reaches_in_a_module_of_transformers_is_not_trained(tmp_path):
+    ((names, unreached),) = run_world(save_and_reach, 1, tmp_path / "gemma3")
+    argv = f"--hf-model {tmp_path / 'gemma3'} --model-source transformers --max-prompt-length 8 --max-response-length 8"
+
+    def frozen(flags: str = "") -> set[str]:
+        args = parse(f"{argv} --advantage grpo {flags}".split(), 1, "rl").roles["actor"].megatron
+        return {name for name in names if optimizer_flags.is_frozen(args, name)}
+
+    assert unreached and frozen() == unreached
+    own = "model.language_model.norm.weight"
+    assert frozen(f"--freeze {own}") == unreached | {own}
+    assert frozen("--lora-rank 2") == set()  # whose base has no optimizer

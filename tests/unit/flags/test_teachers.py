@@ -25,7 +25,7 @@ def hf_folder(path):
 
 def test_a_folder_says_what_describes_its_model(tmp_path):
     hf = hf_folder(tmp_path / "hf")
-    assert teachers.read_folder(str(hf)) == (str(hf), {}, None)
+    assert teachers.read_folder(str(hf)) == (str(hf), {}, None, None)
     described = {"num_layers": 3, "window_size": [4, 0], "max_position_embeddings": 9, "lr": 1.0}
     actor = {"actor": {"megatron": described | {"multi_latent_attention": True, "kv_channels": 5}}}
     run = run_folder(tmp_path / "run", megarl={"hf_model": None}, roles=actor)
@@ -33,9 +33,9 @@ def test_a_folder_says_what_describes_its_model(tmp_path):
     step = run / "checkpoints" / "step_00000001"
     step.mkdir(parents=True)
     for path in (run, step):
-        assert teachers.read_folder(str(path)) == (None, shape, str(path))
+        assert teachers.read_folder(str(path)) == (None, shape, str(path), "megatron")
     of_hf = run_folder(tmp_path / "of_hf", megarl={"hf_model": "x"}, roles=actor)
-    assert teachers.read_folder(str(of_hf)) == ("x", {}, str(of_hf))
+    assert teachers.read_folder(str(of_hf)) == ("x", {}, str(of_hf), "megatron")
 
 
 def test_other_folders_are_refused(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.trainers import input_summary
 from megarl.trainers.events import RunEvents
-from tests.helpers.folders import hf_folders
+from tests.helpers.folders import any_types, hf_folders
 from tests.helpers.folders.hf_damage import argv as folder_argv
 from tests.helpers.forked_programs import accepted
 from tests.helpers.programs import inputs, metrics, reward_argv, rl_argv, sft_argv, train
@@ -51,6 +51,12 @@ def test_a_check_says_which_chat_template_is_used(tmp_path):
     assert (said(), said(f"--chat-template {file}")) == ("no chat template", f"chat template {file}")
     file.rename(folder / "chat_template.jinja")
     assert (said(), said("--chat-template none")) == ("its chat template", "no chat template")
+
+
+def test_a_check_says_that_transformers_computes_a_model(tmp_path):
+    any_types.save("granite", tmp_path / "model")
+    rows = accepted(folder_argv(tmp_path, tmp_path / "model", flags="--model-source transformers"), "sft")
+    assert any("; transformers' granite, self-check passed; 6 layers, hidden size 64, " in row for row in rows)
 
 
 # Program, flags, whether it resumes from step 2 of a run of 2 steps.

@@ -11,7 +11,7 @@ from tests.helpers.worlds import run_world
 RUNNING = any_types.running()
 MAPPED = tuple(kind for kind, is_mapped in RUNNING.items() if is_mapped)
 TOGETHER = 12  # types of a world
-DEFAULT = ("granite", "gemma4_text")
+DEFAULT = ("gemma4_text",)
 # `generate` of these takes other inputs than tokens alone; their log-probs are compared.
 OTHER_GENERATE = ("moshi",)
 

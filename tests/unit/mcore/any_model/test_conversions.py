@@ -21,7 +21,7 @@ def read(folder):
 
 def conversions_of(folder, tensors):
     config = json.loads((folder / "config.json").read_text())
-    found = source.of_config(any_types.CONFIG_MAPPING[config["model_type"]].from_dict(config))
+    found = source.of_config(source.CONFIG_MAPPING[config["model_type"]].from_dict(config))
     module = found.module(torch.float32)
     return Conversions(module, {name: tuple(each.shape) for name, each in tensors.items()})
 

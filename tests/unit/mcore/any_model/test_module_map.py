@@ -41,7 +41,7 @@ def argv(folder, flags: str = "") -> list[str]:
     ({"num_hidden_layers": 0}, "does not call transformers' attention interface"),
     ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 3},
      "than with two sequences packed together: it has states, masks or positions beside"),
-    ({"model_type": "falcon"}, "FalconForCausalLM cannot be built (KeyError"),
+    ({"model_type": "falcon"}, "FalconForCausalLM does not call transformers' attention interface"),
     (CLASSIFIER, "num_labels 2: allowed is one"),
 ])  # fmt: skip
 def test_a_model_that_does_not_run_is_refused(entries, problem, folder, tmp_path):
@@ -70,7 +70,7 @@ def test_other_tensors_are_refused(change, problem, folder, tmp_path):
     ("--model-source megatron", "--model-source transformers computes others"),
     ("--model-source torch", "--model-source torch: allowed is one of megatron, transformers"),
     ("--fp16", "--fp16 True: with --model-source transformers allowed is none"),
-    ("--num-layers 3", "--num-layers 3: config.json of --hf-model"),
+    ("--num-layers 3", "--num-layers: the modules of transformers that compute --hf-model"),
 ])  # fmt: skip
 def test_flags_are_refused(flags, problem, folder):
     assert problem in refusal(argv(folder, flags), "sft")

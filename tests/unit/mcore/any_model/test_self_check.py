@@ -1,11 +1,9 @@
 """The self-check of a module of transformers: what it finds, and that it needs little memory."""
 
 import pytest
-import torch
 
 from megarl.mcore.any_model import self_check, source
-from megarl.mcore.any_model.attention import PackedPass, Unsupported
-from megarl.mcore.attention.packing import pack_sequences
+from megarl.mcore.any_model.attention import Unsupported
 from tests.helpers.folders import any_types
 from tests.helpers.tiers import by_default
 
@@ -17,20 +15,24 @@ def small(kind: str):
     return source.of_config(any_types.small_config(kind))
 
 
-def without_windows(of_class):
-    attend = of_class.attend_tokens
-    return lambda self, slot, *rest: attend(self, slot._replace(window=None), *rest)
+attend = self_check.HeldPass.attend_tokens
 
 
-def other_scale(self, slot, query, key, value, scale, options):
-    return attention_of_held(self, slot, query, key, value, scale * 1.1, options)
+def without_windows(self, slot, *rest):
+    return attend(self, slot._replace(window=None), *rest)
 
 
-attention_of_held = self_check.HeldPass.attend_tokens
+def without_windows_in_steps(self, slot, *rest):
+    return attend(self, slot if self.sequence is not None else slot._replace(window=None), *rest)
 
 
-def one_sequence(lengths, **options):
-    return pack_sequences(torch.tensor([int(lengths.sum())]), **options)
+def other_scale_in_steps(self, slot, query, key, value, scale, options):
+    return attend(self, slot, query, key, value, scale if self.sequence is not None else scale * 1.1, options)
+
+
+def as_one_sequence(self, *rest):
+    self.sequence = None if self.sequence is None else self.sequence * 0
+    return attend(self, *rest)
 
 
 def doubled(self, hidden, chosen, gates):
@@ -39,15 +41,11 @@ def doubled(self, hidden, chosen, gates):
     return 2 * rows.experts(self, hidden, chosen, gates)
 
 
-PLANTED = {  # what is replaced, by what, on which type, and what then differs
-    "window of packed": (
-        (PackedPass, "attend_tokens", without_windows(PackedPass)),
-        "cohere2",
-        OWN,
-    ),
-    "window of steps": ((self_check.HeldPass, "attend_tokens", without_windows(self_check.HeldPass)), "cohere2", STEPS),
-    "scale of steps": ((self_check.HeldPass, "attend_tokens", other_scale), "granite", STEPS),
-    "sequences see each other": ((self_check, "pack_sequences", one_sequence), "granite", PACKED),
+PLANTED = {  # how attention is computed instead, on which type, and what then differs
+    "window of packed": (without_windows, "cohere2", OWN),
+    "window of steps": (without_windows_in_steps, "cohere2", STEPS),
+    "scale of steps": (other_scale_in_steps, "granite", STEPS),
+    "sequences see each other": (as_one_sequence, "granite", PACKED),
 }
 
 
@@ -58,8 +56,8 @@ def test_a_type_passes(kind):
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name, monkeypatch):
-    replaced, kind, what = PLANTED[name]
-    monkeypatch.setattr(*replaced)
+    replacement, kind, what = PLANTED[name]
+    monkeypatch.setattr(self_check.HeldPass, "attend_tokens", replacement)
     with pytest.raises(Unsupported, match=f"computes other logits .* than with {what}: it has"):
         self_check.check(small(kind), LONGEST)
 

@@ -17,6 +17,8 @@ STATES = (
     "interface, which --model-source transformers does not compute"
 )
 NOT_COMPUTED = ", which --model-source transformers does not compute"
+SMALL = {"vocab_size": 128, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "num_hidden_layers": 2, "intermediate_size": 64, "pad_token_id": 0}  # fmt: skip
 # What config.json has, and the line. A name stands for a small configuration of that type.
 REFUSED = {
     "unknown type": (
@@ -57,9 +59,22 @@ REFUSED = {
         "llama4_text",
         "config.json: attention_chunk_size 128: prompt and response together have up to 129 tokens",
     ),
+    "long rotary factors": (
+        SMALL | {"model_type": "phi3", "max_position_embeddings": 256, "original_max_position_embeddings": 128,
+                 "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}},
+        "config.json: rope_type longrope, original_max_position_embeddings 128: prompt and response together have up "
+        "to 129 tokens",
+    ),
+    "dynamic rotary angles": (
+        SMALL | {"model_type": "granite", "max_position_embeddings": 128,
+                 "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        "config.json: rope_type dynamic, max_position_embeddings 128: prompt and response together have up to 129 "
+        "tokens",
+    ),
 }  # fmt: skip
 LONGEST = 129
-CHEAP = "unknown type", "code", "no language model", "wrong entry", "indexer", "own mask"
+LIMITED = "chunks", "long rotary factors", "dynamic rotary angles"
+CHEAP = "long rotary factors", "unknown type", "code", "no language model", "wrong entry", "indexer", "own mask"
 
 
 @pytest.mark.parametrize("name", by_default(REFUSED, CHEAP))
@@ -71,6 +86,14 @@ def test_a_folder_is_refused_with_one_line(name, tmp_path):
         module_map.read_model(str(tmp_path), "--hf-model", LONGEST)
     found = re.sub(r"off by \S+, the largest is \S+\)", "off by …)", str(error.value))
     assert found == f"--hf-model {tmp_path}: {line}"
+
+
+@pytest.mark.parametrize("name", by_default(LIMITED, LIMITED[1:2]))
+def test_a_folder_with_a_limit_is_read_up_to_it(name, tmp_path):
+    config = REFUSED[name][0]
+    config = any_types.small_config(config).to_dict() if isinstance(config, str) else config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert module_map.read_model(str(tmp_path), "--hf-model", LONGEST - 1).vocab_size == config["vocab_size"]
 
 
 def test_windows_of_several_sizes_are_refused():
@@ -99,7 +122,7 @@ def test_a_module_has_parameters_without_memory_and_its_buffers():
 def test_slots_are_found_without_memory_and_set_on_their_modules():
     found = source.of_config(any_types.small_config("gemma4_text"))
     module = found.module(torch.float32)
-    slots = source.find_slots(module, found.text.vocab_size)
+    slots = source.find_slots(module)
     assert {each.device.type for each in module.parameters()} == {"meta"}
     assert [slot.number for slot in slots] == [0, 1, 2, 3, 4, 5]
     assert [slot.window for slot in slots] == [8, None] * 3

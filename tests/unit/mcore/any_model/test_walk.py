@@ -14,7 +14,7 @@ KINDS = {
     "longcat_flash": (True, "LongcatFlashForCausalLM asks for numbers"),
     "llama4_text": (False, "Llama4TextExperts computes bmm of 96 terms itself"),
     "cohere2": (False, "Cohere2LayerNorm computes mean of 64 terms itself"),
-    "gpt2": (False, "Conv1D computes addmm of 256 terms itself"),
+    "gpt2": (False, None),
     "modernbert-decoder": (False, "LayerNorm computes native_layer_norm of 64 terms itself"),
 }
 

@@ -31,9 +31,11 @@ RULES = {
 OTHERS = {  # of train_rl
     "--mtp-drafts": f"--mtp-train or --mtp-drafts True: {SOURCE} none",
     "--hf-mtp drop --export-hf --save x": "--hf-mtp drop: with --model-source transformers allowed is keep",
-    "--attention-backend sdpa --hf-model {gemma2}": "--attention-backend sdpa: config.json of --hf-model",
+    "--attention-backend sdpa --hf-model {gemma2}": "--attention-backend sdpa: allowed with --attn-logit-softcapping",
     "--num-layers 6": "actor: --num-layers: the modules of transformers that compute --hf-model",
 }
+# Rules that no row breaks: of settings of a run, below; of CUDA; and one that a rule of all models comes before.
+UNBROKEN = ["--mtp-train or --mtp-drafts", "--exact-rollout", "--attention-backend"]
 # Flags of parts that a module has, too, or that say how a run is laid out.
 READ = {
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "use_torch_fsdp2",
@@ -67,7 +69,7 @@ def test_what_a_module_cannot_have_is_refused_in_one_line(folders):
     found = refused(module_rules, model, rows)
     for name, (_, _, line) in rows.items():
         assert line in found.lines[name], name
-    assert [each.partition(": ")[2] for each in found.unbroken] == ["--mtp-train or --mtp-drafts"]
+    assert [each.partition(": ")[2] for each in found.unbroken] == UNBROKEN
 
 
 @pytest.mark.parametrize("flags", OTHERS)
@@ -87,8 +89,8 @@ def test_every_flag_of_megatrons_layers_is_refused_beside_a_module():
 
 def test_a_source_without_a_folder_is_refused():
     for flags, flag in (
-        (module_rules.FLAG, "--model-source"),
-        ("--critic-model-source transformers", "--critic-model"),
+        (module_rules.FLAG, "--hf-model"),
+        ("--critic-model-source transformers", "--critic-hf-model"),
     ):
-        with pytest.raises(UsageError, match=f"{flag}.*needs --hf-model"):
+        with pytest.raises(UsageError, match=f"^{flags}: needs {flag},"):
             parse(f"{flags} {LENGTHS} --num-layers 2 --hidden-size 32 --num-attention-heads 4".split(), 1, "rl")

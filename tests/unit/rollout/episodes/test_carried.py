@@ -103,7 +103,7 @@ def test_limits_that_leave_no_room_are_rejected(tmp_path):
 
 def killed(rank: int, parsed, save: Path, answers: int | None):
     """Runs train_rl; kills the first rank of the rollout once the journal has so many answers of the second step."""
-    from megarl.rollout.episodes.source import EpisodeSource
+    from megarl.rollout.episodes.episode_source import EpisodeSource
 
     ended = EpisodeSource.turn_ended
 

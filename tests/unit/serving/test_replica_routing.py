@@ -4,8 +4,8 @@ import contextvars
 
 import pytest
 
-from megarl.serving import routing
-from megarl.serving.routing import FairQueue, ReplicaRouter
+from megarl.serving import replica_routing
+from megarl.serving.replica_routing import FairQueue, ReplicaRouter
 
 LONG = list(range(100))
 
@@ -14,7 +14,7 @@ def add(queue: FairQueue, client: bytes, *numbers: int):
     """Adds requests of a client, as its task would."""
 
     def in_its_task():
-        routing.client.set(client)
+        replica_routing.client.set(client)
         for number in numbers:
             queue.add(number, str(number))
 
@@ -84,8 +84,8 @@ def test_the_longest_shared_prompt_counts():
 
 
 def test_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(routing, "MAX_SESSIONS", 2)
-    monkeypatch.setattr(routing, "MAX_BLOCKS", 4)
+    monkeypatch.setattr(replica_routing, "MAX_SESSIONS", 2)
+    monkeypatch.setattr(replica_routing, "MAX_BLOCKS", 4)
     router = ReplicaRouter()
     for number in range(50):
         router.choose([number] * 64, str(number), {0: 0, 1: 1})
