@@ -21,12 +21,12 @@ LONG = 48  # words of a sentence that tires
 
 # What the tree may have at most.
 LIMITS = {
-    "files": 514,
+    "files": 516,
     "files below 60 lines": 77,
-    "classes": 754,
-    "fmt: skip": 106,
+    "classes": 760,
+    "fmt: skip": 102,
     "star-passed local tuples": 53,
-    "functions with 9 and more parameters": 2,
+    "functions with 9 and more parameters": 1,
     "file names that occur twice": 0,
     "modules of 60 lines and more without a test of their name": 0,
     "pages": 35,

@@ -105,7 +105,7 @@ def _model(role: RoleSettings, tokens: int, loaded: str | None = None) -> str:
     source = loaded or args.pretrained_checkpoint or (role.hf_model and role.hf_model.folder.path)
     size = f"{count(totals.total)} parameters" + f", {count(totals.active)} active" * (totals.active < totals.total)
     shape = f"{args.num_layers} layers, hidden size {args.hidden_size}, {size}"
-    if args.model_folder is not None:
+    if role.hf_model is not None and args.model_folder is not None:
         shape = f"transformers' {role.hf_model.folder.config['model_type']}, self-check passed; {shape}"
     return f"{shape} from {source}" if source else shape
 
