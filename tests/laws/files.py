@@ -106,7 +106,7 @@ def _of_transformers(kind: str) -> Path:
 def _save(rank: int, kind: str, path: Path):
     from tests.helpers.folders import any_types
 
-    any_types.save(kind, path)
+    any_types.save(kind, path, **{"num_hidden_layers": 2} if kind == "gemma2" else {})  # with a window and without
 
 
 MAKERS: dict[str, Callable[[], Path | str]] = {
