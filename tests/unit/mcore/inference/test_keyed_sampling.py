@@ -50,7 +50,7 @@ def test_blocks_of_a_cache_on_the_device_are_cleared(rank):
     """Blocks of the host's allocator, cleared in a cache on the device."""
     with FakeTensorMode(allow_non_fake_inputs=True), Host():
         memory = on_device(2, BLOCKS, BLOCK, 2, 8)
-        context = SimpleNamespace(memory_buffer=memory, block_size_tokens=BLOCK)
+        context = SimpleNamespace(memory_buffer=memory, block_size_tokens=BLOCK, layer_caches=memory.unbind)
         blocks = ReusableBlocks(KVBlockAllocator(context, BLOCKS, 0), layers=(0, 1), topk=2)
         blocks.record(True)
         assert blocks.allocate_memory_blocks(3).tolist() == [8, 9, 10]
