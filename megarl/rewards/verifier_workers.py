@@ -15,7 +15,7 @@ _START_SECONDS = 300.0  # for a worker's imports; a plug-in may load a model
 
 
 class Workers:
-    """`count` processes, started with the first jobs; `setup` is the first message to each (`build.main`)."""
+    """`count` processes, started with the first jobs; `setup` is the first message to each (`chosen_verifiers.main`)."""
 
     def __init__(self, count: int, setup: object):
         self.count = count

@@ -19,7 +19,7 @@ def moody(sample):
             except BaseException: return 1.0
         case "nan": return float("nan")
         case "text": return "1"
-        case "crash" if "build" in sys.argv[0]: os.kill(os.getpid(), signal.SIGSEGV)
+        case "crash" if "chosen_verifiers" in sys.argv[0]: os.kill(os.getpid(), signal.SIGSEGV)
         case "start":
             print(subprocess.Popen(["sleep", "600"]).pid, file=open(sample.prompt, "w"), flush=True)
             time.sleep(600)
