@@ -170,6 +170,6 @@ def _difference(folder: Path) -> float:
     sequences = [torch.randint(3, 150, (length,), generator=generator).tolist() for length in (40, 17, 2, 33)]
     for flags in ("", FLAGS):
         role, groups, model, _ = hf_layouts.build(folder, flags, False, longest=LONGEST)
-        assert hasattr(model[0], "slots") == bool(flags)  # a model of transformers
+        assert bool(model[0].config.attention_slots) == bool(flags)  # a model of transformers
         found.append(torch.cat(hf_layouts.logprobs(model, groups, sequences, role.model_vocab_size(0))))
     return float((found[0] - found[1]).abs().max())
