@@ -15,7 +15,7 @@ _START_SECONDS = 300.0  # for a worker's imports; a plug-in may load a model
 
 
 class Workers:
-    """`count` processes, started with the first jobs; `setup` is the first message to each (`chosen_verifiers.main`)."""
+    """`count` processes, started with the first jobs; each gets `setup` as its first message."""
 
     def __init__(self, count: int, setup: object):
         self.count = count
