@@ -19,7 +19,7 @@ from megarl.mcore.model.weight_table import HEAD
 from megarl.mcore.parallel.fsdp import whole
 from megarl.mcore.weights.hf.family import Family
 from megarl.mcore.weights.hf.folder import READABLE, FolderReader, HFFolder
-from megarl.mcore.weights.hf.hf_model import CLASSIFIER
+from megarl.mcore.weights.hf.hf_model import CLASSIFIER, command_line
 from megarl.mcore.weights.reshard_plan import LocalWeights
 
 SCORE = "score.weight"  # a classifier's head in a folder
@@ -44,8 +44,7 @@ class AnyModel(NamedTuple):
 
     def tokens(self) -> list[str]:
         """The flags as a command line."""
-        pairs = ((f"--{name}", value) for name, value in self.flags.items())
-        return [token for name, value in pairs for token in ([name] if value is True else [name, str(value)])]
+        return command_line(self.flags)
 
     def other(self, path: str, flag: str, longest: int) -> "AnyModel":
         """As of `HFModel`: a folder with the same model, and other weights."""

@@ -74,8 +74,13 @@ class HFModel(NamedTuple):
         return is_other or is_kept(self.family, name)
 
     def tokens(self) -> list[str]:
-        pairs = ((f"--{name}", value) for name, value in self.flags.items())
-        return [token for name, value in pairs for token in ([name] if value is True else [name, str(value)])]
+        return command_line(self.flags)
+
+
+def command_line(flags: dict[str, object]) -> list[str]:
+    """A folder's flags, without dashes and True for a switch, as a command line."""
+    pairs = ((f"--{name}", value) for name, value in flags.items())
+    return [token for name, value in pairs for token in ([name] if value is True else [name, str(value)])]
 
 
 def read_model(
