@@ -74,27 +74,17 @@ class FolderModule(str):
 
     def parameter_names(self, value_head: bool) -> list[str]:
         """The names of a role's parameters, a tied one once."""
-        tensors = self._tensors(value_head)[1].items()
+        tensors = _tensors(self, value_head)[1].items()
         return [name.removeprefix(PREFIX) for name, each in tensors if isinstance(each, torch.nn.Parameter)]
-
-    def _tensors(self, value_head: bool) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-        """The module, and a role's parameters and persistent buffers by name, each once."""
-        found = source.of_path(self)
-        module = found.module(torch.float32)
-        if value_head:
-            module.set_output_embeddings(torch.nn.Identity())
-        once = {id(each): (name, each) for name, each in reversed(module.state_dict(keep_vars=True).items())}
-        head = {HEAD: torch.nn.Parameter(torch.empty(1, found.text.hidden_size, device="meta"))} if value_head else {}
-        return module, {f"{PREFIX}{name}": each for name, each in reversed(once.values())} | head
 
     def checkpoint_shapes(self, role: str, value_head: bool) -> dict[str, tuple[int, ...]]:
         """The global shapes by key that a checkpoint of a role must have."""
-        tensors = self._tensors(value_head)[1]
+        tensors = _tensors(self, value_head)[1]
         return {f"{role}.{name}": tuple(tensor.shape) for name, tensor in tensors.items()}
 
     def rank_weights(self, value_head: bool, ranks: int, element: int) -> list[Weight]:
         """The parameters, of elements of so many bytes, that each of so many tensor-parallel ranks holds."""
-        module, tensors = self._tensors(value_head)
+        module, tensors = _tensors(self, value_head)
         splits = tensor_parallel.splits_of(module, ranks) if ranks > 1 else {}
         found = []
         for name, tensor in tensors.items():
@@ -108,6 +98,18 @@ class FolderModule(str):
     def mean_cache(self, ranks: int) -> tuple[int, int]:
         """As of `cache.mean_cache`."""
         return mean_cache(self.slots(), ranks)
+
+
+@functools.lru_cache(maxsize=8)
+def _tensors(path: str, value_head: bool) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """The module, and a role's parameters and persistent buffers by name, each once. The caller changes neither."""
+    found = source.of_path(path)
+    module = found.module(torch.float32)
+    if value_head:
+        module.set_output_embeddings(torch.nn.Identity())
+    once = {id(each): (name, each) for name, each in reversed(module.state_dict(keep_vars=True).items())}
+    head = {HEAD: torch.nn.Parameter(torch.empty(1, found.text.hidden_size, device="meta"))} if value_head else {}
+    return module, {f"{PREFIX}{name}": each for name, each in reversed(once.values())} | head
 
 
 @functools.lru_cache(maxsize=8)
