@@ -63,9 +63,9 @@ def _install_references():
     )
     from tests.helpers.models import reference_kernels
 
-    for name in ("paged_decode", "sample_rows", "head_sums", "rotate_heads", "expert_pairs", "sum_pairs"):
+    for name in ("paged_decode", "sample_rows", "rotate_heads", "expert_pairs", "sum_pairs"):
         _library.impl(name, _computing(name, getattr(reference_kernels, name)), "CUDA")
-    for name in ("rotate_and_store", "head_gradient", "convolve_rows", "delta_rows", "space_rows"):
+    for name in ("rotate_and_store", "head_sums", "head_gradient", "convolve_rows", "delta_rows", "space_rows"):
         _library.impl(name, _writing(name, getattr(reference_kernels, name)), "CUDA")
     _library.impl("swiglu_rows", _computing("swiglu_rows", _swiglu), "CUDA")
     _library.impl("swiglu_rows_backward", _computing("swiglu_rows_backward", _swiglu_backward), "CUDA")

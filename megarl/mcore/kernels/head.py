@@ -88,7 +88,14 @@ class Head:
 
     def inputs(self, rows: slice) -> Tensor:
         """Returns [C, H] hidden states of a chunk."""
+        if self.has_row_kernels:
+            return self._all_inputs[rows]
         return self.hidden[rows] if self.indices is None else self.hidden.index_select(0, self.indices[rows])
+
+    @functools.cached_property
+    def _all_inputs(self) -> Tensor:
+        """[n, H] hidden states: on CUDA one launch for all chunks is worth their copy."""
+        return self.hidden if self.indices is None else self.hidden.index_select(0, self.indices)
 
     def logits(self, rows: slice) -> Tensor:
         """Returns [C, V/tp] logits in a new buffer, with a softcap in at least fp32."""
@@ -106,32 +113,40 @@ class Head:
 
     def statistics(self, rows: slice, weights: Tensor | None, squares: bool) -> list[Tensor]:
         """`softmax_statistics` of a chunk, with the rollout's own log-probs if it is exact."""
-        logits, exact, o = self.logits(rows), None, self.options
-        if o.is_exact:
-            from megarl.mcore.kernels.cuda.row_sampling import row_logprobs  # needs Triton
-
-            exact = row_logprobs(logits, self.targets[rows], float(o.temperature), o.vocab_size)
-        if self.has_row_kernels:
-            found = self._statistics_by_rows(logits, rows, squares)
-        else:
-            columns, here = self.columns(rows)
-            scaled = self.scaled_logits(rows, logits)
-            found = list(softmax_statistics(scaled, columns, here, o.group, weights, squares))
+        logits = self.logits(rows)
+        exact = self._exact_logprobs(logits, rows) if self.options.is_exact else None
+        scaled, (columns, here) = self.scaled_logits(rows, logits), self.columns(rows)
+        found = list(softmax_statistics(scaled, columns, here, self.options.group, weights, squares))
         found[2] = found[2] if exact is None else exact
         return found
 
-    def _statistics_by_rows(self, logits: Tensor, rows: slice, squares: bool) -> list[Tensor]:
-        from megarl.mcore.kernels.cuda.head_rows import head_sums  # needs Triton
+    def statistics_by_rows(self, squares: bool) -> list[Tensor]:
+        """As `statistics`, of all rows: a chunk has two launches, its product and its sums; the rest runs once."""
+        from megarl.mcore.kernels.cuda.head_rows import SUMS, head_sums  # needs Triton
 
-        own = head_sums(logits, *self.row_arguments(rows))
+        whole = slice(0, len(self.targets))
+        own = self.hidden.new_empty(SUMS, whole.stop, dtype=torch.float32)
+        exact = self.hidden.new_empty(whole.stop, dtype=torch.float32) if self.options.is_exact else None
+        for rows in row_chunks(whole.stop, len(self.weight)):
+            logits = self.logits(rows)
+            head_sums(own[:, rows], logits, *self.row_arguments(rows))
+            if exact is not None:
+                exact[rows] = self._exact_logprobs(logits, rows)
         top = own[0].clone()
         all_reduce(top, self.options.group, dist.ReduceOp.MAX)
         drop = (own[0] - top).masked_fill(own[0].isneginf(), 0.0)  # −∞: this rank has no token of the vocabulary
-        factor, (_, here) = drop.exp(), self.columns(rows)
+        factor, (_, here) = drop.exp(), self.columns(whole)
         chosen, weighted = (own[4] - top).masked_fill(~here.squeeze(-1), 0.0), factor * (own[2] + drop * own[1])
         sums = torch.stack([factor * own[1], chosen, weighted, factor.square() * own[3]])
         all_reduce(sums, self.options.group)
-        return [top, *_scores(sums[: 3 + squares])]
+        found = [top, *_scores(sums[: 3 + squares])]
+        found[2] = found[2] if exact is None else exact
+        return found
+
+    def _exact_logprobs(self, logits: Tensor, rows: slice) -> Tensor:
+        from megarl.mcore.kernels.cuda.row_sampling import row_logprobs  # needs Triton
+
+        return row_logprobs(logits, self.targets[rows], float(self.options.temperature), self.options.vocab_size)
 
     def softcap_slope(self, scaled: Tensor, rows: slice) -> Tensor | None:
         """Returns the softcap's derivative from scaled logits [C, V/tp]; None without a softcap."""
@@ -148,10 +163,15 @@ class Head:
 
     def row_arguments(self, rows: slice) -> tuple[Tensor | None, float, Tensor, int]:
         """(temperatures or None, temperature, columns of the targets, tokens of this rank), for kernels of rows."""
+        temperatures, temperature, targets, count = self._row_arguments
+        return None if temperatures is None else temperatures[rows], temperature, targets[rows], count
+
+    @functools.cached_property
+    def _row_arguments(self) -> tuple[Tensor | None, float, Tensor, int]:
         count = min(max(self.options.vocab_size - self.first, 0), len(self.weight))
-        targets, temperature = self.targets[rows] - self.first, self.options.temperature
+        targets, temperature = self.targets - self.first, self.options.temperature
         if isinstance(temperature, Tensor):
-            return temperature[rows].float(), 1.0, targets, count
+            return temperature.float(), 1.0, targets, count
         return None, float(temperature), targets, count
 
     def columns(self, rows: slice) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Scores of next-token distributions: log-probability, entropy and Σπ² in training, likely tokens, and the rollout's.
 
 In training a vocabulary is split over tensor-parallel ranks, and logits are computed chunk by chunk (`head`). Those of
-a small micro-batch are kept for backward; others are recomputed. Forward runs two collectives per chunk (a maximum, and
-the stacked sums), backward none. The rollout's log-probs, from gathered logits, have the same bits on a CPU.
+a small micro-batch are kept for backward; others are recomputed. Forward runs two collectives (a maximum, and the
+stacked sums), per chunk on a CPU, for all chunks on CUDA; backward none. The rollout's log-probs, from gathered logits, have the same bits on a CPU.
 Shapes: T tokens, n of them scored; H channels, V columns of the padded vocabulary, C tokens of a chunk.
 """
 
@@ -75,15 +75,17 @@ class _HeadScores(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         head = Head(hidden, weight, targets, indices, options)
         count, dtype = len(targets), at_least_fp32(hidden)
-        results = [hidden.new_empty(count, dtype=dtype) for _ in range(4 + squares)]
         needs_grad, kept = any(ctx.needs_input_grad[:2]), None
-        is_kept = head.options.softcap is None and not head.has_row_kernels and count * len(weight) <= MAX_KEPT
-        if needs_grad and is_kept:
-            kept = hidden.new_empty(count, len(weight), dtype=dtype)
-        for rows in row_chunks(count, len(weight)):
-            weights = None if kept is None else kept[rows]
-            for result, statistic in zip(results, head.statistics(rows, weights, squares), strict=True):
-                result[rows] = statistic
+        if head.has_row_kernels:
+            results = head.statistics_by_rows(squares)
+        else:
+            if needs_grad and head.options.softcap is None and count * len(weight) <= MAX_KEPT:
+                kept = hidden.new_empty(count, len(weight), dtype=dtype)
+            results = [hidden.new_empty(count, dtype=dtype) for _ in range(4 + squares)]
+            for rows in row_chunks(count, len(weight)):
+                weights = None if kept is None else kept[rows]
+                for result, statistic in zip(results, head.statistics(rows, weights, squares), strict=True):
+                    result[rows] = statistic
         top, total, logprobs, entropy, *square_sum = results
         square_sum = square_sum[0] if squares else None
         ctx.save_for_backward(hidden, weight, targets, indices, kept, top, total, entropy, square_sum)
@@ -141,8 +143,7 @@ def _gradients_by_rows(head: Head, statistics: Tensor, grads) -> Iterator[tuple[
         grad = head.hidden.new_empty(whole.stop - whole.start, columns)
         for rows in group:
             out = grad[rows.start - whole.start : rows.stop - whole.start]
-            saved, grads = statistics[:, rows].contiguous(), given[:, rows].contiguous()
-            head_gradient(out, head.logits(rows), *head.row_arguments(rows), saved, grads)
+            head_gradient(out, head.logits(rows), *head.row_arguments(rows), statistics[:, rows], given[:, rows])
         yield whole, grad
 
 

@@ -36,7 +36,7 @@ def sample_rows(logits, numbers, temperatures, greedy, columns):
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1).float()
 
 
-def head_sums(logits, temperatures, temperature, targets, count):
+def head_sums(sums, logits, temperatures, temperature, targets, count):
     """As `kernels.cuda.head_rows.head_sums`."""
     scaled = logits.double() / (temperature if temperatures is None else temperatures.unsqueeze(1))
     is_here = (targets >= 0) & (targets < count)
@@ -44,8 +44,8 @@ def head_sums(logits, temperatures, temperature, targets, count):
     top = torch.full_like(chosen, -torch.inf) if count == 0 else scaled[:, :count].amax(1)
     distance = scaled[:, :count] - top.unsqueeze(1)
     weights = distance.exp()
-    sums = [top, weights.sum(1), (weights * distance).sum(1), weights.square().sum(1), chosen]
-    return torch.stack(sums).float()
+    found = [top, weights.sum(1), (weights * distance).sum(1), weights.square().sum(1), chosen]
+    sums.copy_(torch.stack(found))
 
 
 def head_gradient(out, logits, temperatures, temperature, targets, count, statistics, grads):

@@ -25,7 +25,7 @@ def scaled(row, start, temperature, count, TILE: tl.constexpr):
 
 @triton.jit
 def _sum_row(
-    logits, temperatures, targets, sums, row_stride, temperature, count, rows,
+    logits, temperatures, targets, sums, row_stride, temperature, count, sum_stride,
     TILE: tl.constexpr, HAS_TEMPERATURES: tl.constexpr,
 ):  # fmt: skip
     """Online softmax (1805.02867 §3) with Σ e^s · s and Σ e^2s, s the distance to the largest logit."""
@@ -51,26 +51,27 @@ def _sum_row(
     is_here = (target >= 0) & (target < count)
     chosen = tl.load(row + target, mask=is_here, other=0.0).to(tl.float32) / temperature
     tl.store(sums + number, top)
-    tl.store(sums + rows + number, total.to(tl.float32))
-    tl.store(sums + 2 * rows + number, weighted.to(tl.float32))
-    tl.store(sums + 3 * rows + number, square.to(tl.float32))
-    tl.store(sums + 4 * rows + number, chosen)
+    tl.store(sums + sum_stride + number, total.to(tl.float32))
+    tl.store(sums + 2 * sum_stride + number, weighted.to(tl.float32))
+    tl.store(sums + 3 * sum_stride + number, square.to(tl.float32))
+    tl.store(sums + 4 * sum_stride + number, chosen)
 
 
 @triton.jit
 def _grad_row(
-    logits, temperatures, targets, statistics, grads, out, row_stride, out_stride, temperature, count, columns, rows,
-    TILE: tl.constexpr, HAS_TEMPERATURES: tl.constexpr,
+    logits, temperatures, targets, statistics, grads, out, row_stride, out_stride, statistic_stride, grad_stride,
+    temperature, count, columns, TILE: tl.constexpr, HAS_TEMPERATURES: tl.constexpr,
 ):  # fmt: skip
     """g_y (1_y − p) − g_H p (log p + H) + 2 g_S p (p − Σπ²), over the temperature."""
     number = tl.program_id(0)
     row, place = logits + number.to(tl.int64) * row_stride, out + number.to(tl.int64) * out_stride
     if HAS_TEMPERATURES:
         temperature = tl.load(temperatures + number)
-    top, total = tl.load(statistics + number), tl.load(statistics + rows + number)
-    entropy, square_sum = tl.load(statistics + 2 * rows + number), tl.load(statistics + 3 * rows + number)
-    grad_logprob, grad_entropy = tl.load(grads + number), tl.load(grads + rows + number)
-    grad_square = tl.load(grads + 2 * rows + number)
+    statistics, grads = statistics + number, grads + number
+    top, total = tl.load(statistics), tl.load(statistics + statistic_stride)
+    entropy, square_sum = tl.load(statistics + 2 * statistic_stride), tl.load(statistics + 3 * statistic_stride)
+    grad_logprob, grad_entropy = tl.load(grads), tl.load(grads + grad_stride)
+    grad_square = tl.load(grads + 2 * grad_stride)
     target, log_total = tl.load(targets + number), tl.log(total)
     for start in range(0, columns, TILE):
         column = start + tl.arange(0, TILE)
@@ -82,25 +83,28 @@ def _grad_row(
         tl.store(place + column, grad.to(out.dtype.element_ty), mask=column < columns)
 
 
-@operator("head_sums", lambda logits, *_: logits.new_empty(SUMS, len(logits), dtype=torch.float32))
-def head_sums(logits: Tensor, temperatures: Tensor | None, temperature: float, targets: Tensor, count: int) -> Tensor:
-    """Returns [5, n] fp32 of each row of logits over its temperature: the largest, m; Σ e^(x − m); Σ e^(x − m) (x − m);
+@operator("head_sums", lambda *_: None, mutates=("sums",))
+def head_sums(
+    sums: Tensor, logits: Tensor, temperatures: Tensor | None, temperature: float, targets: Tensor, count: int
+) -> None:
+    """Writes [5, n] fp32 of each row of logits over its temperature: the largest, m; Σ e^(x − m); Σ e^(x − m) (x − m);
     Σ e^(2 (x − m)); and that of its target, 0 for one that it does not have.
 
     Args:
+        sums: [5, n], columns next to each other; n columns of those of more rows, for one.
         logits: [n, V], rows contiguous.
         temperatures: [n] fp32, one of each row; None: all have `temperature`.
         targets: [n] int64 columns.
         count: c; later columns are padding. With 0 the first sum is −∞.
     """
-    sums = torch.empty(SUMS, len(logits), dtype=torch.float32, device=logits.device)
     if rows := len(logits):
         options = {"TILE": TILE, "HAS_TEMPERATURES": temperatures is not None, "num_warps": WARPS}
-        _sum_row[rows,](logits, temperatures, targets, sums, logits.stride(0), temperature, count, rows, **options)
-    return sums
+        _sum_row[rows,](
+            logits, temperatures, targets, sums, logits.stride(0), temperature, count, sums.stride(0), **options
+        )
 
 
-@torch.library.custom_op("megarl::head_gradient", mutates_args=("out",))
+@operator("head_gradient", lambda *_: None, mutates=("out",))
 def head_gradient(
     out: Tensor, logits: Tensor, temperatures: Tensor | None, temperature: float, targets: Tensor, count: int,
     statistics: Tensor, grads: Tensor,
@@ -109,12 +113,14 @@ def head_gradient(
 
     Args:
         logits, temperatures, temperature, targets, count: as of `head_sums`.
-        statistics: [4, n] fp32 over the whole vocabulary: largest logit m, Σ e^(x − m), entropy, Σπ².
+        statistics: [4, n] fp32 over the whole vocabulary: largest logit m, Σ e^(x − m), entropy, Σπ²; columns next to
+            each other, as those of `grads`.
         grads: [3, n] fp32 of log-prob, entropy and Σπ².
     """
     rows, columns = logits.shape
     if rows:
         _grad_row[rows,](
-            logits, temperatures, targets, statistics, grads, out, logits.stride(0), out.stride(0), temperature, count,
-            columns, rows, TILE=TILE, HAS_TEMPERATURES=temperatures is not None, num_warps=WARPS,
+            logits, temperatures, targets, statistics, grads, out, logits.stride(0), out.stride(0),
+            statistics.stride(0), grads.stride(0), temperature, count, columns, TILE=TILE,
+            HAS_TEMPERATURES=temperatures is not None, num_warps=WARPS,
         )  # fmt: skip

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 from megarl.mcore.kernels import head_scores as kernel
-from megarl.mcore.kernels.cuda.head_rows import TILE, head_gradient, head_sums
+from megarl.mcore.kernels.cuda.head_rows import SUMS, TILE, head_gradient, head_sums
 from megarl.mcore.kernels.head import HeadOptions
 from megarl.mcore.kernels.head_scores import head_scores
 from tests.helpers.models import reference_kernels
@@ -26,7 +26,9 @@ def test_sums_and_gradients_are_those_of_fp64(columns, count, own_temperatures):
     targets = torch.tensor([0, count - 1, -3, columns + 7, count // 2])  # some are on other ranks
     temperatures = torch.linspace(0.5, 1.5, ROWS) if own_temperatures else None
     arguments = temperatures, 0.7, targets, count
-    sums, wanted = head_sums(logits, *arguments), reference_kernels.head_sums(logits, *arguments)
+    sums, wanted = (torch.full((SUMS, ROWS + 3), 7.0)[:, 1:-2] for _ in range(2))  # among those of other rows
+    head_sums(sums, logits, *arguments)
+    reference_kernels.head_sums(wanted, logits, *arguments)
     assert_close(sums, wanted, rtol=1e-5, atol=1e-5)
     top, total, weighted, square, _ = wanted
     if count == 0:  # then the sums are those of other ranks
