@@ -69,6 +69,7 @@ OWN = {
     "deepseek_v2": dict(head_dim=8, moe_layer_freq=1, num_experts_per_tok=2),
     "dots3_note_vision_encoder": dict(num_hidden_layers=42, adapter_in_dim=64, adapter_out_dim=64),
     "ernie4_5_moe": dict(moe_layer_start_index=1, moe_layer_end_index=5),
+    "falcon_h1": dict(mamba_n_groups=2, mamba_rms_norm=True),
     "gemma2": dict(query_pre_attn_scalar=16),
     "gpt_neo": dict(attention_types=[[["global", "local"], 3]], window_size=8),
     "granitemoehybrid": dict(
@@ -90,7 +91,7 @@ OWN = {
         layer_types=["full_attention", "minimax_m3_sparse"] * 3, index_block_size=4, index_topk_blocks=2,
         index_local_blocks=1,
     ),
-    "nemotron_h": dict(num_hidden_layers=4, hybrid_override_pattern="M*-E"),
+    "nemotron_h": dict(num_hidden_layers=4, hybrid_override_pattern="M*-E", n_groups=2),
     "phimoe": dict(sliding_window=131072),  # of published folders; the module's attention does not read it
     "olmo": dict(clip_qkv=8.0),
     "stablelm": dict(use_parallel_residual=True),
