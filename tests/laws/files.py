@@ -122,7 +122,7 @@ MAKERS: dict[str, Callable[[], Path | str]] = {
     "one": lambda: _mixture("one", many=f"{inputs()}/train.jsonl", few=f"{_few(6)}\n  samples-per-prompt: 1"),
     "eight": lambda: _mixture("eight", many=f"{inputs()}/train.jsonl", few=f"{_few(6)}\n  samples-per-prompt: 8"),
     "rewards": _rewards, "labelled": _labelled, "hinted": _hinted, "teacher": _teacher, "teachers": _teachers,
-    **{kind: functools.partial(_of_transformers, kind) for kind in ("gemma2", "gemma4_text", "qwen3_moe")},
+    **{kind: functools.partial(_of_transformers, kind) for kind in ("gemma2", "gemma4_text", "qwen3_moe", "lfm2", "bamba")},
     "judge": _judge, "template": _template, "thinkers": thinkers,
 }  # fmt: skip
 

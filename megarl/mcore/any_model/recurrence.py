@@ -1,9 +1,9 @@
 """Recurrences of transformers' modules: functions of megarl in place of those that their modeling files call.
 
-What mixers of transformers compute for each row alone, projections, gates and norms, stays theirs. For what goes from row to
-row they call functions of their file: a causal convolution, Mamba-2's state space (2405.21060), the gated delta rule
-(2412.06464). In a pass of megarl these names stand for functions over the pass's runs, whose states are where the `Pass`
-says. On a CPU compiled kernels compute them token by token, in training, prefill and decode alike.
+What mixers compute for each row alone, projections, gates and norms, stays theirs. For what goes from row to row they
+call functions of their file: a causal convolution, Mamba-2's state space (2405.21060), the gated delta rule
+(2412.06464). In a pass of megarl these names stand for functions over the pass's runs; the `Pass` says where the states
+are. On a CPU compiled kernels compute them token by token, in training, prefill and decode alike.
 
 Shapes: R rows of a pass, of which the first T are tokens; G groups with K channels of a key, H heads with V of a value.
 """
@@ -190,18 +190,20 @@ def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **others
 
 
 def mamba2_chunk_scan(
-    hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, dt_softplus=False, dt_limit=(0, None), **others
+    hidden_states, dt, decays, keys, queries, chunk_size, dt_bias=None, dt_softplus=False, dt_limit=(0, None), **others
 ) -> Tensor:
-    """hidden_states [1, R, H, V], dt [1, R, H], A, D, dt_bias [H], B, C [1, R, G, K] -> [1, R, H, V], fp32."""
+    """hidden_states [1, R, H, V], dt [1, R, H], decays (A), dt_bias and D [H], keys (B) and queries (C) [1, R, G, K] ->
+    [1, R, H, V], fp32."""
+    skips = others.pop("D", None)
     _refuse("a state space", others)
-    rows, heads, values = hidden_states.shape[1:]
+    heads, values = hidden_states.shape[2:]
     steps = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     steps = (functional.softplus(steps) if dt_softplus else steps).clamp(*dt_limit).squeeze(0)
     x = hidden_states.float()
-    wide = torch.cat([_padded(x).flatten(2), B.float().flatten(2), C.float().flatten(2)], dim=-1)
-    sizes = SpaceSizes(B.shape[2], heads, B.shape[3], _padded(x).shape[3])
-    read = _read_heads(wide, steps, A.float() * steps, sizes, values)
-    return read if D is None else read + D.float().unsqueeze(-1) * x
+    wide = torch.cat([_padded(x).flatten(2), keys.float().flatten(2), queries.float().flatten(2)], dim=-1)
+    sizes = SpaceSizes(keys.shape[2], heads, keys.shape[3], _padded(x).shape[3])
+    read = _read_heads(wide, steps, decays.float() * steps, sizes, values)
+    return read if skips is None else read + skips.float().unsqueeze(-1) * x
 
 
 def torch_chunk_gated_delta_rule(

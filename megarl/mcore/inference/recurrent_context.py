@@ -46,7 +46,7 @@ class RecurrentContext(PagedContext):
         has_states: Sequence[bool] = (),
     ):
         """Arguments as of `PagedContext`; `has_cache`, `has_states`: whether each layer of this rank has keys and
-        values, or a state; `snapshots`: states for ends of prompts, with prefix caching; None: as many as of requests."""
+        values, or a state; `snapshots`: states for ends of prompts, with prefix caching; None: one for each request."""
         self._has_cache, self._has_states, self._cache_memory = has_cache, has_states, memory
         self._taps = model_config.linear_conv_kernel_dim
         self._shapes = self._state_shapes(model_config, inference_config.pg_collection.tp.size())

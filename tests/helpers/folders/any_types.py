@@ -119,6 +119,9 @@ WHOLE = {
     ),
     "gemma3n_text": GEMMA | PER_LAYER | dict(laurel_rank=4, activation_sparsity_pattern=[0.95] * 2 + [0.0] * 4),
 }  # fmt: skip
+# Norms of small heads, which hardly write anything, would make rounding of transformers' own delta rules large.
+DELTA_RULES = "lara_mini", "olmo_hybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"
+OWN |= {kind: OWN.get(kind, {}) | dict(rms_norm_eps=1e-2) for kind in DELTA_RULES}
 # Entries that some types refuse together; the first that goes without is taken.
 LEFT_OUT = ((), ("qk_head_dim", "head_dim"), ("q_lora_rank",), ("head_dim",), ("num_key_value_heads",),
             ("num_hidden_layers", "num_layers"), ("max_position_embeddings", "n_positions"))  # fmt: skip
