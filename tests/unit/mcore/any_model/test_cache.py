@@ -27,6 +27,7 @@ def in_ways(rank, folder, ways):
     from megarl.mcore.inference.generation import GenerationRequest
 
     torch.set_num_threads(1)
+    engine = None
     role, groups, model, _ = hf_layouts.build(folder, any_measures.FLAGS, False, any_measures.LONGEST)
     vocabulary, found = role.model_vocab_size(0), {}
     prompts = [torch.arange(3, 3 + length).mul(7).remainder(vocabulary).tolist() for length in LENGTHS]
