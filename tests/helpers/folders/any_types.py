@@ -29,7 +29,7 @@ SIZES = {
     2: "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token moe_k moe_topk experts_per_token"
        " num_kv_shared_layers num_global_key_value_heads zero_expert_num index_n_heads linear_num_key_heads hc_mult"
        " swa_num_key_value_heads o_groups mamba_expand eos_token_id",
-    16: "head_dim kv_lora_rank qk_nope_head_dim v_head_dim index_head_dim mamba_d_head mamba_head_dim dim_head d_kv"
+    16: "mamba_chunk_size head_dim kv_lora_rank qk_nope_head_dim v_head_dim index_head_dim mamba_d_head mamba_head_dim dim_head d_kv"
         " kv_channels linear_key_head_dim linear_value_head_dim o_lora_rank swa_head_dim swa_v_head_dim",
     128: "max_position_embeddings n_positions",
     32: "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size shared_intermediate_size"
@@ -79,7 +79,7 @@ OWN = {
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1),
     "lfm2": dict(layer_types=["conv", "full_attention"] * 3),
     "lfm2_moe": dict(num_dense_layers=1, layer_types=["conv", "full_attention"] * 3),
-    "mamba2": dict(num_heads=8, head_dim=16),
+    "mamba2": dict(num_heads=8, head_dim=16, chunk_size=16),
     "qwen4_exp_text": dict(
         indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4
     ),
@@ -120,7 +120,7 @@ WHOLE = {
     "gemma3n_text": GEMMA | PER_LAYER | dict(laurel_rank=4, activation_sparsity_pattern=[0.95] * 2 + [0.0] * 4),
 }  # fmt: skip
 # Norms of small heads, which hardly write anything, would make rounding of transformers' own delta rules large.
-DELTA_RULES = "lara_mini", "olmo_hybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"
+DELTA_RULES = "lara_mini", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"
 OWN |= {kind: OWN.get(kind, {}) | dict(rms_norm_eps=1e-2) for kind in DELTA_RULES}
 # Entries that some types refuse together; the first that goes without is taken.
 LEFT_OUT = ((), ("qk_head_dim", "head_dim"), ("q_lora_rank",), ("head_dim",), ("num_key_value_heads",),
