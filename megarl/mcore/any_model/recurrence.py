@@ -31,6 +31,8 @@ from megarl.mcore.recurrence.states import States, convolved
 
 MAX_TAPS = 8  # tokens that a convolution of the compiled kernels reads
 SILU = "silu", "swish"
+# What transformers' functions, and kernels in their place, read besides; anything else they drop.
+OTHERS = "cu_seqlens", "initial_state", "initial_states", "output_final_state", "return_final_states", "seq_idx", "z"
 
 
 def has_kernels(x: Tensor) -> bool:
@@ -235,7 +237,7 @@ def taps_of(shapes: Sequence[tuple[int, ...]]) -> int:
 
 
 def _refuse(what: str, others: dict):
-    if unknown := sorted(name for name, x in others.items() if x not in (None, False) and name not in attention.UNREAD):
+    if unknown := [name for name in OTHERS if not (others.get(name) is None or others[name] is False)]:
         raise Unsupported(f"{what} asks for {', '.join(unknown)}")
 
 
