@@ -72,7 +72,8 @@ def features(module: Any, slots: tuple[Slot, ...]) -> list[str]:
     """What a module's attention and experts have beside keys and values of one shape."""
     windows = {slot.window for slot in slots}
     has = {
-        "windows" if None in windows else "windows alone": windows != {None},
+        "recurrent states": bool(module.state_shapes),
+        "windows" if None in windows else "windows alone": bool(windows - {None}),
         CACHES: len({(slot.groups, slot.channels) for slot in slots}) > 1,
         "values narrower than keys": any(slot.key_channels != slot.value_channels for slot in slots),
         "sinks or a softcap": any(slot.has_score_options for slot in slots),

@@ -6,6 +6,7 @@ from math import ceil
 from megarl.mcore.config.megatron_flags import parallel_sizes, transformer_config
 from megarl.mcore.inference.cache_size import (
     BLOCK_TOKENS_CUDA,
+    bytes_of_shapes,
     cache_bytes,
     capacity_of,
     check_capacity,
@@ -46,6 +47,7 @@ def cache_plan(role, settings, step: StepSizes) -> CachePlan:
     cached = [sum(kind.has_mixer and not kind.is_recurrent for kind in stage) for stage in stages]
     if args.model_folder is not None:
         config.num_query_groups, config.kv_channels = args.model_folder.mean_cache(sizes.tensor)
+        states = [bytes_of_shapes(args.model_folder.state_shapes())]
     tokens_of = [token_bytes(config, max(1, count) + further, sizes.tensor) for count in cached]
     snapshots = snapshot_count(max_requests, settings.rollout_prefix_caching, settings.rollout_state_snapshots)
     buffers = [cache_bytes(settings.rollout_buffer_gb, max_requests, state, snapshots) for state in states]

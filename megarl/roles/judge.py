@@ -13,7 +13,7 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.data.prompt import Prompt
 from megarl.errors import UsageError
 from megarl.mcore import device
-from megarl.mcore.config.recurrent_rules import has_states
+from megarl.mcore.config.recurrent_rules import keeps_states
 from megarl.mcore.inference.engine import RolloutEngine
 from megarl.observe import activity
 from megarl.observe.timers import Timers
@@ -78,7 +78,7 @@ class Judge:
                 settings.judge_max_length,
                 settings.judge_buffer_gb,
                 settings.judge_max_requests,
-                prefix_caching=not has_states(role.megatron),
+                prefix_caching=not keeps_states(role.megatron),
                 decode_graphs=settings.decode_graphs == "auto",
             )
         if self.engine.capacity < settings.judge_max_length:

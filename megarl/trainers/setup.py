@@ -189,7 +189,7 @@ def check_kernels(config: arguments.RunConfig):
         kernel_rules.check_choice(role.name, role.megatron, wanted)
     if absence := native.absence():
         for role in config.with_models():
-            if recurrent_rules.has_states(role.megatron):
+            if recurrent_rules.keeps_states(role.megatron):
                 raise UsageError(
                     f"{role.name}: {recurrent_rules.flag_of(role.megatron)}: needs compiled kernels on a CPU: {absence}"
                 )

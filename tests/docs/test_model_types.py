@@ -18,12 +18,13 @@ def test_the_page_names_every_type_of_this_version_once():
     rows = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")]
     assert sorted(rows) == any_types.types() and f"transformers {importlib.metadata.version('transformers')}." in text
     run = any_types.running()
-    assert f"{len(run)} run" in text and run["llama"] and not run["granite"] and "lfm2" not in run
+    assert f"{len(run)} run" in text and run["llama"] and not run["granite"] and "jamba" not in run
 
 
 def test_a_type_is_judged_by_the_self_check():
     assert model_types.judge("gemma2") == ("gemma2", "runs", "windows, sinks or a softcap")
-    refused = model_types.judge("lfm2")
+    assert model_types.judge("lfm2") == ("lfm2", "runs", "recurrent states")
+    refused = model_types.judge("jamba")
     assert refused.status == "refused" and "computes other logits" in refused.text
     page = model_types.page([refused])
-    assert "0 run; 1 are refused" in page and "| `lfm2` | Lfm2ForCausalLM computes" in page
+    assert "0 run; 1 are refused" in page and "| `jamba` | JambaForCausalLM computes" in page

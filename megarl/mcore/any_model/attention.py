@@ -9,7 +9,7 @@ Shapes: T tokens of the pass, H query heads, G key/value groups, D channels of a
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface
 
+from megarl.mcore.any_model.rows import replaced
 from megarl.mcore.kernels.batch_invariance import VECTOR
 from megarl.mcore.parallel.context_parallel import gather_for_attention
 
@@ -67,6 +68,8 @@ class Pass:
     tokens: int = 0  # rows of the pass that are tokens; those after them fill it up to whole vectors
     calls: Counter = field(default_factory=Counter)  # of each module
     rotations: dict = field(default_factory=dict)  # of `fused.rotation`
+    functions: Sequence = ()  # `recurrence.functions_of` the module
+    recurrences: int = 0  # that ran so far, in the order of their states
 
     def slot(self, module: nn.Module) -> Slot:
         """The slot of a module's present call. Calls of a recomputed layer begin again at its first slot."""
@@ -92,6 +95,15 @@ class Pass:
         """query [T, H, C], key, value [T, G, C] with the slot's channels C -> [T, H, C] or [T, G, R, C]."""
         raise NotImplementedError
 
+    def recur(self, rule: Any) -> Tensor:
+        """What the pass's tokens read by a `recurrence.Rule`, [T, …]."""
+        raise NotImplementedError
+
+    def next_state(self) -> int:
+        """The number of the state of the next recurrence."""
+        self.recurrences += 1
+        return self.recurrences - 1
+
 
 @dataclass
 class PackedPass(Pass):
@@ -109,6 +121,14 @@ class PackedPass(Pass):
             query.contiguous(), key.contiguous(), value.contiguous(), plan, scale, **options
         )
 
+    def recur(self, rule):
+        layout = self.layout
+        if layout.order is None:
+            return rule.apply(layout.runs)
+        # Tokens before a rank's own are on other ranks: each computes all, and keeps its own.
+        whole = rule.of_rows(lambda x: gather_for_attention(x, layout.order, layout.cp_group))
+        return whole.apply(layout.runs)[layout.token_indices]
+
 
 @dataclass
 class CachePass(Pass):
@@ -124,12 +144,23 @@ class CachePass(Pass):
         grouped = query.contiguous().view(len(query), slot.groups, -1, slot.channels)
         return plan.attend(grouped, cache, plan.reads[slot.window is not None], scale, **options)
 
+    def recur(self, rule):
+        plan, number = self.plan, self.next_state()
+        if plan.drafted is not None:
+            plan.drafted[number] = rule
+        return rule.apply(plan.runs, plan.states[number])
+
 
 @dataclass
 class FirstPass(Pass):
     """The pass that finds the slots: every call of attention gets one, on its module, and returns zeros."""
 
     found: list[Slot] = field(default_factory=list)
+    states: list[tuple[int, ...]] = field(default_factory=list)  # shapes of a sequence's, in the order of the pass
+
+    def recur(self, rule):
+        self.states.append(tuple(rule.state_shape))
+        return rule.x.new_zeros(self.tokens, *rule.read_shape)
 
     def attend(self, module, query, key, value, scores):
         if key.shape[2] != query.shape[2]:
@@ -166,7 +197,8 @@ def running(each: Pass) -> Iterator[None]:
     global _current
     before, _current = _current, each
     try:
-        yield
+        with replaced(each.functions):
+            yield
     finally:
         _current = before
 

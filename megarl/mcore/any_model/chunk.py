@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from megarl.mcore import device
-from megarl.mcore.any_model import attention, fused, routing, rows, source, tensor_parallel
+from megarl.mcore.any_model import attention, fused, recurrence, routing, rows, source, tensor_parallel
 from megarl.mcore.any_model.attention import CachePass, PackedPass, Pass, Unsupported
-from megarl.mcore.any_model.cache import SlotContext
+from megarl.mcore.any_model.cache import SlotContext, StateSlotContext
 from megarl.mcore.any_model.walk import walk
 from megarl.mcore.attention import backends
 from megarl.mcore.config.optimizer_flags import MODULE as PREFIX
@@ -115,6 +115,8 @@ class AnyChunk(MegatronModule):
         for each in self.hf.modules():
             each._buffers |= {name: x.to(device.device()) for name, x in each._buffers.items() if x is not None}
         config.attention_slots = source.find_slots(self.hf, place=device.device())
+        config.state_shapes, self._functions = self.hf.state_shapes, recurrence.functions_of(self.hf)
+        config.linear_conv_kernel_dim = recurrence.taps_of(config.state_shapes)
         self.routers: list[routing.ModuleRouter] = []
         with contextlib.suppress(Unsupported):  # a run that replays routes was refused before
             self.routers = routing.install(self.hf, device.device())
@@ -167,7 +169,7 @@ class AnyChunk(MegatronModule):
     @property
     def reads_host(self) -> bool:
         """Whether the host reads numbers of the device within a pass."""
-        return self._waits is not None or rows.reads_host(self.hf)
+        return self._waits is not None or bool(self.config.state_shapes) or rows.reads_host(self.hf)
 
     def train(self, mode: bool = True):
         """Modules of transformers stay in evaluation mode: dropout and the noise of routers are off."""
@@ -212,8 +214,10 @@ class AnyChunk(MegatronModule):
         """As of `fused.products`: what a rollout's prepacked weights are copies of."""
         return fused.products(self.hf)
 
-    def context(self, config, memory) -> SlotContext:
-        """The engine's context. Arguments as of `SlotContext`."""
+    def context(self, config, memory, snapshots: int | None) -> SlotContext:
+        """The engine's context. Arguments as of `StateSlotContext`."""
+        if self.config.state_shapes:
+            return StateSlotContext(self.config, config, memory, snapshots)
         return SlotContext(self.config, config, memory)
 
     def set_input_tensor(self, tensor):
@@ -233,7 +237,7 @@ class AnyChunk(MegatronModule):
 
     def _run(self, tokens: Tensor, positions: Tensor, each: Pass) -> Tensor:
         """Tokens and positions [1, T] -> [T, H], what a head reads."""
-        each.tokens = tokens.shape[1]
+        each.tokens, each.functions = tokens.shape[1], self._functions
         if missing := rows.missing_rows(each.tokens):
             tokens, positions = (nn.functional.pad(x, (0, missing)) for x in (tokens, positions))
         with _computing(each, self._product):

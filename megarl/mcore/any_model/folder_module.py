@@ -31,7 +31,11 @@ class FolderModule(str):
 
     def slots(self) -> tuple[Slot, ...]:
         """The slots of the module's attention. Raises Unsupported."""
-        return _slots(self)
+        return _slots(self)[0]
+
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of a sequence's recurrent states. Raises Unsupported."""
+        return _slots(self)[1]
 
     def self_check(self, longest: int):
         """Raises Unsupported for a module that computes other logits alone than under megarl.
@@ -113,10 +117,11 @@ def _tensors(path: str, value_head: bool) -> tuple[PreTrainedModel, dict[str, Te
 
 
 @functools.lru_cache(maxsize=8)
-def _slots(path: str) -> tuple[Slot, ...]:
+def _slots(path: str) -> tuple[tuple[Slot, ...], tuple[tuple[int, ...], ...]]:
     found = source.of_path(path)
     with source.one_line_errors(found.kind, "be built"):
-        return source.find_slots(found.module(torch.float32))
+        module = found.module(torch.float32)
+        return source.find_slots(module), module.state_shapes
 
 
 @functools.lru_cache(maxsize=8)

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from megarl.mcore.any_model import attention, fused, source
+from megarl.mcore.any_model import attention, fused, recurrence, source
 from megarl.mcore.any_model.attention import Pass, Unsupported
 from megarl.mcore.any_model.chunk import LogitInputs, head_inputs
 from megarl.mcore.any_model.source import Source
 from megarl.mcore.attention.backends import eager
+from megarl.mcore.recurrence.runs import NONE, Runs
 
 TOKENS, FIRST = 40, 13  # of the sequence; of the first of two packed ones
 STEPS = [FIRST, TOKENS - FIRST - 3, 1, 1, 1]  # tokens of each step: a prefill in two parts, and a decode
@@ -73,11 +74,11 @@ def _logits(module: PreTrainedModel, inputs: LogitInputs, tokens: Tensor, length
     Args:
         lengths: of packed sequences; None: one sequence, as two parts of a prefill and its last tokens one by one.
     """
-    sizes, held, found = [len(tokens)] if lengths else STEPS, {}, []
+    sizes, held, found, functions = [len(tokens)] if lengths else STEPS, {}, [], recurrence.functions_of(module)
     positions = torch.cat([torch.arange(length) for length in lengths or [len(tokens)]])
     sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)) if lengths else None
     for each, at in zip(tokens.split(sizes), positions.split(sizes), strict=True):
-        with attention.running(HeldPass(len(each), held=held, sequence=sequence)):
+        with attention.running(HeldPass(len(each), functions=functions, held=held, sequence=sequence)):
             hidden = inputs(each[None], at[None])
         found.append(linear(*head_inputs(module.get_output_embeddings(), hidden)).float())
     logits, cap = torch.cat(found), inputs.softcap
@@ -88,7 +89,8 @@ def _logits(module: PreTrainedModel, inputs: LogitInputs, tokens: Tensor, length
 class HeldPass(Pass):
     """A step whose keys and values are held in plain tensors, or a pass over packed sequences."""
 
-    held: dict = field(default_factory=dict)  # slot's number -> (keys [1, T, G, C], values) so far
+    # Slot's number -> (keys [1, T, G, C], values) so far; number of a recurrence, as text -> its state
+    held: dict = field(default_factory=dict)
     sequence: Tensor | None = None  # [T] number of each token's sequence; None: all are of one
 
     def attend_tokens(self, slot, query, key, value, scale, options):
@@ -106,6 +108,15 @@ class HeldPass(Pass):
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
         out = eager.attend(query, key, value, mask[None, None], scale, options.get("softcap"), options.get("sinks"))
         return out[0].transpose(0, 1)
+
+    def recur(self, rule):
+        name, count = str(self.next_state()), len(rule.x)
+        ends = [count] if self.sequence is None else self.sequence.bincount().cumsum(0).tolist()
+        before = NONE if self.sequence is not None or name not in self.held else 0
+        state = self.held.setdefault(name, rule.x.new_zeros(1, *rule.state_shape))
+        after = NONE if self.sequence is not None else 0
+        table = [(first, end - first, before, after) for first, end in zip([0, *ends], ends, strict=False)]
+        return rule.apply(Runs(torch.tensor(table), 0, recurrence.taps_of([rule.state_shape])), state)
 
 
 # -- a small model -----------------------------------------------------------------------------------------------------

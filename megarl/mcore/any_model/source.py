@@ -21,6 +21,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from megarl.errors import UsageError, one_line
 from megarl.mcore.any_model import attention, rows
 from megarl.mcore.any_model.attention import FirstPass, Slot, Unsupported
+from megarl.mcore.any_model.recurrence import functions_of
+from megarl.mcore.kernels.batch_invariance import VECTOR
 from megarl.mcore.weights.hf.folder import HFFolder
 
 FLAG = "--model-source transformers"
@@ -80,7 +82,8 @@ def read(folder: HFFolder) -> Source:
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise folder.error(f"config.json: model_type {kind!r}: transformers has no language model (ForCausalLM) of it")
     try:
-        config = config_class.from_dict(copy.deepcopy(folder.config))
+        described, _ = config_class.get_config_dict(folder.path)  # reads infinity, as transformers writes it
+        config = config_class.from_dict(described)
     except Exception as error:  # whatever a class of transformers raises for a wrong entry
         raise folder.error(f"config.json: transformers refuses it ({_in_one_line(str(error))})") from None
     config.dtype = None
@@ -100,7 +103,8 @@ def of_config(config: Any) -> Source:
 def find_slots(
     module: PreTrainedModel, positions: Sequence[int] = (), place: torch.device | str = "cpu"
 ) -> tuple[Slot, ...]:
-    """The slots of a module's attention, in the order of a pass, which are also set on its parts.
+    """The slots of a module's attention, in the order of a pass, which are also set on its parts. The shapes of a
+    sequence's recurrent states are set on the module (`state_shapes`).
 
     Args:
         positions: of the tokens; default: the first ones.
@@ -109,7 +113,8 @@ def find_slots(
     Raises:
         Unsupported: attention in another way, or the module needs what megarl does not hand over.
     """
-    probe, stubs = FirstPass(tokens=PROBED), rows.installed(rows.no_product, rows.no_matmul)
+    probe = FirstPass(tokens=PROBED, functions=functions_of(module))
+    stubs = rows.installed(rows.no_product, rows.no_matmul)
     with torch.no_grad(), values_in(module, functools.partial(_zeros, place=place)), attention.running(probe), stubs:
         at = torch.tensor([positions or range(PROBED)], device=place)
         text = module.config.get_text_config()
@@ -118,8 +123,9 @@ def find_slots(
             module(
                 input_ids=torch.arange(PROBED, device=place)[None] % text.vocab_size, position_ids=at, use_cache=False
             )
-    if not probe.found:
+    if not probe.found and not probe.states:
         raise Unsupported(f"{type(module).__name__} {NO_INTERFACE}")
+    module.state_shapes = tuple(probe.states)
     return tuple(probe.found)
 
 
@@ -127,7 +133,7 @@ def layers_of(module: nn.Module) -> nn.ModuleList:
     """The transformer layers of a module: its longest list of modules of one base class with attention in them."""
     lists = [each for each in module.modules() if isinstance(each, nn.ModuleList) and len(each)]
     with_slots = [each for each in lists if any(hasattr(part, "attention_slots") for part in each.modules())]
-    return max(with_slots, key=lambda each: sum(1 for _ in each.parameters()))
+    return max(with_slots or lists, key=lambda each: sum(1 for _ in each.parameters()))
 
 
 @contextlib.contextmanager
@@ -160,12 +166,12 @@ def flags_of(source: Source, slots: Sequence[Slot], error: Callable[[str], Usage
         raise error(f"has attention windows of {len(windows)} sizes ({sizes}), not of one")
     hidden, inner = source.text.hidden_size, getattr(source.text, "intermediate_size", None)
     flags: dict[str, object] = {
-        "num-layers": len(slots),
+        "num-layers": max(1, len(slots)),
         "hidden-size": hidden,
-        "num-attention-heads": max(slot.heads for slot in slots),
-        "kv-channels": max(slot.channels for slot in slots),
+        "num-attention-heads": max((slot.heads for slot in slots), default=1),
+        "kv-channels": max((slot.channels for slot in slots), default=VECTOR),
         "group-query-attention": True,
-        "num-query-groups": max(slot.groups for slot in slots),
+        "num-query-groups": max((slot.groups for slot in slots), default=1),
         "ffn-hidden-size": max(inner) if isinstance(inner, list) else inner or 4 * hidden,
         "normalization": "RMSNorm",
         "disable-bias-linear": True,

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from megarl.errors import one_line
 from megarl.mcore.any_model import attention, rows, source
 from megarl.mcore.any_model.attention import FirstPass
+from megarl.mcore.any_model.recurrence import functions_of
 from megarl.mcore.any_model.source import Source
 
 # Operators that sum many terms, which a GPU does in an order that the number of rows may change.
@@ -59,13 +60,15 @@ def walk(module: PreTrainedModel) -> Walk:
     """Walks a pass of a module whose parameters are on the meta device, without numbers."""
     found, fake = Walk(), FakeTensorMode(allow_non_fake_inputs=True)
     stubs = rows.installed(rows.no_product, rows.no_matmul, lambda self, hidden, *_: torch.zeros_like(hidden))
-    probe = attention.running(FirstPass(tokens=source.PROBED))
-    with torch.no_grad(), source.values_in(module), probe, stubs, fake, found:
+    probe = FirstPass(tokens=source.PROBED, functions=functions_of(module))
+    with torch.no_grad(), source.values_in(module), attention.running(probe), stubs, fake, found:
         tokens = torch.zeros(1, source.PROBED, dtype=torch.long)
         try:
             module(input_ids=tokens, position_ids=tokens, use_cache=False)
         except Exception as error:  # of what depends on numbers
             found.waits = f"{type(module).__name__} asks for numbers ({one_line(str(error))[:100]})"
+    if probe.states:
+        found.sums = f"{type(module).__name__} computes recurrences by chunks of tokens"
     return found
 
 

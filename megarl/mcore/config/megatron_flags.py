@@ -244,7 +244,8 @@ def transformer_config(args) -> TransformerConfig:
     # No stacks of unlike layers.
     config.hetereogenous_dist_checkpoint |= args.hybrid_layer_pattern is not None or args.dsa_indexer_layers is not None
     config.freezes_by_name = bool(optimizer_flags.frozen_patterns(args))
-    config.attention_slots = ()  # those of a model of transformers, which says them itself
+    # Those of a model of transformers, which says them itself, and the shapes of a sequence's states.
+    config.attention_slots, config.state_shapes = None, ()
     model_flags.copy_to(config, args)
     if args.query_pre_attn_scalar is not None:
         config.softmax_scale = args.query_pre_attn_scalar**-0.5

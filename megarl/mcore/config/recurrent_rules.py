@@ -13,6 +13,7 @@ SIZES = {TAPS: 4, "linear-key-head-dim": 128, "linear-value-head-dim": 128} | _H
 PATTERN, LETTERS = "--hybrid-layer-pattern", {"M", "*", "-", "E"}
 SPACE_SIZES = {"mamba-state-dim": 128, "mamba-head-dim": 64, "mamba-num-groups": 8, "mamba-num-heads": None}
 RULE = "--delta-rule-backend"
+MODULE = "--model-source transformers: the module of"
 RULE_BACKENDS = ("torch", fused_chunks.BACKEND)
 VECTOR, MAX_TAPS = 16, 8  # of the compiled kernels: elements of a vector, tokens that a convolution reads
 
@@ -30,8 +31,15 @@ def has_states(args) -> bool:
     return args.experimental_attention_variant is not None or args.hybrid_layer_pattern is not None
 
 
+def keeps_states(args) -> bool:
+    """Whether a role's model has recurrent states: those of Megatron's layers, or of a module of transformers."""
+    return has_states(args) or args.model_folder is not None and bool(args.model_folder.state_shapes())
+
+
 def flag_of(args) -> str:
     """The flag, with its value, that gives a model its layers with a recurrent state."""
+    if args.model_folder is not None:
+        return f"{MODULE} {args.model_folder}"
     variant = args.experimental_attention_variant
     return f"{PATTERN} {args.hybrid_layer_pattern}" if variant is None else f"{FLAG} {variant}"
 
@@ -145,8 +153,8 @@ def load_backends(namespaces: list) -> str | None:
 def check_run(settings, megatron: dict):
     """Raises UsageError for settings of a run that its models cannot have; `megatron`: namespaces of roles."""
     count, actor = settings.rollout_state_snapshots, megatron.get("actor")
-    if count is not None and actor is not None and not has_states(actor):
-        raise UsageError(f"--rollout-state-snapshots {count}: needs {FLAG} or {PATTERN}")
+    if count is not None and actor is not None and not keeps_states(actor):
+        raise UsageError(f"--rollout-state-snapshots {count}: needs {FLAG} or {PATTERN}, or a module with states")
     for role, args in megatron.items() if settings.deterministic else ():
         if args.delta_rule_backend == fused_chunks.BACKEND:
             raise UsageError(

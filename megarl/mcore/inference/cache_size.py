@@ -1,6 +1,7 @@
 """Size of the rollout's KV cache: what a token takes, and what a number of GiB holds. For the engine, and for plans."""
 
 import math
+from collections.abc import Sequence
 
 from megatron.core.transformer import MLATransformerConfig
 
@@ -10,6 +11,7 @@ from megarl.mcore.recurrence.rule import layer_sizes
 from megarl.mcore.recurrence.states import States
 
 GIB = 2**30
+Shapes = Sequence[tuple[int, ...]]
 BLOCK_TOKENS_CUDA, BLOCK_TOKENS_CPU = 64, 16
 BLOCK_TOKENS = BLOCK_TOKENS_CUDA if device.has_cuda() else BLOCK_TOKENS_CPU  # prompts share whole blocks
 
@@ -32,7 +34,12 @@ def token_bytes(model_config, layers: int, tensor_ranks: int) -> int:
 def state_bytes(model_config, layers: int, tensor_ranks: int) -> int:
     """Bytes of a request's recurrent states, always fp32, in that many layers on a tensor-parallel rank."""
     sizes = layer_sizes(model_config, tensor_ranks)
-    return 4 * layers * sum(map(math.prod, States.shapes(1, model_config.linear_conv_kernel_dim, sizes)))
+    return layers * bytes_of_shapes(States.shapes(1, model_config.linear_conv_kernel_dim, sizes))
+
+
+def bytes_of_shapes(shapes: Shapes) -> int:
+    """Bytes of a state of tensors with these shapes, which are always fp32."""
+    return 4 * sum(map(math.prod, shapes))
 
 
 def snapshot_count(requests: int, prefix_caching: bool, wanted: int | None) -> int:

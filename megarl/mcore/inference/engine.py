@@ -320,8 +320,8 @@ def context_of(
 ) -> PagedContext:
     """Returns the context for a model's kind of attention. `config`, `memory`: of the engine, and its memory, as of
     `PagedContext`; `snapshots`: as of `RecurrentContext`; `further_layers`: as of `PagedContext`."""
-    if model.config.attention_slots:
-        return model.context(config, memory)
+    if model.config.attention_slots is not None:
+        return model.context(config, memory, snapshots)
     if has_states(model.config):
         mixers = [layer.self_attention for layer in model.decoder.layers]
         states = [isinstance(mixer, RecurrentMixer) for mixer in mixers] + [False] * further_layers

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from megarl.batch import expand_ranges
 from megarl.mcore import device
 from megarl.mcore.attention.cache_attention import PrefillDedup
-from megarl.mcore.inference.cache_size import GIB, cache_bytes, snapshot_count, state_bytes
+from megarl.mcore.inference.cache_size import GIB, Shapes, bytes_of_shapes, cache_bytes, snapshot_count
 from megarl.mcore.inference.paged_context import PagedContext
 from megarl.mcore.model.decoder_layer import StepPlan
 from megarl.mcore.recurrence.rule import apply_rule, layer_sizes
@@ -41,39 +41,46 @@ class RecurrentContext(PagedContext):
         inference_config,
         memory: Callable[[int], Tensor] | None = None,
         *,
-        has_states: list[bool],
         has_cache: list[bool],
         snapshots: int | None,
+        has_states: Sequence[bool] = (),
     ):
-        """Arguments as of `PagedContext`; `has_states`, `has_cache`: whether each layer of this rank has a state, or
-        keys and values; `snapshots`: states for ends of prompts, with prefix caching; None: as many as of requests."""
-        self._has_states, self._has_cache, self._cache_memory = has_states, has_cache, memory
-        ranks = inference_config.pg_collection.tp.size()
-        self._taps, self._sizes = model_config.linear_conv_kernel_dim, layer_sizes(model_config, ranks)
+        """Arguments as of `PagedContext`; `has_cache`, `has_states`: whether each layer of this rank has keys and
+        values, or a state; `snapshots`: states for ends of prompts, with prefix caching; None: one for each request."""
+        self._has_cache, self._has_states, self._cache_memory = has_cache, has_states, memory
+        self._taps = model_config.linear_conv_kernel_dim
+        self._shapes = self._state_shapes(model_config, inference_config.pg_collection.tp.size())
         requests = inference_config.max_requests
         count = snapshot_count(requests, inference_config.enable_prefix_caching, snapshots)
         self._slots = requests + count
         self.snapshots = StateSnapshots(range(requests, self._slots))
         self._continued: dict[int, int] = {}  # id of a request that joins the next step -> the snapshot it continues
-        bytes_of_state = state_bytes(model_config, sum(has_states), ranks)
+        bytes_of_state = sum(map(bytes_of_shapes, self._shapes))
         self._state_bytes = self._slots * bytes_of_state
         left = cache_bytes(inference_config.buffer_size_gb, requests, bytes_of_state, count)
         inference_config = dataclasses.replace(inference_config, buffer_size_gb=left / GIB)
         super().__init__(model_config, inference_config, self._memory_after_states)
 
+    def _state_shapes(self, model_config, ranks: int) -> list[Shapes]:
+        """Of each layer, or of each recurrence of this rank: what one request's state has. None: there is none."""
+        self._sizes = layer_sizes(model_config, ranks)
+        own = [shape[1:] for shape in States.shapes(1, self._taps, self._sizes)]
+        return [own if has_state else [] for has_state in self._has_states]
+
     def _memory_after_states(self, size: int) -> Tensor:
         """Memory for keys and values; makes the states before it."""
         kind, total = {"dtype": torch.uint8, "device": device.device()}, self._state_bytes + size
         memory = torch.empty(total, **kind) if self._cache_memory is None else self._cache_memory(total)
-        of_layers = iter(memory[: self._state_bytes].view(torch.float32).chunk(max(1, sum(self._has_states))))
-        self._states = tuple(self._states_in(next(of_layers)) if own else None for own in self._has_states)
+        sizes = [self._slots * math.prod(shape) for shapes in self._shapes for shape in shapes]
+        parts = iter(memory[: self._state_bytes].view(torch.float32).split(sizes))
+        self._states = tuple(
+            self._states_in([next(parts).view(self._slots, *shape) for shape in shapes]) for shapes in self._shapes
+        )
         return memory[self._state_bytes :]
 
-    def _states_in(self, memory: Tensor) -> States:
-        """The states of a layer, in memory of just their size."""
-        shapes = States.shapes(self._slots, self._taps, self._sizes)
-        parts = memory.split([math.prod(shape) for shape in shapes])
-        return States(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
+    def _states_in(self, parts: list[Tensor]) -> States | Tensor | None:
+        """The states of a layer, from tensors of their shapes."""
+        return States(*parts) if parts else None
 
     def _cache_config(self, model_config):
         """Returns a config of one stage that has the layers with keys and values alone, but at least one."""
@@ -192,7 +199,11 @@ class RecurrentContext(PagedContext):
         rows = expand_ranges(drafts.computed[first], counts)
         runs = Runs(torch.stack([counts.cumsum(0) - counts, counts, ids, ids], 1).contiguous(), 0, self._taps)
         for layer, inputs in self._plan.drafted.items():
-            apply_rule(inputs.at(rows.to(inputs.x.device)), self._sizes, runs, self._states[layer])
+            self._take(inputs.at(rows.to(inputs.x.device)), runs, layer)
+
+    def _take(self, inputs, runs: Runs, layer: int):
+        """Computes rows that a layer's states take."""
+        apply_rule(inputs, self._sizes, runs, self._states[layer])
 
 
 def runs_of_step(

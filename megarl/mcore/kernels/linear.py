@@ -76,7 +76,7 @@ def prepacked_weights(model, prediction=None):
     kinds = ColumnParallelLinear, RowParallelLinear, ReplicatedLinear
     modules = (model,) if prediction is None else (model, prediction)
     single, merged = [layer.weight for module in modules for layer in module.modules() if isinstance(layer, kinds)], ()
-    if model.config.attention_slots:  # of transformers
+    if model.config.attention_slots is not None:  # of transformers
         single, merged = model.products()
     is_tied = model.post_process and model.share_embeddings_and_output_weights
     tied = model.shared_embedding_or_output_weight() if is_tied else None

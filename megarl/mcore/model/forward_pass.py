@@ -85,7 +85,8 @@ def run_chunk(
     model = chunk.module if hasattr(chunk, "module") else chunk  # with or without the gradient-buffer wrapper
     pg_collection, sequence_parallel = model.pg_collection, model.config.sequence_parallel
     tensor_ranks = dist.get_world_size(pg_collection.tp) if sequence_parallel else 1
-    taps = model.config.linear_conv_kernel_dim if has_states(model.config) else None
+    recurs = has_states(model.config) or model.config.state_shapes
+    taps = model.config.linear_conv_kernel_dim if recurs else None
     plan, window = backends.load(model.config).plan_attention, window_of(model.config)
     packing = pack_sequences(lengths, pg_collection.cp, tensor_ranks, routing, shared, window, plan, taps)
     tokens = tokens if packing.held is None else tokens.index_select(0, packing.held)

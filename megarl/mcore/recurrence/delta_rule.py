@@ -84,18 +84,11 @@ class Inputs(NamedTuple):
 
     def by_chunks(self, sizes: HeadSizes, runs: Runs, states: States | None = None) -> Tensor:
         """As `by_token` up to rounding, with operations that have gradients without `states`."""
-        groups, heads, keys, values, fused_type = sizes
-        if fused_type is None:
+        if sizes.fused_type is None:
             mixed = convolved(self.x, self.weight, None, runs, states)
-        else:
-            mixed = fused_chunks.convolved(self.x, self.weight, fused_type, runs, states)
-        q, k, v = mixed.split((groups * keys, groups * keys, heads * values), 1)
-        q, k, v = q.unflatten(1, (groups, keys)), k.unflatten(1, (groups, keys)), v.unflatten(1, (heads, values))
-        if fused_type is not None:
-            return fused_chunks.scan(q, k, v, *self._gates(), runs, states)
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (q, k))
-        q, k = (x.repeat_interleave(heads // groups, 1) for x in (q * keys**-0.5, k))
-        return scan_chunks(_chunk_steps, (q, k, v, *self._gates()), v.new_zeros(heads, keys, values), runs, states)
+            return scan(mixed, *self._gates(), sizes, runs, states)
+        mixed = fused_chunks.convolved(self.x, self.weight, sizes.fused_type, runs, states)
+        return fused_chunks.scan(*_heads_of(mixed, sizes), *self._gates(), runs, states)
 
     def one_token(self, sizes: HeadSizes, numbers: Tensor, states: States) -> Tensor:
         """A decode step on CUDA: one row of each state. `numbers` [T]: of the states; rows of padding read anything."""
@@ -111,6 +104,25 @@ class Inputs(NamedTuple):
     def _gates(self) -> tuple[Tensor, Tensor]:
         """Logarithms of the decays, and strengths, both [T, H]."""
         return -self.decay_logs.exp() * functional.softplus(self.a + self.biases), self.b.sigmoid()
+
+
+def scan(
+    mixed: Tensor, log_decays: Tensor, strengths: Tensor, sizes: HeadSizes, runs: Runs, states: States | None
+) -> Tensor:
+    """[T, H, V]: what rows [T, C] after the convolution read, by chunks; log_decays, strengths: [T, H]."""
+    q, k, v = _heads_of(mixed, sizes)
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (q, k))
+    q, k = (x.repeat_interleave(sizes.heads // sizes.groups, 1) for x in (q * sizes.keys**-0.5, k))
+    zeros = v.new_zeros(sizes.heads, sizes.keys, sizes.values)
+    return scan_chunks(_chunk_steps, (q, k, v, log_decays, strengths), zeros, runs, states)
+
+
+def _heads_of(mixed: Tensor, sizes: HeadSizes) -> tuple[Tensor, Tensor, Tensor]:
+    """[T, C] -> queries and keys [T, G, K], values [T, H, V]."""
+    keys = sizes.groups * sizes.keys
+    q, k, v = mixed.split((keys, keys, sizes.heads * sizes.values), 1)
+    q, k = (x.unflatten(1, (sizes.groups, sizes.keys)) for x in (q, k))
+    return q, k, v.unflatten(1, (sizes.heads, sizes.values))
 
 
 def _chunk_steps(q: Tensor, k: Tensor, v: Tensor, log_decays: Tensor, strengths: Tensor) -> Callable:

@@ -76,14 +76,9 @@ class SpaceInputs(NamedTuple):
 
     def by_chunks(self, sizes: SpaceSizes, runs: Runs, states: States | None = None) -> Tensor:
         """As `by_token` up to rounding, by PyTorch's operations, which have gradients without `states`."""
-        groups, heads, keys, values, _ = sizes
         mixed = convolved(self.x, self.weight, self.bias, runs, states)
-        x = _heads_of(mixed, sizes)
-        b, c = mixed[:, heads * values :].unflatten(1, (2, groups, keys)).unbind(1)
-        b, c = (vectors.repeat_interleave(heads // groups, 1) for vectors in (b, c))
-        steps, log_decays = self._gates(sizes)
-        rows = c, b, x * steps.unsqueeze(-1), log_decays
-        return scan_chunks(_chunk_steps, rows, x.new_zeros(heads, keys, values), runs, states) + x * self.skips[:, None]
+        read = scan(mixed, *self._gates(sizes), sizes, runs, states)
+        return read + _heads_of(mixed, sizes) * self.skips[:, None]
 
     def one_token(self, sizes: SpaceSizes, numbers: Tensor, states: States) -> Tensor:
         """A decode step on CUDA: one row of each state. `numbers` [T]: of the states; rows of padding read anything."""
@@ -100,6 +95,18 @@ class SpaceInputs(NamedTuple):
         """Δ and logarithms of the decays, both [T, H]."""
         steps = functional.softplus(self.steps + self.biases).clamp_min(sizes.min_step)
         return steps, -self.decay_logs.exp() * steps
+
+
+def scan(
+    mixed: Tensor, steps: Tensor, log_decays: Tensor, sizes: SpaceSizes, runs: Runs, states: States | None
+) -> Tensor:
+    """[T, H, P]: what rows [T, C] after the convolution read, without skips, by chunks; steps, log_decays: [T, H]."""
+    groups, heads, keys, values, _ = sizes
+    x = _heads_of(mixed, sizes)
+    b, c = mixed[:, heads * values :].unflatten(1, (2, groups, keys)).unbind(1)
+    b, c = (vectors.repeat_interleave(heads // groups, 1) for vectors in (b, c))
+    rows = c, b, x * steps.unsqueeze(-1), log_decays
+    return scan_chunks(_chunk_steps, rows, x.new_zeros(heads, keys, values), runs, states)
 
 
 def _heads_of(mixed: Tensor, sizes: SpaceSizes) -> Tensor:

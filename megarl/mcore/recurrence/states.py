@@ -35,14 +35,17 @@ def own_states(x: Tensor, sizes, runs: Runs) -> States:
     return States(*map(x.new_empty, States.shapes(runs.states, runs.taps, sizes)))
 
 
-def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, runs: Runs, states: States | None) -> Tensor:
-    """[T, C] after the causal convolution and its SiLU, of PyTorch's operations; `states` get its last inputs. `x`:
-    [T, C]; `weight`: [C, 1, taps]; `bias`: [C]."""
+def convolved(
+    x: Tensor, weight: Tensor, bias: Tensor | None, runs: Runs, states: States | None, activates: bool = True
+) -> Tensor:
+    """[T, C] after the causal convolution, and its SiLU if it `activates`, of PyTorch's operations; `states` get its
+    last inputs. `x`: [T, C]; `weight`: [C, 1, taps]; `bias`: [C]."""
     taps, plan = weight.squeeze(1).t(), runs.convolution
     padded = functional.pad(x, (0, 0, 0, 1))
     padded = padded if states is None else torch.cat([padded, states.inputs.flatten(0, 1)])
     total = sum(padded[rows] * tap for rows, tap in zip(plan.read, taps, strict=True))
-    mixed = functional.silu(total if bias is None else total + bias)
+    mixed = total if bias is None else total + bias
+    mixed = functional.silu(mixed) if activates else mixed
     if states is not None and len(plan.states):
         states.inputs.index_copy_(0, plan.states, padded[plan.last])
     return mixed

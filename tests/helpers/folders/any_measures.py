@@ -13,6 +13,7 @@ LENGTHS = (1, 30, 16, 17, 2, 5)  # of prompts: above and below blocks of the cac
 COUNT = 24  # tokens of a response
 LONGEST = 64
 SEED = 3
+WRONG_CACHE = ("zamba2",)  # transformers 5.24: other tokens after prompts of 1 and 2 tokens than without its cache
 
 
 class Measured(NamedTuple):
@@ -95,6 +96,8 @@ def _alone(plain, tokens: list[int]) -> torch.Tensor:
 def _greedy(plain, prompt: list[int]) -> list[int]:
     ids = torch.tensor([prompt])
     asked = dict(max_new_tokens=COUNT, min_new_tokens=COUNT, do_sample=False, eos_token_id=None, pad_token_id=0)
+    if plain.config.model_type in WRONG_CACHE:
+        asked["use_cache"] = False
     return plain.generate(ids, attention_mask=torch.ones_like(ids), **asked)[0, len(prompt) :].tolist()
 
 

@@ -30,7 +30,7 @@ SIZES = {
        " num_kv_shared_layers num_global_key_value_heads zero_expert_num index_n_heads linear_num_key_heads hc_mult"
        " swa_num_key_value_heads o_groups mamba_expand eos_token_id",
     16: "head_dim kv_lora_rank qk_nope_head_dim v_head_dim index_head_dim mamba_d_head mamba_head_dim dim_head d_kv"
-        " kv_channels linear_key_head_dim linear_value_head_dim o_lora_rank swa_head_dim swa_v_head_dim",
+        " mamba_chunk_size kv_channels linear_key_head_dim linear_value_head_dim o_lora_rank swa_head_dim swa_v_head_dim",
     128: "max_position_embeddings n_positions",
     32: "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size shared_intermediate_size"
         " shared_expert_size global_head_dim",
@@ -69,6 +69,7 @@ OWN = {
     "deepseek_v2": dict(head_dim=8, moe_layer_freq=1, num_experts_per_tok=2),
     "dots3_note_vision_encoder": dict(num_hidden_layers=42, adapter_in_dim=64, adapter_out_dim=64),
     "ernie4_5_moe": dict(moe_layer_start_index=1, moe_layer_end_index=5),
+    "falcon_h1": dict(mamba_n_groups=2, mamba_rms_norm=True),
     "gemma2": dict(query_pre_attn_scalar=16),
     "gpt_neo": dict(attention_types=[[["global", "local"], 3]], window_size=8),
     "granitemoehybrid": dict(
@@ -78,7 +79,7 @@ OWN = {
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1),
     "lfm2": dict(layer_types=["conv", "full_attention"] * 3),
     "lfm2_moe": dict(num_dense_layers=1, layer_types=["conv", "full_attention"] * 3),
-    "mamba2": dict(num_heads=8, head_dim=16),
+    "mamba2": dict(num_heads=8, head_dim=16, chunk_size=16),
     "qwen4_exp_text": dict(
         indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4
     ),
@@ -90,7 +91,7 @@ OWN = {
         layer_types=["full_attention", "minimax_m3_sparse"] * 3, index_block_size=4, index_topk_blocks=2,
         index_local_blocks=1,
     ),
-    "nemotron_h": dict(num_hidden_layers=4, hybrid_override_pattern="M*-E"),
+    "nemotron_h": dict(num_hidden_layers=4, hybrid_override_pattern="M*-E", n_groups=2),
     "phimoe": dict(sliding_window=131072),  # of published folders; the module's attention does not read it
     "olmo": dict(clip_qkv=8.0),
     "stablelm": dict(use_parallel_residual=True),
@@ -118,6 +119,9 @@ WHOLE = {
     ),
     "gemma3n_text": GEMMA | PER_LAYER | dict(laurel_rank=4, activation_sparsity_pattern=[0.95] * 2 + [0.0] * 4),
 }  # fmt: skip
+# Norms of small heads, which hardly write anything, would make rounding of transformers' own delta rules large.
+DELTA_RULES = "lara_mini", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"
+OWN |= {kind: OWN.get(kind, {}) | dict(rms_norm_eps=1e-2) for kind in DELTA_RULES}
 # Entries that some types refuse together; the first that goes without is taken.
 LEFT_OUT = ((), ("qk_head_dim", "head_dim"), ("q_lora_rank",), ("head_dim",), ("num_key_value_heads",),
             ("num_hidden_layers", "num_layers"), ("max_position_embeddings", "n_positions"))  # fmt: skip

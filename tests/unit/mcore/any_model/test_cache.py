@@ -15,6 +15,7 @@ WAYS = {
     "prefixes": {"prefix_caching": True},
     "chunks": CHUNKS,
     "drafts": {"speculative": True},
+    "few": {"blocks": 12},  # of the cache: requests are evicted, and read again
     "all": {"prefix_caching": True, "speculative": True, **CHUNKS},
 }
 
@@ -26,13 +27,16 @@ def in_ways(rank, folder, ways):
     from megarl.mcore.inference.generation import GenerationRequest
 
     torch.set_num_threads(1)
+    engine = None
     role, groups, model, _ = hf_layouts.build(folder, any_measures.FLAGS, False, any_measures.LONGEST)
     vocabulary, found = role.model_vocab_size(0), {}
     prompts = [torch.arange(3, 3 + length).mul(7).remainder(vocabulary).tolist() for length in LENGTHS]
     asked = [GenerationRequest(prompt, key * 2 + n, NEW) for key, prompt in enumerate(prompts) for n in range(2)]
     for way in ("plain", *ways):
-        options = WAYS.get(way, {})
-        engine = RolloutEngine(model[0], groups.pg_collection, vocabulary, 128, 0.02, 16, **options)
+        options, size = dict(WAYS.get(way, {})), 0.02
+        if blocks := options.pop("blocks", None):
+            size = (getattr(engine.context, "_state_bytes", 0) + blocks * engine.context.block_size_bytes) / 2**30
+        engine = RolloutEngine(model[0], groups.pg_collection, vocabulary, 128, size, 16, **options)
         if options.get("speculative"):  # as if looking for drafts took no time
             engine.drafter.costs = engine.drafter.costs._replace(looking=0.0, looking_row=0.0, drafting=0.0)
         for _ in range(2 if options else 1):
@@ -48,12 +52,13 @@ def in_ways(rank, folder, ways):
 
 
 # Unlike layers that share keys; windows and sinks with experts; expanded latents.
-KINDS = "gemma4_text", "gpt_oss", "longcat_flash"
+# Convolutions, state spaces, delta rules.
+KINDS = "gemma4_text", "gpt_oss", "longcat_flash", "lfm2", "bamba", "mamba2", "qwen3_next"
 ENTRIES = {"gemma4_text": dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2)}
-ROWS = [(kind, ways) for kind in KINDS for ways in ("all", "prefixes chunks drafts")]
+ROWS = [(kind, ways) for kind in KINDS for ways in ("few all", "prefixes chunks drafts")]
 
 
-@pytest.mark.parametrize(("kind", "ways"), by_default(ROWS, [("gemma4_text", "all")]))
+@pytest.mark.parametrize(("kind", "ways"), by_default(ROWS, [(kind, "few all") for kind in ("gemma4_text", "lfm2")]))
 def test_no_way_to_fill_a_cache_changes_a_bit(kind, ways, tmp_path):
     any_types.save(kind, tmp_path / kind, **ENTRIES.get(kind, {}))
     (found,) = run_world(in_ways, 1, tmp_path / kind, ways.split())
@@ -62,4 +67,5 @@ def test_no_way_to_fill_a_cache_changes_a_bit(kind, ways, tmp_path):
     for way, (done, also_read, also_accepted) in found.items():
         assert done == plain, way
         assert "prefix_caching" not in WAYS[way] or also_read < read  # for twice as many
+        assert "blocks" not in WAYS[way] or also_read > read
         assert "speculative" not in WAYS[way] or also_accepted > NEW

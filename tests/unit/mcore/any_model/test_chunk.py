@@ -11,7 +11,7 @@ from tests.helpers.worlds import run_world
 RUNNING = any_types.running()
 MAPPED = tuple(kind for kind, is_mapped in RUNNING.items() if is_mapped)
 TOGETHER = 12  # types of a world
-DEFAULT = ("gemma4_text",)
+DEFAULT = "gemma4_text", "lfm2"
 # `generate` of these takes other inputs than tokens alone; their log-probs are compared.
 OTHER_GENERATE = ("moshi",)
 
@@ -60,8 +60,8 @@ def test_the_list_of_types_has_what_it_must():
     assert len(RUNNING) >= 110 and len(MAPPED) >= 38
 
 
-# Windows, sinks, softcaps, keys wider than values, chunks, experts.
-AT_LENGTH = "cohere2 gpt_oss gemma2 deepseek_v3 llama4_text qwen3_moe"
+# Windows, sinks, softcaps, keys wider than values, chunks, experts; convolutions, state spaces, delta rules.
+AT_LENGTH = "cohere2 gpt_oss gemma2 deepseek_v3 llama4_text qwen3_moe lfm2 bamba falcon_h1 mamba2 qwen3_next"
 
 
 @pytest.mark.long

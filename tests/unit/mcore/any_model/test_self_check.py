@@ -41,15 +41,47 @@ def doubled(self, hidden, chosen, gates):
     return 2 * rows.experts(self, hidden, chosen, gates)
 
 
+recur = self_check.HeldPass.recur
+
+
+def without_states(self, rule):
+    self.held = {name: each for name, each in self.held.items() if not isinstance(name, str)}
+    return recur(self, rule)
+
+
+def states_of_others(self, rule):
+    self.sequence = None if self.sequence is None else self.sequence * 0
+    return recur(self, rule)
+
+
+def late_states(self, rule):
+    """Each step begins where the one before it began."""
+    name, held = str(self.recurrences), self.held
+    before = held[name].clone() if name in held else None
+    read = recur(self, rule)
+    if self.sequence is None and before is not None:
+        held[name] = before
+    return read
+
+
 PLANTED = {  # how attention is computed instead, on which type, and what then differs
     "window of packed": (without_windows, "cohere2", OWN),
     "window of steps": (without_windows_in_steps, "cohere2", STEPS),
     "scale of steps": (other_scale_in_steps, "granite", STEPS),
     "sequences see each other": (as_one_sequence, "granite", PACKED),
 }
+STATES = {  # of recurrences
+    "not carried": (without_states, STEPS), "of the sequence before": (states_of_others, PACKED),
+    "a step late": (late_states, STEPS),
+}  # fmt: skip
+RECURRENT = "lfm2", "bamba", "qwen3_next"  # convolutions, a state space, a delta rule
+FAULTS = [(kind, name) for kind in RECURRENT for name in STATES]
 
 
-@pytest.mark.parametrize("kind", by_default(("granite", "gemma4_text", "gpt_oss", "llama4_text"), ("gemma4_text",)))
+TYPES = "granite", "gemma4_text", "gpt_oss", "llama4_text", *RECURRENT
+
+
+@pytest.mark.parametrize("kind", by_default(TYPES, ("gemma4_text",)))
 def test_a_type_passes(kind):
     self_check.check(small(kind), LONGEST)
 
@@ -58,6 +90,14 @@ def test_a_type_passes(kind):
 def test_a_planted_fault_is_found(name, monkeypatch):
     replacement, kind, what = PLANTED[name]
     monkeypatch.setattr(self_check.HeldPass, "attend_tokens", replacement)
+    with pytest.raises(Unsupported, match=f"computes other logits .* than with {what}: it has"):
+        self_check.check(small(kind), LONGEST)
+
+
+@pytest.mark.parametrize(("kind", "name"), by_default(FAULTS, [("lfm2", name) for name in STATES]))
+def test_a_fault_in_states_is_found(kind, name, monkeypatch):
+    replacement, what = STATES[name]
+    monkeypatch.setattr(self_check.HeldPass, "recur", replacement)
     with pytest.raises(Unsupported, match=f"computes other logits .* than with {what}: it has"):
         self_check.check(small(kind), LONGEST)
 

@@ -10,7 +10,7 @@ from tests.helpers.worlds import run_world
 FLAGS = "--tensor-model-parallel-size 2"
 
 
-LAYERS = {"granite": 2, "qwen3_moe": 6, "cohere2": 6, "deepseek_v3": 6}
+LAYERS = {"granite": 2, "qwen3_moe": 6, "cohere2": 6, "deepseek_v3": 6, "bamba": 4, "qwen3_next": 4}
 
 
 @pytest.mark.parametrize("kind", by_default(LAYERS, ("granite",)))
@@ -32,8 +32,8 @@ LAYOUTS = {"--tensor-model-parallel-size 2": 2, "--context-parallel-size 2": 2,
            "--tensor-model-parallel-size 2 --use-torch-fsdp2": 4}  # fmt: skip
 
 
-# With norms of single heads whose weight all ranks have, a tied head, padding; with packed shares.
-KINDS = "gemma3_text", "qwen3", "phi3", "gpt_oss", "gemma4_text"
+# With norms of single heads whose weight all ranks have, a tied head, padding; with packed shares; with recurrences.
+KINDS = "gemma3_text", "qwen3", "phi3", "gpt_oss", "gemma4_text", "lfm2", "falcon_h1", "qwen3_next"
 SHARDED = list(LAYOUTS)[2]  # refused of packed experts
 ROWS = [(layout, kind) for layout in LAYOUTS for kind in KINDS if (layout, kind) != (SHARDED, "gemma4_text")]
 

@@ -408,7 +408,8 @@ TORCH_LIBRARY(megarl, m) {
         "sample(Tensor logits, float temperature, int vocab, int parts, Tensor numbers) -> (Tensor, Tensor, Tensor)",
         &sample_rows);
     m.def(
-        "causal_convolution(Tensor x, Tensor weight, Tensor? bias, Tensor runs, Tensor(a!) states) -> Tensor",
+        "causal_convolution(Tensor x, Tensor weight, Tensor? bias, Tensor runs, Tensor(a!) states, bool activates=True) "
+        "-> Tensor",
         &causal_convolution);
     m.def("delta_rule_gates(Tensor a, Tensor b, Tensor decay_logs, Tensor biases) -> (Tensor, Tensor)", &delta_rule_gates);
     m.def(

@@ -37,10 +37,10 @@ inline const Run* runs_of(const Tensor& runs, int64_t rows, int64_t states) {
     return all_runs;
 }
 
-// x [T, C], its rows apart by any stride, weight [taps, C] and perhaps bias [C] -> silu of the causal convolution of each
-// channel [T, C]; states [slots, taps - 1, C]: the last inputs.
+// x [T, C], its rows apart by any stride, weight [taps, C] and perhaps bias [C] -> the causal convolution of each channel
+// [T, C], of which the silu if it activates; states [slots, taps - 1, C]: the last inputs.
 inline Tensor causal_convolution(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                                 const Tensor& runs, const Tensor& states) {
+                                 const Tensor& runs, const Tensor& states, bool activates) {
     int64_t channels = x.size(1), taps = weight.size(0), stride = x.stride(0), count = runs.size(0);
     TORCH_CHECK(x.scalar_type() == at::kFloat && x.stride(1) == 1 && weight.size(1) == channels && taps <= MAX_TAPS &&
                     (!bias || bias->numel() == channels),
@@ -63,7 +63,7 @@ inline Tensor causal_convolution(const Tensor& x, const Tensor& weight, const st
                     past[taps - 1] = load_some(from + t * stride + c, width);
                     Vec sum = biases ? load_some(biases + c, width) : zero();
                     for (int64_t k = 0; k < taps; ++k) sum = fma(past[k], load_some(weights + k * channels + c, width), sum);
-                    store_some(to + t * channels + c, silu(sum), width);
+                    store_some(to + t * channels + c, activates ? silu(sum) : sum, width);
                     for (int64_t k = 0; k + 1 < taps; ++k) past[k] = past[k + 1];
                 }
                 if (run.to >= 0)
