@@ -49,7 +49,6 @@ OTHERWISE = re.compile(
 RESUMED = (
     "adaptive kl, epochs", "waiting groups", "partial rollouts, a filter", "lag, reward of the trained ranks", "pools",
     "average of factors", "drafts", "refresh of other ranks", "frozen, rates, sgd", "shared turns over rounds, late",
-    "modules, tensor",
 )  # fmt: skip
 ALSO_ELSEWHERE = [("adaptive kl, epochs", *TP2)]
 LAID_OUT = [

@@ -22,6 +22,7 @@ def test_rollout_and_training_agree():
     assert max(run_world(gaps, 1)[0]) <= largest_gap_allowed(torch.bfloat16)
 
 
+@pytest.mark.long
 def test_a_bf16_policy_trains(tmp_path):
     flags = "--bf16 --train-iters 14 --reward length --reward-length 1 --lr 3e-3 --kl-coefficient 0 --advantage grpo"
     train("rl", rl_argv(tmp_path, f"{flags} --ppo-epochs 2"), 1)

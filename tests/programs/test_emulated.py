@@ -28,7 +28,7 @@ TP2, EP2 = "--tensor-model-parallel-size 2 --sequence-parallel", "--expert-model
 # Evaluations of other weights between the steps, and a reference that changes.
 COPIES = "--ema-decay 0.5 --evaluate-ema --reference-update-interval 1 --reference-mixup 0.5"
 RUNS = {  # name -> (flags, ranks)
-    "dense": (COPIES, 1),
+    "dense": (f"{COPIES} --train-iters 2", 1),
     "tensor and sequence parallel": (TP2, 2),
     "one query group of two ranks": (f"{TP2} --num-query-groups 1", 2),
     "experts": (EXPERTS, 1),

@@ -97,7 +97,8 @@ def test_sequences_and_masks_are_those_that_a_spy_on_the_engine_rebuilds(tmp_pat
     assert max(map(len, turns.values())) > 1
 
 
-@pytest.mark.parametrize("how", ["kill", long("hang"), long("crash")])
+@pytest.mark.long  # by default tests/unit/environments/test_pool.py
+@pytest.mark.parametrize("how", ["kill", "hang", "crash"])
 def test_an_environment_that_breaks_in_each_turn_changes_nothing(how, tmp_path):
     flags = "--environment-workers 2 --environment-retries 20" + " --environment-timeout 5" * (how == "hang")
     found = run(tmp_path / "run", how, flags)

@@ -74,6 +74,10 @@ def test_every_response_is_as_old_as_the_lag(folder):
         assert row.get("rollout/logprob_gap_max_fresh") == (None if age else 0)
         assert row["weights/staged_bytes"] == min(step, 2) * row["weights/sync_bytes"] > 0 <= row["weights/slot_wait_s"]
         assert row["rollout/mixed_version_fraction"] == 0 <= row["rollout/lead"] <= 2
+
+
+@pytest.mark.long
+def test_a_critic_that_warms_up_delays_the_lag(folder):
     warm_up = metrics(run_of(folder, "critic warm-up"))
     assert [warm_up[step]["rollout/staleness"] for step in range(1, STEPS + 1)] == [0, 0, 0, 1, 2]
 
@@ -129,7 +133,7 @@ def held_up(rank: int, parsed, side: str) -> int:
     return len(waits)
 
 
-@pytest.mark.parametrize("side, waits", [("training", [STEPS - 2, 0]), ("rollout", [0, STEPS - 1])])
+@pytest.mark.parametrize("side, waits", [("training", [STEPS - 2, 0]), long(("rollout", [0, STEPS - 1]))])
 def test_no_side_waits_for_more_than_it_needs(side, waits, folder, tmp_path):
     """Any meeting of all ranks within a step would end in a time-out."""
     flags = f"{RUNS['ppo'][1]} --save {tmp_path} --eval-interval 9 --save-interval 9"

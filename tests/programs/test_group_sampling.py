@@ -167,7 +167,7 @@ def in_world_with_the_pass(rank: int, name: str, parsed):
     return in_world(rank, name, parsed)
 
 
-@pytest.mark.parametrize("size, layout", [long((1, "")), (2, "--pipeline-model-parallel-size 2"), long((2, ""))])
+@pytest.mark.parametrize("size, layout", [(1, ""), long((2, "--pipeline-model-parallel-size 2")), long((2, ""))])
 def test_without_the_pass_for_old_logprobs_the_result_is_the_same(size, layout, folder):
     save = run_of(folder, ONCE, size, layout)
     other = folder / f"with the pass {size} {layout[:10]}"

@@ -9,8 +9,9 @@ from safetensors.torch import load_file
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.folders import hf_folders
 from tests.helpers.programs import GRADED, metrics, samples, timeless, train, write_lines
-from tests.helpers.tiers import by_default
 
+# By default tests/distributed/test_layouts.py and tests/unit/mcore/weights/hf/test_family.py.
+pytestmark = pytest.mark.long
 FLAGS = (
     "--max-prompt-length 48 --max-response-length 8 --max-tokens-per-microbatch 256 --prompts-per-step 4"
     " --samples-per-prompt 4 --minibatch-size 8 --lr 1e-3 --rollout-buffer-gb 0.01 --rollout-max-requests 8"
@@ -27,7 +28,7 @@ TP2_EP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-par
 APART = "--role-map actor=0-1;reference=0-1;reward=0-1;rollout=2 --expert-model-parallel-size 2"
 
 
-@pytest.fixture(scope="module", params=by_default(MODELS, ("latent",)))
+@pytest.fixture(scope="module", params=MODELS)
 def data(request, tmp_path_factory):
     """A model's folder, prompts, and further flags."""
     folder, (case, flags) = tmp_path_factory.mktemp(request.param), MODELS[request.param]
@@ -57,13 +58,11 @@ def check_first(first: dict):
     assert abs(first["kl/reference"]) <= largest_gap_allowed() and first["actor/grad_norm"] > 0
 
 
-@pytest.mark.long
 def test_rollout_and_training_agree_exactly(run):
     check_first(metrics(run)[1])
     assert metrics(run)[2]["rollout/logprob_gap_max"] <= largest_gap_allowed()
 
 
-@pytest.mark.long
 def test_a_rollout_on_ranks_of_its_own_gets_the_weights(data, tmp_path):
     train("rl", argv(data, tmp_path / "run", f"--train-iters 2 {APART} --rollout-expert-model-parallel-size 1"), 3)
     found = metrics(tmp_path / "run")
@@ -71,7 +70,6 @@ def test_a_rollout_on_ranks_of_its_own_gets_the_weights(data, tmp_path):
     assert found[2]["rollout/logprob_gap_max"] <= largest_gap_allowed() and found[2]["weights/sync_bytes"] > 0
 
 
-@pytest.mark.long
 def test_a_resumed_run_gives_the_same_numbers(run, data, tmp_path):
     again = tmp_path / "again"
     for name in ("step_00000001", "frozen"):

@@ -114,6 +114,7 @@ def difference_in_peft(rank: int, source, export, adapter, case: str) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
+@pytest.mark.long  # by default tests/laws and test_lora_programs.py
 def test_a_run_resumes_exactly_and_its_base_is_the_reference(run, data, tmp_path):
     case, save = run
     flags = f"{lora_of(case)} --train-iters 2 --load {folders.step_folder(save, 1)}"

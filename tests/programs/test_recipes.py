@@ -189,7 +189,8 @@ def test_variants_cover_every_loss_estimator_and_aggregation():
     assert {settings.loss_aggregation for settings in found} == set(AGGREGATIONS)
 
 
-@pytest.mark.parametrize("variant", by_default(VARIANTS, list(VARIANTS)[1:2]))
+@pytest.mark.long  # by default tests/laws and tests/unit/roles/test_actor_loss.py
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_recipes_updates_do_not_depend_on_the_layout(variant, tmp_path):
     """Two epochs, so that ratios leave 1; preferences have one."""
     (recipe, flags), layout = VARIANTS[variant], LAYOUTS[list(VARIANTS).index(variant) % 2]

@@ -35,7 +35,8 @@ def run_of(folder: Path, flags: str, size: int) -> Path:
 
 
 @pytest.mark.parametrize(("size", "flags"), [
-    long((1, f"{PARTIAL} --rollout-max-requests 6")), (2, "--rollout-max-requests 4 --rollout-buffer-gb 0.0005"),
+    long((1, f"{PARTIAL} --rollout-max-requests 6")), (1, "--rollout-max-requests 4 --rollout-buffer-gb 0.0005"),
+    long((2, "--rollout-max-requests 4 --rollout-buffer-gb 0.0005")),
     long((1, "--rollout-chunked-prefill")), long((1, "--rollout-prefix-caching")),
     long((2, "--pipeline-model-parallel-size 2 --rollout-max-requests 6")),
     long((2, "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --expert-model-parallel-size 2"

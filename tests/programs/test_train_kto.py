@@ -107,10 +107,10 @@ def watched(rank: int, parsed) -> list[list[float]]:
 
 def test_losses_and_divergences_equal_the_formulas(folder, tmp_path):
     """Over two replicas, with both weights; the reference stays that of the start."""
-    flags = f"{flags_of(folder)} --lr 2e-2 --train-iters 6 --global-batch-size 5 --eval-samples 5"
+    flags = f"{flags_of(folder)} --lr 2e-2 --train-iters 3 --global-batch-size 5 --eval-samples 5"
     flags += f" --preference-desirable-weight {DESIRABLE} --preference-undesirable-weight {UNDESIRABLE}"
     for seen in run_world(watched, 2, program("preference", preference_argv(tmp_path / "run", flags), 2)):
-        assert len(seen) == 6 and any(divergence > 0 for _, divergence, *_ in seen)
+        assert len(seen) == 3 and any(divergence > 0 for _, divergence, *_ in seen)
         for loss, divergence, *recorded in seen:
             assert recorded == pytest.approx([loss, divergence], rel=1e-5, abs=1e-6)
 

@@ -89,6 +89,15 @@ def test_a_killed_rank_is_named(capfd):
     assert capfd.readouterr().err == "megarl: rank 0 was ended by SIGKILL\n"
 
 
+def test_a_killed_task_is_named_with_what_resumes_the_run(tmp_path, own_environment, capfd):
+    output = tmp_path / "output"
+    for said in ("Exited with exit code 137", "Killed"):
+        output.write_text(f"srun: error: node1: task 1: {said}\n")
+        launcher.tell_killed("137", str(tmp_path), str(output))
+    line = "megarl: rank 1 was ended by SIGKILL; no checkpoint is saved: start the run again\n"
+    assert capfd.readouterr().err == line
+
+
 def test_sigterm_reaches_all_ranks(tmp_path):
     def stop() -> int:
         note_pid(tmp_path)

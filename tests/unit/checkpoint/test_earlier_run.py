@@ -96,7 +96,7 @@ def test_killed_at_any_instant_no_old_checkpoint_is_taken_for_the_new_runs(tmp_p
         assert names(run) <= {"old-1", "old-2"}
 
 
-@pytest.mark.parametrize("kind", ["sft", "rl", long("reward"), long("preference")])
+@pytest.mark.parametrize("kind", ["rl", long("sft"), long("reward"), long("preference")])
 def test_nothing_of_the_earlier_run_lies_beside_the_new_one(kind, tmp_path):
     save = tmp_path / "run"
     argv = {"sft": sft_argv, "rl": rl_argv, "reward": reward_argv, "preference": preference_argv}[kind]

@@ -17,7 +17,6 @@ from tests.helpers.programs import (
     program,
     rl_argv,
     sft_argv,
-    timeless_rows,
     train,
     write_lines,
 )
@@ -40,7 +39,7 @@ def folder(tmp_path_factory) -> Path:
 @functools.cache
 def teacher(folder: Path) -> str:
     """Flags of a wider teacher."""
-    train("sft", sft_argv(folder / "teacher", f"{WIDE} --train-iters 60"))
+    train("sft", sft_argv(folder / "teacher", f"{WIDE} --train-iters 20"))
     shape = WIDE.replace("--", "--teacher-")
     return f"{shape} --teacher-pretrained-checkpoint {folder}/teacher"
 
@@ -168,13 +167,6 @@ def test_a_teacher_follows_the_average(folder, tmp_path):
     assert run_world(of_average, 1, program("rl", argv, 1))[0] == [(True, True), (True, False), (True, False)]
     rows = metrics(tmp_path)
     assert rows[1]["distill/divergence"] == 0 < rows[3]["distill/divergence"]
-    train("rl", [*argv, "--train-iters", "2", "--lr-decay-iters", "3", "--save", f"{tmp_path}/a"])
-    train("rl", [*argv, "--lr-decay-iters", "3", "--load", f"{tmp_path}/a", "--save", f"{tmp_path}/b"])
-    assert timeless_rows(tmp_path / "b", (3,)) == timeless_rows(tmp_path, (3,))
-    apart = "--role-map actor=0-1;reward=0;teacher=2-3 --teacher-tensor-model-parallel-size 2 --offload"
-    train("rl", [*argv, *apart.split(), "--save", f"{tmp_path}/c"], 4)
-    for step, row in metrics(tmp_path / "c").items():
-        assert_close(row, rows[step], [*COMPARED, "actor/grad_norm"], 2e-5)
 
 
 def test_rewards_of_the_teacher_are_samples_of_the_reverse_divergence(folder, tmp_path):
