@@ -1,19 +1,17 @@
-"""A model of transformers (`--model-source transformers`) against Megatron's layers, or its GRPO step against TRL's.
+"""A model of transformers (`--model-source transformers`) against Megatron's layers.
 
-    PYTHONPATH=. python tools/bench/any_model.py --case 512x6|256x8|fixed|ragged [--rounds 5] [--json FILE]
+    PYTHONPATH=. python tools/bench/any_model.py --case 512x6|256x8 [--rounds 5] [--json FILE]
 
 512x6, 256x8: a Qwen3 with random weights, in fp32. rollout: 32 requests of 16 tokens with 48 new ones; its time is that
 of the decode steps and of one prefill. update: forward and backward of 32 sequences of 16 to 127 tokens; score: their
 log-probs without gradients. Both sides run in turns in one process, and their process time counts, which programs
 beside them hardly change. Timing starts only after the log-probs of both sides agree, and ends with an error if a
-rollout's log-probs are not those of the scores, to the last bit.
-
-fixed, ragged: the GRPO step of tools/bench/step.py with a Granite, a type that megarl has no layers for.
+rollout's log-probs are not those of the scores, to the last bit. `step.py --granite` and `lora_step.py` measure whole
+steps of such models.
 """
 
 import argparse
 import json
-import shutil
 import tempfile
 import time
 from datetime import timedelta
@@ -30,27 +28,15 @@ from megarl.comm import role_mesh
 from megarl.mcore.inference.engine import RolloutEngine
 from megarl.mcore.inference.generation import GenerationRequest
 from megarl.mcore.model import forward_pass, gpt
-from tools.bench import common, step
+from tools.bench import common
 
 REQUESTS, PROMPT, NEW, LONGEST = 32, 16, 48, 128
 OURS, MEGATRON = "transformers", "megatron"
 CASES = {
     "512x6": common.Shape(layers=6, hidden=512, ffn=1408, vocab=2048),
     "256x8": common.Shape(layers=8, hidden=256, ffn=704, vocab=2048),
-    **{name: case.shape for name, case in step.CASES.items()},
 }
 WORKS = ("rollout", "update", "score")
-STEPS = 3  # measured ones of a round
-
-
-def entries(shape: common.Shape, longest: int) -> dict:
-    """Entries of a config that types of transformers share."""
-    return {
-        "vocab_size": shape.vocab, "hidden_size": shape.hidden, "intermediate_size": shape.ffn,
-        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.groups,
-        "max_position_embeddings": longest, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None,
-        "pad_token_id": None, "initializer_range": 0.06,
-    }  # fmt: skip
 
 
 def make_folder(folder: Path, shape: common.Shape):
@@ -59,7 +45,7 @@ def make_folder(folder: Path, shape: common.Shape):
 
     torch.manual_seed(1)
     head = shape.hidden // shape.heads
-    Qwen3ForCausalLM(Qwen3Config(**entries(shape, 2 * LONGEST), head_dim=head)).save_pretrained(folder)
+    Qwen3ForCausalLM(Qwen3Config(**shape.entries(2 * LONGEST), head_dim=head)).save_pretrained(folder)
     words = {f"w{number}": number for number in range(shape.vocab)}
     Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
 
@@ -162,59 +148,10 @@ def measure(args: argparse.Namespace) -> list[dict]:
     return reports
 
 
-# -- a GRPO step -------------------------------------------------------------------------------------------------------
-
-
-def make_step_folder(folder: Path, case: step.Case):
-    """Makes what both sides of a step read: prompts, tokenizer, and a Granite with scales of its own."""
-    from transformers import GraniteConfig, GraniteForCausalLM
-
-    step.make_inputs(folder, case)
-    torch.manual_seed(1)
-    scales = {"residual_multiplier": 0.22, "embedding_multiplier": 12.0, "logits_scaling": 8.0}
-    ends = {"eos_token_id": 1} if case.ends else {}
-    config = GraniteConfig(**entries(case.shape, 32 + case.new_tokens) | ends | scales, attention_multiplier=0.0625)
-    GraniteForCausalLM(config).save_pretrained(folder / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(folder / name, folder / "model" / name)
-
-
-def run_megarl(folder: Path, case: step.Case, steps: int) -> list[float]:
-    """Seconds of each step of a run in this process."""
-    model = ["--hf-model", str(folder / "model"), "--model-source", "transformers"]
-    return step.run_megarl(folder, case, steps, model)
-
-
-def measure_steps(args: argparse.Namespace) -> dict:
-    """Runs both sides alternately, in new processes each round."""
-    seconds: dict[str, list[float]] = {common.OURS: [], "trl": []}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_step_folder(folder, step.CASES[args.case])
-
-        def clock(side: str) -> float:
-            found = step.in_process(__file__, side, folder, 1, ["--case", args.case])
-            seconds[side] += found
-            return sum(found) / len(found)
-
-        common.alternate({side: lambda side=side: clock(side) for side in seconds}, args.rounds)
-    return common.report(args.case, seconds, {"responses": step.PROMPTS * step.SAMPLES})
-
-
 def main(argv: list[str] | None = None):
     """Parses flags, measures, prints."""
     made = common.parser(__doc__, CASES, rounds=5)
-    made.add_argument("--side", choices=[common.OURS, *step.PEERS], help="run only this side of a step, in --folder")
-    made.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = common.parsed(made, argv)
-    if args.side:
-        case, steps = step.CASES[args.case], step.WARM_UP + STEPS
-        is_ours = args.side == common.OURS
-        done = run_megarl(args.folder, case, steps) if is_ours else step.run_trl(args.folder, case, steps, 64, False)
-        return step.write_seconds(args.folder, done)
-    if args.case in step.CASES:
-        common.installed(step.PEERS)
-        return common.publish(measure_steps(args), args, CASES[args.case])
     reports = measure(args)
     if args.json:
         args.json.write_text(json.dumps(reports, indent=2) + "\n")

@@ -52,6 +52,15 @@ class Shape:
         )
         return text.split()
 
+    def entries(self, longest: int) -> dict:
+        """The same as entries of a config that types of transformers share; `longest`: tokens of a sequence."""
+        return {
+            "vocab_size": self.vocab, "hidden_size": self.hidden, "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers, "num_attention_heads": self.heads, "num_key_value_heads": self.groups,
+            "max_position_embeddings": longest, "tie_word_embeddings": False, "bos_token_id": None,
+            "eos_token_id": None, "pad_token_id": None, "initializer_range": 0.06,
+        }  # fmt: skip
+
 
 def build(shape: Shape, lengths: tuple[int, int], more: str = "", program: str = "sft"):
     """(model on one rank, its process groups, Megatron's namespace) with random weights; joins a world of one rank.

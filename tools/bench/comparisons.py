@@ -151,20 +151,21 @@ def default_setting(flags: list[str]) -> Setting:
     return Setting(*map(int, done.stdout.split()[-2:]))
 
 
-def grpo_steps(name: str, folder: Path, options: Options) -> Comparison:
-    """A whole GRPO step: TRL, and megarl with the ranks and threads that its launcher chooses."""
+def grpo_steps(name: str, is_granite: bool, folder: Path, options: Options) -> Comparison:
+    """A whole GRPO step: TRL, and megarl with the ranks and threads that its launcher chooses. Of a Llama, or of a
+    Granite as transformers' module."""
     case = step.CASES[name]
-    step.make_folder(folder, case)
-    more = ["--case", name, "--trl-batch", str(options.trl_batch)]
+    step.make_folder(folder, case, is_granite)
+    more = ["--case", name, "--trl-batch", str(options.trl_batch), *["--granite"] * is_granite]
     sides = {side: steps(step.__file__, side, folder, options, more) for side in (common.OURS, *step.PEERS)}
-    chosen = [default_setting(step.megarl_flags(folder, case, 1))]
+    chosen = [default_setting(step.megarl_flags(folder, case, 1, step.model_flags(folder, is_granite)))]
     sides["megarl, default"] = dataclasses.replace(sides[common.OURS], settings=chosen)
-    return Comparison(f"GRPO step {name}", sides)
+    return Comparison(f"GRPO step {name}{', a module' * is_granite}", sides)
 
 
 def lora_steps(folder: Path, options: Options) -> Comparison:
-    """A GRPO step with LoRA on a public model: TRL with PEFT."""
-    name, sides = "GRPO step LoRA", (common.OURS, "trl")
+    """A GRPO step with LoRA on a public model: megarl with transformers' module of it, TRL with PEFT."""
+    name, sides = "GRPO step LoRA", lora_step.SIDES
     if options.lora_model is None:
         return Comparison(name, dict.fromkeys(sides, refused("no model: set --lora-model")))
     lora_step.make_inputs(folder)
@@ -189,7 +190,8 @@ def starts(ranks: int, folder: Path, options: Options) -> Comparison:
 # Group of --only -> the comparisons in it, each a function of a folder of its own and the options.
 GROUPS: dict[str, list[Callable[[Path, Options], Comparison]]] = {
     "rollout": [lambda *a, n=name: rollouts(n, *a) for name in rollout.CASES],
-    "step": [lambda *a, n=name: grpo_steps(n, *a) for name in step.CASES],
+    "step": [lambda *a, n=name: grpo_steps(n, False, *a) for name in step.CASES],
+    "module": [lambda *a, n=name: grpo_steps(n, True, *a) for name in step.CASES],
     "lora": [lora_steps],
     "logprob": [lambda *a, n=name: logprobs(n, *a) for name in ("plain", "gradient", "ragged")],
     "startup": [lambda *a, n=ranks: starts(n, *a) for ranks in (1, 2)],

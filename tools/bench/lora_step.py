@@ -1,12 +1,13 @@
 """A whole GRPO step with LoRA on a pretrained model: seconds of megarl.train_rl against TRL's GRPOTrainer with PEFT.
 
     PYTHONPATH=. python tools/bench/lora_step.py --model runs/smollm2-135m-instruct [--rounds 3] [--steps 3]
-        [--ranks 2] [--trl-ranks 1] [--threads 1] [--trl-batch 64] [--json FILE] [--markdown]
+        [--ranks 2] [--trl-ranks 1] [--threads 1] [--trl-batch 64] [--json FILE] [--markdown] [--processor-time]
 
 The work is that of launch/smollm2_grpo.sh: a step has 8 prompts of tools/make_products.py in the model's chat template,
 8 responses of at most 32 tokens to each at temperature 1, the reward for a right last number, GRPO advantages without
 KL, and one AdamW update of factors of rank 16 in all linear layers, in fp32. The learning rate is so small that the
-policy stays what it is. Otherwise as tools/bench/step.py. Each side has its own number of data-parallel ranks, which
+policy stays what it is. Otherwise as tools/bench/step.py. `modules` is megarl with transformers' modules
+(--model-source transformers) instead of Megatron's layers. Each side has its own number of data-parallel ranks, which
 share the cores: set each to what is fastest on the machine. Needs the extra `bench`.
 """
 
@@ -14,6 +15,7 @@ import argparse
 import json
 import re
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -24,6 +26,8 @@ from tools.bench import common, step
 NEW_TOKENS, RANK, ALPHA = 32, 16, 32
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PEERS = ("trl", "peft")
+MODULES = "modules"
+SIDES = (common.OURS, MODULES, "trl")
 LAST_NUMBER = r"(\d+)\D*\Z"
 
 
@@ -54,9 +58,9 @@ def megarl_flags(folder: Path, model: Path, steps: int) -> list[str]:
     return text.split()
 
 
-def run_megarl(folder: Path, model: Path, steps: int) -> list[float]:
-    """Seconds of each step of a run in this process."""
-    return step.train_megarl(folder, megarl_flags(folder, model, steps))
+def run_megarl(folder: Path, model: Path, steps: int, source: str = "megatron") -> list[float]:
+    """Seconds of each step of a run in this process; `source`: of the model's layers."""
+    return step.train_megarl(folder, [*megarl_flags(folder, model, steps), "--model-source", source])
 
 
 def run_trl(folder: Path, model: Path, steps: int, batch: int) -> list[float]:
@@ -79,8 +83,9 @@ def run_trl(folder: Path, model: Path, steps: int, batch: int) -> list[float]:
 
 def measure(args: argparse.Namespace) -> dict:
     """Runs the sides alternately, in new processes each round."""
-    ranks = {common.OURS: args.ranks, "trl": args.trl_ranks}
+    ranks = {common.OURS: args.ranks, MODULES: args.ranks, "trl": args.trl_ranks}
     options = ["--model", str(args.model), "--steps", str(args.steps), "--trl-batch", str(args.trl_batch)]
+    options += ["--processor-time"] * args.processor_time
     seconds = {side: [] for side in ranks}
 
     def clock(side: str, folder: Path) -> float:
@@ -106,15 +111,21 @@ def main(argv: list[str] | None = None):
     made.add_argument(
         "--trl-batch", type=int, default=64, help="responses per forward pass of TRL; default: %(default)s"
     )
-    made.add_argument("--side", choices=[common.OURS, "trl"], help="run only this side, in --folder")
+    made.add_argument("--processor-time", action="store_true", help="count seconds of a side's processor")
+    made.add_argument("--side", choices=SIDES, help="run only this side, in --folder")
     made.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = common.parsed(made, argv)
     if not (args.model / "config.json").is_file():
         made.error(f"--model {args.model}: no Hugging Face folder, it has no config.json")
     if args.side:
-        steps, more = step.WARM_UP + args.steps, [args.trl_batch] * (args.side == "trl")
-        run = {common.OURS: run_megarl, "trl": run_trl}[args.side]
-        step.write_seconds(args.folder, run(args.folder, args.model, steps, *more))
+        if args.processor_time:
+            time.perf_counter = time.process_time  # which all sides' steps are timed by
+        run, *more = {
+            common.OURS: (run_megarl,),
+            MODULES: (run_megarl, "transformers"),
+            "trl": (run_trl, args.trl_batch),
+        }[args.side]
+        step.write_seconds(args.folder, run(args.folder, args.model, step.WARM_UP + args.steps, *more))
         return
     for module in PEERS:
         common.installed({module: module})

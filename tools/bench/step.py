@@ -1,17 +1,20 @@
 """A whole GRPO step: seconds of megarl.train_rl against TRL's GRPOTrainer, with the same weights, prompts and work.
 
     PYTHONPATH=. python tools/bench/step.py --case fixed|ragged [--rounds 3] [--steps 3] [--json FILE] [--markdown]
-        [--ranks 1] [--trl-ranks 1] [--threads 2] [--trl-batch 64] [--trl-continuous]
+        [--granite] [--ranks 1] [--trl-ranks 1] [--threads 2] [--trl-batch 64] [--trl-continuous] [--processor-time]
 
 A step: 8 prompts of 16–22 tokens, 8 responses to each at temperature 1, a reward (number of distinct words), GRPO
 advantages without KL, and one AdamW update on all 64 responses: one forward and backward over each, the clipped loss as
 a mean over tokens, gradient clipping at norm 1, fp32, no recomputation. fixed: vocabulary 4,096, 64 tokens each, since
 the model cannot generate the end token. ragged: vocabulary 64 with the end token, at most 256 tokens, so that random
-weights end a response after about 60.
+weights end a response after about 60. The model is a Llama, or with --granite a Granite of the same shape: a type that
+megarl has no layers for, so that it runs the module of transformers.
 
 Each round starts each side in its own process, on one rank with all cores or on --ranks data-parallel ranks that share
 them, over gloo; --trl-ranks gives TRL another number than megarl, --threads each rank another number than its share. A
 step's time is from the end of the previous step to its end; the first step is not counted.
+--processor-time counts seconds of a side's processor instead of the clock's, for a machine with other work; one rank
+and --threads 1 then, since each rank counts its own.
 --trl-batch is the number of responses in TRL's forward passes, over all ranks: below 64, it accumulates gradients. With
 --trl-continuous, TRL generates with Hugging Face's continuous batching instead of `generate`.
 """
@@ -19,9 +22,11 @@ step's time is from the end of the previous step to its end; the first step is n
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +38,11 @@ from tools.bench import common
 PROMPTS, SAMPLES, WARM_UP, RATE = 8, 8, 1, 1e-6
 PEERS = {"trl": "trl"}
 PAGED = {"page_size": 32, "num_blocks": 640, "max_batch_tokens": 4096}  # room for all responses of either case
+CHOICES = {
+    "granite": "a Granite as transformers' module instead of a Llama",
+    "trl_continuous": "TRL generates with continuous batching",
+    "processor_time": "count seconds of a side's processor",
+}
 SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
@@ -104,13 +114,18 @@ def train_megarl(folder: Path, flags: list[str]) -> list[float]:
     return [json.loads(row)["time/step_s"] for row in rows]
 
 
-def run_megarl(folder: Path, case: Case, steps: int, model: list[str] | None = None) -> list[float]:
-    """Seconds of each step of a run in this process; `model`: as of `megarl_flags`."""
+def model_flags(folder: Path, is_granite: bool) -> list[str] | None:
+    """The model's flags, as of `megarl_flags`."""
+    return ["--hf-model", str(folder / "model"), "--model-source", "transformers"] if is_granite else None
+
+
+def run_megarl(folder: Path, case: Case, steps: int, is_granite: bool) -> list[float]:
+    """Seconds of each step of a run in this process."""
     from megarl.data.tokenizers_hf import HuggingFaceTokenizer
 
     if not case.ends:
         HuggingFaceTokenizer.end_ids = property(lambda self: (), lambda self, value: None)
-    return train_megarl(folder, megarl_flags(folder, case, steps, model))
+    return train_megarl(folder, megarl_flags(folder, case, steps, model_flags(folder, is_granite)))
 
 
 def run_trl(folder: Path, case: Case, steps: int, batch: int, continuous: bool) -> list[float]:
@@ -176,11 +191,26 @@ def write_seconds(folder: Path, seconds: list[float]):
         (folder / "seconds.json").write_text(json.dumps(seconds))
 
 
-def make_folder(folder: Path, case: Case):
-    """Makes all that the sides read: prompts, tokenizer and the exported model."""
+def make_folder(folder: Path, case: Case, is_granite: bool = False):
+    """Makes all that the sides read: prompts, tokenizer and the model."""
     make_inputs(folder, case)
+    if is_granite:
+        return make_granite(folder, case)
     chunk, _, namespace = common.build(case.shape, (32, case.new_tokens))
     common.export(chunk, case.shape, namespace, 32 + case.new_tokens).save_pretrained(folder / "model")
+
+
+def make_granite(folder: Path, case: Case):
+    """Makes a Granite with random weights and scales of its own."""
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    torch.manual_seed(1)
+    scales = {"residual_multiplier": 0.22, "embedding_multiplier": 12.0, "logits_scaling": 8.0}
+    ends = {"eos_token_id": 1} if case.ends else {}
+    config = GraniteConfig(**case.shape.entries(32 + case.new_tokens) | ends | scales, attention_multiplier=0.0625)
+    GraniteForCausalLM(config).save_pretrained(folder / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, folder / "model" / name)
 
 
 def measure(args: argparse.Namespace) -> dict:
@@ -190,7 +220,7 @@ def measure(args: argparse.Namespace) -> dict:
     steps = {side: [] for side in sides}
 
     options = ["--case", args.case, "--steps", str(args.steps), "--trl-batch", str(args.trl_batch)]
-    options += ["--trl-continuous"] * args.trl_continuous
+    options += [f"--{name.replace('_', '-')}" for name in CHOICES if getattr(args, name)]
 
     def clock(side: str, folder: Path) -> float:
         steps[side].append(in_process(__file__, side, folder, ranks[side], options, args.threads))
@@ -198,10 +228,10 @@ def measure(args: argparse.Namespace) -> dict:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_folder(folder, case)
+        make_folder(folder, case, args.granite)
         common.alternate({side: lambda side=side: clock(side, folder) for side in sides}, args.rounds)
     seconds = {side: sum(rounds, []) for side, rounds in steps.items()}
-    settings = {"ranks": ranks, "trl_batch": args.trl_batch, "trl_continuous": args.trl_continuous}
+    settings = {"ranks": ranks, "trl_batch": args.trl_batch} | {name: getattr(args, name) for name in CHOICES}
     return common.report(args.case, seconds, {"responses": PROMPTS * SAMPLES}, **settings)
 
 
@@ -215,19 +245,26 @@ def main(argv: list[str] | None = None):
     made.add_argument(
         "--trl-batch", type=int, default=64, help="responses per forward pass of TRL; default: %(default)s"
     )
-    made.add_argument("--trl-continuous", action="store_true", help="TRL generates with continuous batching")
+    for name, text in CHOICES.items():
+        made.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
     made.add_argument("--side", choices=[common.OURS, *PEERS], help="run only this side, in --folder")
     made.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = common.parsed(made, argv)
     if args.side:
         steps, case = WARM_UP + args.steps, CASES[args.case]
-        run, *more = {common.OURS: (run_megarl,), "trl": (run_trl, args.trl_batch, args.trl_continuous)}[args.side]
+        if args.processor_time:
+            time.perf_counter = time.process_time  # which both sides' steps are timed by
+        run, *more = {
+            common.OURS: (run_megarl, args.granite),
+            "trl": (run_trl, args.trl_batch, args.trl_continuous),
+        }[args.side]
         write_seconds(args.folder, run(args.folder, case, steps, *more))
         return
     common.installed(PEERS)
     found = measure(args)
     common.publish(found, args, CASES[args.case].shape)
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():  # by the Llama that megarl has exported
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
