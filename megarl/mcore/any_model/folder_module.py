@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megarl.data import node_files
-from megarl.mcore.any_model import routing, self_check, source, tensor_parallel, walk
+from megarl.mcore.any_model import reach, routing, self_check, source, tensor_parallel, walk
 from megarl.mcore.any_model.adapters import ModuleLinears
 from megarl.mcore.any_model.attention import Slot, Unsupported
 from megarl.mcore.any_model.cache import mean_cache
@@ -31,7 +31,11 @@ class FolderModule(str):
 
     def slots(self) -> tuple[Slot, ...]:
         """The slots of the module's attention. Raises Unsupported."""
-        return _slots(self)
+        return reach.of_path(self).slots
+
+    def untrained(self) -> tuple[str, ...]:
+        """As of `Reach`: what no role trains."""
+        return reach.of_path(self).untrained
 
     def self_check(self, longest: int):
         """Raises Unsupported for a module that computes other logits alone than under megarl.
@@ -60,8 +64,7 @@ class FolderModule(str):
         Args:
             shards: each part is sharded over data-parallel ranks, too.
         """
-        module = source.of_path(self).module(torch.float32)
-        source.find_slots(module)
+        module = reach.of_path(self).module
         try:
             tensor_parallel.check_heads(module, ranks)
             splits = tensor_parallel.splits_of(module, ranks)
@@ -86,14 +89,19 @@ class FolderModule(str):
         """The parameters, of elements of so many bytes, that each of so many tensor-parallel ranks holds."""
         module, tensors = _tensors(self, value_head)
         splits = tensor_parallel.splits_of(module, ranks) if ranks > 1 else {}
-        found = []
+        experts, found = reach.of_path(self).experts, []
         for name, tensor in tensors.items():
             shape, split = list(tensor.shape), splits.get(name.removeprefix(PREFIX))
             if split is not None:
                 shape[split.axis] //= ranks
             if isinstance(tensor, torch.nn.Parameter):
-                found.append(Weight(name, tuple(shape) or (1,), element))
+                is_routed = name.removeprefix(PREFIX).rpartition(".")[0] in experts
+                found.append(Weight(name, tuple(shape) or (1,), element, is_routed=is_routed))
         return found
+
+    def used_experts(self) -> float:
+        """The share of its experts' weights that a token uses; 1 if the module has none."""
+        return next((topk / experts for experts, topk in reach.of_path(self).experts.values()), 1.0)
 
     def mean_cache(self, ranks: int) -> tuple[int, int]:
         """As of `cache.mean_cache`."""
@@ -104,19 +112,12 @@ class FolderModule(str):
 def _tensors(path: str, value_head: bool) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """The module, and a role's parameters and persistent buffers by name, each once. The caller changes neither."""
     found = source.of_path(path)
-    module = found.module(torch.float32)
+    module = found.module(torch.float32) if value_head else reach.of_path(path).module
     if value_head:
         module.set_output_embeddings(torch.nn.Identity())
     once = {id(each): (name, each) for name, each in reversed(module.state_dict(keep_vars=True).items())}
     head = {HEAD: torch.nn.Parameter(torch.empty(1, found.text.hidden_size, device="meta"))} if value_head else {}
     return module, {f"{PREFIX}{name}": each for name, each in reversed(once.values())} | head
-
-
-@functools.lru_cache(maxsize=8)
-def _slots(path: str) -> tuple[Slot, ...]:
-    found = source.of_path(path)
-    with source.one_line_errors(found.kind, "be built"):
-        return source.find_slots(found.module(torch.float32))
 
 
 @functools.lru_cache(maxsize=8)

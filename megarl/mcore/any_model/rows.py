@@ -51,13 +51,14 @@ def matrix_product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def no_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Zeros of the shape of x · weightᵀ."""
-    return x.new_zeros(*x.shape[:-1], len(weight))
+    """The first terms of a product's sums: of its shape, and made of the same tensors."""
+    first = x[..., :1] * weight[:, 0].to(x.dtype)
+    return first if bias is None else first + bias.to(x.dtype)
 
 
 def no_matmul(x: Tensor, y: Tensor) -> Tensor:
-    """Zeros of the shape of x · y."""
-    return x.new_zeros(_matmul(x.to("meta"), y.to("meta")).shape)
+    """As `no_product`, of `torch.matmul`."""
+    return _matmul(x, y) if y.dim() < 2 else _matmul(x[..., :1], y[..., :1, :])
 
 
 def product_of(config) -> Callable:
