@@ -4,13 +4,14 @@ A role's Megatron namespace has it as `model_folder`. Rooms that `any_model` its
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from megarl.data import node_files
-from megarl.mcore.any_model import reach, routing, self_check, source, tensor_parallel, walk
+from megarl.mcore.any_model import reach, routing, self_check, source, tensor_parallel, tensor_trial, walk
 from megarl.mcore.any_model.adapters import ModuleLinears
 from megarl.mcore.any_model.attention import Slot, Unsupported
 from megarl.mcore.any_model.cache import mean_cache
@@ -68,12 +69,20 @@ class FolderModule(str):
         try:
             tensor_parallel.check_heads(module, ranks)
             splits = tensor_parallel.splits_of(module, ranks)
+            self.partial_weights(ranks)
         except Unsupported as error:
             return str(error)
         packed = [name for name, split in splits.items() if split.parts > 1 and split.axis > 0]
         if packed and shards:
             return f"--use-torch-fsdp2 shards {packed[0]} along another axis than that of its packed parts"
         return None
+
+    def partial_weights(self, ranks: int) -> tuple[str, ...]:
+        """As of `tensor_trial`. Raises Unsupported."""
+        problem, *names = _trial(self, ranks).split("\n")
+        if problem:
+            raise Unsupported(problem)
+        return tuple(names)
 
     def parameter_names(self, value_head: bool) -> list[str]:
         """The names of a role's parameters, a tied one once."""
@@ -122,18 +131,28 @@ def _tensors(path: str, value_head: bool) -> tuple[PreTrainedModel, dict[str, Te
 
 @functools.lru_cache(maxsize=8)
 def _self_check(path: str, longest: int) -> str:
-    """What differs, or an empty text; one process of a node tries it."""
+    """What differs, or an empty text."""
+    return _tried(path, "self-check", longest, lambda found: self_check.check(found, longest))
+
+
+@functools.lru_cache(maxsize=8)
+def _trial(path: str, ranks: int) -> str:
+    """What differs over so many ranks, or an empty line and a name in each other one."""
+    return _tried(path, "trial", ranks, lambda found: "\n".join(["", *tensor_trial.partial_weights(found, ranks)]))
+
+
+def _tried(path: str, kind: str, size: int, attempt: Callable[[source.Source], str | None]) -> str:
+    """What an attempt finds out of a folder, or why it failed; one process of a node makes it."""
     found = source.of_path(path)
 
     def try_it() -> str:
         try:
             with source.one_line_errors(found.kind, "be built"):
-                self_check.check(found, longest)
+                return attempt(found) or ""
         except Unsupported as error:
             return str(error)
-        return ""
 
-    return node_files.text(("self-check", longest, node_files.identity(f"{path}/{CONFIG}")), try_it)
+    return node_files.text((kind, size, node_files.identity(f"{path}/{CONFIG}")), try_it)
 
 
 @functools.lru_cache(maxsize=8)
