@@ -288,7 +288,6 @@ def _role_settings(
     role_flags.check_models(settings, offloads, megatron, lora, hf_models)
     if is_judge and "reward" in ranks:
         check_judge(megatron["reward"])
-    role_flags.freeze_towers(context.program, megatron, lora)
     if "rollout" in ranks:
         lora["rollout"] = lora["actor"]
     has_scoring_model = SCORING_MODEL.holds(context)

@@ -205,34 +205,39 @@ def _requests(saved: SavedResponse, inputs: ReplayInputs, s: Settings) -> RoundR
     return RoundRequests([prompt], s.seed, step, inputs.thinking, Branching.of(s))
 
 
+class _Fork(NamedTuple):
+    """A saved response that goes on after a turn with another answer."""
+
+    turn: int
+    texts: list[str]
+    saved: SavedResponse
+    episodes: EpisodeRunner
+    player: Player
+    prompt: Prompt
+    task: Task
+
+
 def _fork(
     options: argparse.Namespace, saved: SavedResponse, inputs: ReplayInputs, episodes: EpisodeRunner, player: Player
 ) -> list[str]:
     """Goes on after the turn of `--from-turn` with the given answer; returns what to print."""
     turn, prompt = options.from_turn - 1, inputs.prompts[saved.place[0]]
     task = episodes.task(_requests(saved, inputs, episodes.settings), saved.place[1], prompt)
-    fork = _fork_agent if saved.is_agent else _fork_environment
-    messages, lines = fork(turn, options.answer, saved, episodes, player, prompt, task)
+    fork = _Fork(turn, options.answer, saved, episodes, player, prompt, task)
+    messages, lines = _fork_agent(fork) if saved.is_agent else _fork_environment(fork)
     if not messages:
         return ["", f"fork: the agent has not come to turn {options.from_turn} again, or sent nothing after it", *lines]
     return ["", f"fork: after turn {options.from_turn} the policy reads", *transcript.answer(messages), *lines]
 
 
-def _fork_environment(
-    turn: int,
-    texts: list[str],
-    saved: SavedResponse,
-    episodes: EpisodeRunner,
-    player: Player,
-    prompt: Prompt,
-    task: Task,
-) -> tuple[list[Message], list[str]]:
+def _fork_environment(fork: _Fork) -> tuple[list[Message], list[str]]:
     """(the other answer, the lines of what follows)."""
-    messages, client = other_answer(saved.observations[turn], texts), episodes.client
+    turn, _, saved, episodes, player, *_ = fork
+    messages, client = other_answer(saved.observations[turn], fork.texts), episodes.client
     episode = player.forked(turn, episodes.turn_tokens.bridge(messages))
     seen: list[Observation] = []
     if client is not None:
-        go_on_after(turn, client, saved, prompt, task)
+        go_on_after(turn, client, saved, fork.prompt, fork.task)
     if episode.end is None:
         episode = player.play(episode, client)
     if client is not None:
@@ -243,33 +248,26 @@ def _fork_environment(
     return messages, lines + [f"  {reason}" for reason in failures[-1:]]
 
 
-def _fork_agent(
-    turn: int,
-    texts: list[str],
-    saved: SavedResponse,
-    episodes: EpisodeRunner,
-    player: Player,
-    prompt: Prompt,
-    task: Task,
-) -> tuple[list[Message], list[str]]:
+def _fork_agent(fork: _Fork) -> tuple[list[Message], list[str]]:
     """(the other answer, none if the agent did not come there, the lines of the whole episode)."""
+    episodes, player = fork.episodes, fork.player
     client, pool = None, None
     if episodes.client is not None:
         assert isinstance(episodes.client.pool, EnvironmentPool)  # a session is not played again
         options = episodes.client.pool.options
-        pool = ForkedPool(options, saved, turn, texts)
+        pool = ForkedPool(options, fork.saved, fork.turn, fork.texts)
         limits, longest = episodes.limits, episodes.settings.max_prompt_length
         client = EnvironmentClient(options, episodes.turn_tokens, limits, longest, None, 0, 1, pool)
     try:
         episode = player.begun()
         if client is not None:
-            client.begin(episode.number, prompt, episode.request, task, None)
+            client.begin(episode.number, fork.prompt, episode.request, fork.task, None)
         episode = player.play(episode, client)
         episode.settle(None)
     finally:
         if client is not None:
             client.close()
-    played = saved._replace(episode=episode)
+    played = fork.saved._replace(episode=episode)
     failures = [] if client is None else [f"  {reason}" for reason in client.statistics.failures]
     answer = [] if pool is None else pool.answer
     return answer, [*transcript.saved_turns(played, episodes.turn_tokens), *failures]

@@ -38,7 +38,6 @@ _INTERVAL = re.compile(r"(?P<nodes>nodes?\s+)?(?P<first>[0-9]+)(?:-(?P<last>[0-9
 # Roles that each program may have.
 ROLES_OF = {"rl": ROLES, "sft": ("actor", "teacher"), "reward": ("reward",), "preference": ("actor",),
             "evaluate": ("actor", "reward", "rollout"), "serve": ("actor", "rollout")}  # fmt: skip
-LANGUAGE_MODEL = "language_model"  # transformers' name of it beside towers
 TRAINED_ROLES = {"rl": ("actor", "critic"), "sft": ("actor",), "reward": ("reward",), "preference": ("actor",),
                  "evaluate": (), "serve": ()}  # fmt: skip
 
@@ -340,22 +339,3 @@ def check_microbatches(config, sequences: int = 1):
             raise UsageError(
                 f"--{prefix}max-tokens-per-microbatch {cap}: must hold {needed} of {limit} = {max_length} tokens{each}"
             )
-
-
-def freeze_towers(program: str, megatron: dict, lora: dict):
-    """Adds what lies beside the language model in a trained module of transformers to its role's `--freeze`.
-
-    No text reaches towers of images and sound, but a weight decay would change them. Low-rank factors freeze them.
-
-    Args:
-        megatron: roles' Megatron namespaces.
-        lora: roles' low-rank factors or None.
-    """
-    for role in TRAINED_ROLES[program]:
-        args = megatron.get(role)
-        if args is None or args.model_folder is None or lora[role] is not None:
-            continue
-        names = [name.split(".") for name in args.model_folder.parameter_names(value_head=False)]
-        parts = {name[1] for name in names if name[0] == "model"}
-        if LANGUAGE_MODEL in parts and (towers := sorted(parts - {LANGUAGE_MODEL})):
-            args.freeze = [*(args.freeze or []), *(f"model.{tower}.*" for tower in towers)]

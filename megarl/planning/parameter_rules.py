@@ -39,7 +39,7 @@ def _check(role: str, args, has_lora: bool, value_head: bool):
             if attribute == optimizer_flags.FREEZE:
                 continue
             if not {*named} & {*trained}:
-                raise UsageError(f"{flag}: names only parameters that --freeze excludes from training")
+                raise UsageError(f"{flag}: names only parameters that are not trained")
             if all(optimizer_flags.matches(name, found[number + 1 :]) for name in named):
                 raise UsageError(f"{flag}: has no effect: later patterns name all of its parameters")
     if args.freeze:

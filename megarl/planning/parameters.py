@@ -119,10 +119,17 @@ def _parameter_totals(model: ModelKey, vocab_size: int, value_head: bool) -> Par
         weights += [(kinds.count(kind), layer_weights(args, kind)) for kind in set(kinds)]
     total = sum(times * w.elements for times, module in weights for w in module)
     routed = sum(times * w.elements for times, module in weights for w in module if w.is_routed)
-    idle = routed * (args.num_experts - args.moe_router_topk) // args.num_experts if routed else 0
+    idle = round(routed * (1 - used_experts(args)))
     stages = _stage_weights(model, vocab_size, value_head)
     ranks = of_stages(stages, lambda chunks, _: sum(w.elements for c in chunks for w in c))
     return ParameterTotals(total, total - idle, max(ranks))
+
+
+def used_experts(args) -> float:
+    """k/E: the share of routed experts that a token uses; 1 without experts."""
+    if args.model_folder is not None:
+        return args.model_folder.used_experts()
+    return args.moe_router_topk / args.num_experts if args.num_experts else 1.0
 
 
 def _whole_model(args, vocab_size: int, value_head: bool) -> list[Weight]:
@@ -138,7 +145,7 @@ def layout_free_names(args, value_head: bool) -> list[str]:
 
 
 def frozen_total(args, vocab_size: int, value_head: bool) -> int:
-    """Parameters of a role's model that `--freeze` excludes from training, and of indexers."""
+    """Parameters of a role's model that are not trained, without low-rank factors (`optimizer_flags.is_frozen`)."""
     weights = _whole_model(args, vocab_size, value_head) if frozen_patterns(args) else []
     return sum(weight.elements for weight in weights if is_frozen(args, layout_free(weight.name)))
 

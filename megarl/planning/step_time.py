@@ -15,7 +15,7 @@ from megarl.mcore.model.pipeline_layout import attention_layer_pattern, indexer_
 from megarl.mcore.model.weight_table import padded_vocab_size
 from megarl.planning import reward_traffic, summary, traffic
 from megarl.planning.hardware import BANDWIDTH_SHARE, LATENCY, Cluster
-from megarl.planning.parameters import SCALAR_HEAD, stage_weights
+from megarl.planning.parameters import SCALAR_HEAD, stage_weights, used_experts
 from megarl.planning.question import Price
 
 
@@ -142,10 +142,8 @@ def decode_seconds(args, plan: summary.RolePlan, step: traffic.StepSizes, cluste
     """
     sizes, cache, mean = parallel_sizes(args), plan.cache, step.prompt + step.response / 2
     assert cache is not None
-    requests, touched = cache.responses / cache.rounds, 1.0
-    if args.num_experts:
-        tokens = requests * max(1, sizes.expert * sizes.expert_tensor // sizes.tensor)
-        touched = 1 - (1 - args.moe_router_topk / args.num_experts) ** tokens
+    requests = cache.responses / cache.rounds
+    touched = 1 - (1 - used_experts(args)) ** (requests * max(1, sizes.expert * sizes.expert_tensor // sizes.tensor))
     stages = stage_weights(args, plan.vocab_size, value_head=False)
     weights = [w for chunks in stages for chunk in chunks for w in chunk]
     if any(w.name.startswith("output_layer.") for w in weights):

@@ -8,11 +8,10 @@ import functools
 from collections.abc import Collection
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from megarl.errors import UsageError
-from megarl.mcore.any_model import source
+from megarl.mcore.any_model import reach
 from megarl.mcore.any_model.chunk import PREFIX
 from megarl.mcore.kernels.linear import at_least_rows
 from megarl.mcore.lora.adapted_linear import AdaptedLinear
@@ -34,7 +33,7 @@ class ModuleLinears(NamedTuple):
 
     def renamed_by_peft(self) -> tuple[str, ...]:
         """Ends of names of layers that PEFT must be given as parameters."""
-        parameters = source.of_path(self.path).module(torch.float32).parameters()
+        parameters = reach.of_path(self.path).module.parameters()
         return RENAMED if any(parameter.dim() == 3 for parameter in parameters) else ()
 
     def parse_targets(self, text: str) -> tuple[str, ...]:
@@ -94,16 +93,13 @@ class ModuleLinears(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def _linear_sizes(path: str) -> dict[str, tuple[int, int]]:
-    module, called = source.of_path(path).module(torch.float32), set()
-    for part in module.modules():
-        part.register_forward_pre_hook(lambda part, _: called.add(part))
-    source.find_slots(module)
+    module, _, called, *_ = reach.of_path(path)
     return {
         name: (each.weight.shape[0], each.weight.shape[1])
         for name, each in module.named_modules()
         if isinstance(each, nn.Linear) and type(each).forward is nn.Linear.forward
         if each is not module.get_output_embeddings()
-        if each in called or module.get_submodule(name.rpartition(".")[0]) not in called
+        if name in called or name.rpartition(".")[0] not in called
     }
 
 

@@ -110,8 +110,9 @@ class AnyChunk(MegatronModule):
         fused.fuse(self.hf)
         self.splits = {}
         if dist.get_world_size(pg_collection.tp) > 1:
-            self.splits = tensor_parallel.splits_of(self.hf, dist.get_world_size(pg_collection.tp))
-            tensor_parallel.split(self.hf, self.splits, pg_collection.tp)
+            ranks = tensor_parallel.Ranks(pg_collection.tp)
+            self.splits = tensor_parallel.splits_of(self.hf, ranks.size)
+            tensor_parallel.split(self.hf, self.splits, ranks, args.model_folder.partial_weights(ranks.size))
         for each in self.hf.modules():
             each._buffers |= {name: x.to(device.device()) for name, x in each._buffers.items() if x is not None}
         config.attention_slots = source.find_slots(self.hf, place=device.device())

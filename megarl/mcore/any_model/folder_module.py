@@ -4,13 +4,14 @@ A role's Megatron namespace has it as `model_folder`. Rooms that `any_model` its
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from megarl.data import node_files
-from megarl.mcore.any_model import routing, self_check, source, tensor_parallel, walk
+from megarl.mcore.any_model import reach, routing, self_check, source, tensor_parallel, tensor_trial, walk
 from megarl.mcore.any_model.adapters import ModuleLinears
 from megarl.mcore.any_model.attention import Slot, Unsupported
 from megarl.mcore.any_model.cache import mean_cache
@@ -31,11 +32,15 @@ class FolderModule(str):
 
     def slots(self) -> tuple[Slot, ...]:
         """The slots of the module's attention. Raises Unsupported."""
-        return _slots(self)[0]
+        return reach.of_path(self).slots
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of a sequence's recurrent states. Raises Unsupported."""
-        return _slots(self)[1]
+        return reach.of_path(self).module.state_shapes
+
+    def untrained(self) -> tuple[str, ...]:
+        """As of `Reach`: what no role trains."""
+        return reach.of_path(self).untrained
 
     def self_check(self, longest: int):
         """Raises Unsupported for a module that computes other logits alone than under megarl.
@@ -64,17 +69,24 @@ class FolderModule(str):
         Args:
             shards: each part is sharded over data-parallel ranks, too.
         """
-        module = source.of_path(self).module(torch.float32)
-        source.find_slots(module)
+        module = reach.of_path(self).module
         try:
             tensor_parallel.check_heads(module, ranks)
             splits = tensor_parallel.splits_of(module, ranks)
+            self.partial_weights(ranks)
         except Unsupported as error:
             return str(error)
         packed = [name for name, split in splits.items() if split.parts > 1 and split.axis > 0]
         if packed and shards:
             return f"--use-torch-fsdp2 shards {packed[0]} along another axis than that of its packed parts"
         return None
+
+    def partial_weights(self, ranks: int) -> tuple[str, ...]:
+        """As of `tensor_trial`. Raises Unsupported."""
+        problem, *names = _trial(self, ranks).split("\n")
+        if problem:
+            raise Unsupported(problem)
+        return tuple(names)
 
     def parameter_names(self, value_head: bool) -> list[str]:
         """The names of a role's parameters, a tied one once."""
@@ -90,14 +102,19 @@ class FolderModule(str):
         """The parameters, of elements of so many bytes, that each of so many tensor-parallel ranks holds."""
         module, tensors = _tensors(self, value_head)
         splits = tensor_parallel.splits_of(module, ranks) if ranks > 1 else {}
-        found = []
+        experts, found = reach.of_path(self).experts, []
         for name, tensor in tensors.items():
             shape, split = list(tensor.shape), splits.get(name.removeprefix(PREFIX))
             if split is not None:
                 shape[split.axis] //= ranks
             if isinstance(tensor, torch.nn.Parameter):
-                found.append(Weight(name, tuple(shape) or (1,), element))
+                is_routed = name.removeprefix(PREFIX).rpartition(".")[0] in experts
+                found.append(Weight(name, tuple(shape) or (1,), element, is_routed=is_routed))
         return found
+
+    def used_experts(self) -> float:
+        """The share of its experts' weights that a token uses; 1 if the module has none."""
+        return next((topk / experts for experts, topk in reach.of_path(self).experts.values()), 1.0)
 
     def mean_cache(self, ranks: int) -> tuple[int, int]:
         """As of `cache.mean_cache`."""
@@ -108,7 +125,7 @@ class FolderModule(str):
 def _tensors(path: str, value_head: bool) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """The module, and a role's parameters and persistent buffers by name, each once. The caller changes neither."""
     found = source.of_path(path)
-    module = found.module(torch.float32)
+    module = found.module(torch.float32) if value_head else reach.of_path(path).module
     if value_head:
         module.set_output_embeddings(torch.nn.Identity())
     once = {id(each): (name, each) for name, each in reversed(module.state_dict(keep_vars=True).items())}
@@ -117,27 +134,29 @@ def _tensors(path: str, value_head: bool) -> tuple[PreTrainedModel, dict[str, Te
 
 
 @functools.lru_cache(maxsize=8)
-def _slots(path: str) -> tuple[tuple[Slot, ...], tuple[tuple[int, ...], ...]]:
-    found = source.of_path(path)
-    with source.one_line_errors(found.kind, "be built"):
-        module = found.module(torch.float32)
-        return source.find_slots(module), module.state_shapes
+def _self_check(path: str, longest: int) -> str:
+    """What differs, or an empty text."""
+    return _tried(path, "self-check", longest, lambda found: self_check.check(found, longest))
 
 
 @functools.lru_cache(maxsize=8)
-def _self_check(path: str, longest: int) -> str:
-    """What differs, or an empty text; one process of a node tries it."""
+def _trial(path: str, ranks: int) -> str:
+    """What differs over so many ranks, or an empty line and a name in each other one."""
+    return _tried(path, "trial", ranks, lambda found: "\n".join(["", *tensor_trial.partial_weights(found, ranks)]))
+
+
+def _tried(path: str, kind: str, size: int, attempt: Callable[[source.Source], str | None]) -> str:
+    """What an attempt finds out of a folder, or why it failed; one process of a node makes it."""
     found = source.of_path(path)
 
     def try_it() -> str:
         try:
             with source.one_line_errors(found.kind, "be built"):
-                self_check.check(found, longest)
+                return attempt(found) or ""
         except Unsupported as error:
             return str(error)
-        return ""
 
-    return node_files.text(("self-check", longest, node_files.identity(f"{path}/{CONFIG}")), try_it)
+    return node_files.text((kind, size, node_files.identity(f"{path}/{CONFIG}")), try_it)
 
 
 @functools.lru_cache(maxsize=8)

@@ -7,6 +7,7 @@ are, and what is wrapped around linear layers later is called.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from megarl.mcore.any_model import attention, rows, source
 from megarl.mcore.any_model.attention import CachePass, Pass, Scores, Slot, Unsupported
+from megarl.mcore.any_model.rows import SIZES, TOLERANCE, Norm, agree, floats_of, norm_of, prepacked_product
 from megarl.mcore.attention.native_attention import NativeDecodes
 from megarl.mcore.kernels import native
 from megarl.mcore.kernels.linear import prepacked
@@ -26,21 +29,11 @@ from megarl.mcore.kernels.norm import rms_norm
 from megarl.mcore.kernels.rotation import rotated_heads
 from megarl.mcore.kernels.swiglu import activated
 
-SIZES = 1e-3, 1.0, 100.0  # of inputs: where an ε shows, and above what a part might clip
-TOLERANCE = 2e-6  # beside the largest number
 PLAIN = bool, int, float, str, type(None), Tensor  # arguments by which a part hands nothing to others
 
 
-class GainNorm:
-    """x · r · (offset + weight) with r = (mean x² + ε)^−½ (1910.07467 eq. 4)."""
-
-    def __init__(self, part: Any, eps: float, offset: float):
-        self.part, self.eps, self.offset = part, eps, offset
-
-    def weight(self) -> Tensor:
-        """What the norm multiplies by, [H]."""
-        weight = self.part.weight
-        return (self.offset + weight if self.offset else weight).contiguous()
+class GainNorm(Norm):
+    """A norm without a bias."""
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """[…, H] -> […, H]."""
@@ -79,11 +72,7 @@ class Merged:
 
     def __call__(self, x: Tensor) -> Tensor | None:
         """[…, K] -> […, N] without gradients; None where the merged weight is not prepacked."""
-        packed = None if torch.is_grad_enabled() else prepacked(self)
-        if packed is None:
-            return None
-        like = x.new_empty(1).expand(sum(each.out_features for each in self.linears()), x.shape[-1])
-        return native.ops.linear(x.contiguous(), like, packed, self.bias())
+        return prepacked_product(self, x, sum(each.out_features for each in self.linears()), self.bias())
 
 
 class GatedMLP:
@@ -230,13 +219,17 @@ def _is_bare(linear: nn.Module) -> bool:
     return is_alone and not linear._forward_hooks and not linear._forward_pre_hooks
 
 
-def products(module: nn.Module) -> tuple[list[Tensor], Iterator[tuple[Merged, Tensor]]]:
-    """Weights that a rollout multiplies by: of single linear layers, and of merged ones, with what merges them."""
+def products(module: nn.Module) -> tuple[list[Tensor], Iterator[tuple[Any, Tensor]]]:
+    """Weights that a rollout multiplies by: of single linear layers, and of merged ones, with what merges them; those
+    of `Conv1D` transposed."""
     fused = [vars(part)["fused"] for part in module.modules() if "fused" in vars(part)]
     merged = [each.merged for each in fused if isinstance(each, (GatedMLP, Attention)) and each.merged.is_possible()]
     parts = {id(linear) for each in merged for linear in each.linears()}
     single = [each.weight for each in module.modules() if isinstance(each, nn.Linear) and id(each) not in parts]
-    return single, ((each, each.weight()) for each in merged)
+    turned = [x.weight for x in module.modules() if isinstance(x, Conv1D) and native.supports(x.weight)]
+    return single, itertools.chain(
+        ((each, each.weight()) for each in merged), ((w, w.t().contiguous()) for w in turned)
+    )
 
 
 # -- recognition -------------------------------------------------------------------------------------------------------
@@ -313,7 +306,7 @@ def _take(part: nn.Module, candidates: Iterator, call: tuple[torch.Size, list, d
 def _agree(found: list, wanted: list, limit: float) -> bool:
     pairs = [(one, other) for one, other in zip(found, wanted, strict=True) if torch.is_tensor(other)]
     is_alike = [one is not None for one in found] == [other is not None for other in wanted]
-    return is_alike and all((one - other).abs().max() <= limit * other.abs().max() for one, other in pairs)
+    return is_alike and all(agree(one, other, limit) for one, other in pairs)
 
 
 def _children(part: nn.Module) -> tuple[list[str], list[str], list[str]]:
@@ -324,13 +317,9 @@ def _children(part: nn.Module) -> tuple[list[str], list[str], list[str]]:
     return linears, norms, [name for name in with_weights if name not in linears and name not in norms]
 
 
-def _floats(part: nn.Module) -> list[float]:
-    return [value for value in vars(part).values() if isinstance(value, float)]
-
-
 def _norms(part: nn.Module):
-    if [(name, each.dim()) for name, each in part.named_parameters()] == [("weight", 1)]:
-        yield from (GainNorm(part, eps, offset) for eps in _floats(part) for offset in (0.0, 1.0))
+    if (norm := norm_of(part)) is not None and norm.bias() is None:
+        yield GainNorm(part, norm.eps, norm.offset)
 
 
 def _attentions(part: nn.Module):
@@ -352,5 +341,5 @@ def _layers(part: nn.Module):
     mlps = [each for each in children if isinstance(vars(each).get("fused"), GatedMLP)]
     if len(attends) == len(mlps) == 1 and len(children) == len(norms) == 2 and not linears:
         first, second = (part._modules[name] for name in norms)
-        made = (Layer(part, [first, *attends, second, *mlps], multiplier) for multiplier in (1.0, *_floats(part)))
+        made = (Layer(part, [first, *attends, second, *mlps], multiplier) for multiplier in (1.0, *floats_of(part)))
         yield from (each for each in made if each.has_operator())

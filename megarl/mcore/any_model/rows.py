@@ -20,11 +20,14 @@ from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from megarl.mcore import device
+from megarl.mcore.kernels import native
 from megarl.mcore.kernels.batch_invariance import VECTOR, is_exact
-from megarl.mcore.kernels.linear import Product, at_least_rows, exact_product, linear, matmul
+from megarl.mcore.kernels.linear import Product, at_least_rows, exact_product, linear, matmul, prepacked
 
 NAME = "megarl"
 ROWS = 2 * VECTOR
+SIZES = 1e-3, 1.0, 100.0  # of inputs: where an ε shows, and above what a part might clip
+TOLERANCE = 2e-6  # beside the largest number
 _of_torch, _matmul, _addmm = functional.linear, torch.matmul, torch.addmm
 # Where modules find what multiplies matrices without `linear`.
 MATMUL = ((torch, "matmul"), (torch, "bmm"), (Tensor, "matmul"), (Tensor, "__matmul__"), (Tensor, "bmm"))
@@ -43,6 +46,14 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, multiply: Pro
     return at_least_rows(linear, rows, weight.contiguous(), bias, multiply).view(*x.shape[:-1], len(weight))
 
 
+def prepacked_product(owner: Any, x: Tensor, width: int, bias: Tensor | None) -> Tensor | None:
+    """x […, K] -> […, width] by the prepacked weight of its owner; None if it has none, and with gradients."""
+    packed = None if torch.is_grad_enabled() else prepacked(owner)
+    if packed is None:
+        return None
+    return native.ops.linear(x.contiguous(), x.new_empty(1).expand(width, x.shape[-1]), packed, bias)
+
+
 def matrix_product(x: Tensor, y: Tensor) -> Tensor:
     """`torch.matmul`, by megarl's kernels if y is a matrix [K, N], as some modules multiply by their experts."""
     if y.dim() == 2 and x.dim() >= 2 and x.is_floating_point():
@@ -51,13 +62,14 @@ def matrix_product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def no_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Zeros of the shape of x · weightᵀ."""
-    return x.new_zeros(*x.shape[:-1], len(weight))
+    """The first terms of a product's sums: of its shape, and made of the same tensors."""
+    first = x[..., :1] * weight[:, 0].to(x.dtype)
+    return first if bias is None else first + bias.to(x.dtype)
 
 
 def no_matmul(x: Tensor, y: Tensor) -> Tensor:
-    """Zeros of the shape of x · y."""
-    return x.new_zeros(_matmul(x.to("meta"), y.to("meta")).shape)
+    """As `no_product`, of `torch.matmul`."""
+    return _matmul(x, y) if y.dim() < 2 else _matmul(x[..., :1], y[..., :1, :])
 
 
 def product_of(config) -> Callable:
@@ -86,8 +98,10 @@ def installed(
     `experts_function`: in place of `experts`."""
 
     def addmm(bias: Tensor, x: Tensor, y: Tensor, **scales) -> Tensor:  # of `Conv1D`, a linear layer
-        is_linear = bias.dim() == 1 and not scales
-        return linear_function(x, y.t(), bias) if is_linear else _addmm(bias, x, y, **scales)
+        if bias.dim() > 1 or scales:
+            return _addmm(bias, x, y, **scales)
+        out = prepacked_product(y, x, len(bias), bias) if linear_function is product else None
+        return linear_function(x, y.t(), bias) if out is None else out
 
     if experts_function is not None:
         ALL_EXPERTS_FUNCTIONS[NAME] = experts_function
@@ -100,47 +114,77 @@ def installed(
             ALL_EXPERTS_FUNCTIONS[NAME] = experts
 
 
-def use_row_norms(module: nn.Module, compute: Callable | None = None):
-    """Gives the norms of a module, those that compute a known formula, a kernel with one program for each row.
-    `compute`: in place of it."""
-    for each in module.modules():
-        if (shift := _norm_of(each)) is not None:
-            each.forward = functools.partial(compute or _row_norm, each, shift)
+# -- norms -------------------------------------------------------------------------------------------------------------
 
 
-def _row_norm(norm: Any, shift: float, x: Tensor) -> Tensor:
-    from megarl.mcore.kernels.cuda.row_norm import row_norm  # needs Triton
+class Norm:
+    """(x − m) · r · (offset + weight) + bias with r = (mean (x − m)² + ε)^−½, where m is the mean of x (1607.06450), or
+    without a bias 0 (1910.07467 eq. 4)."""
 
-    bias = getattr(norm, "bias", None)
-    return row_norm(x, shift + norm.weight.float(), None if bias is None else bias.float(), _epsilon(norm) or 0.0)
+    def __init__(self, part: Any, eps: float, offset: float):
+        self.part, self.eps, self.offset = part, eps, offset
 
+    def weight(self) -> Tensor:
+        """What the norm multiplies by, [H]."""
+        weight = self.part.weight
+        return (self.offset + weight if self.offset else weight).contiguous()
 
-def _epsilon(norm: nn.Module) -> float | None:
-    return getattr(norm, "variance_epsilon", getattr(norm, "eps", getattr(norm, "epsilon", None)))
+    def bias(self) -> Tensor | None:
+        """[H]."""
+        return self.part._parameters.get("bias")
+
+    def formula(self, x: Tensor) -> Tensor:
+        """[…, H] -> […, H]."""
+        bias = self.bias()
+        x = x if bias is None else x - x.mean(-1, keepdim=True)
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight()
+        return normed if bias is None else normed + bias
 
 
 @torch.no_grad()
-def _norm_of(module: Any) -> float | None:
-    """What a norm adds to its weight: 0 or 1. None: the module is none, or of another formula."""
-    own, eps = dict(module._parameters), _epsilon(module)
-    weight, bias = own.get("weight"), own.get("bias")
-    if weight is None or weight.dim() != 1 or not isinstance(eps, float) or len(own) > 1 + (bias is not None):
+def norm_of(part: Any) -> Norm | None:
+    """The norm that a module is; None for another module. It is called with inputs of several sizes."""
+    own = dict(part._parameters)
+    weight = own.get("weight")
+    if weight is None or weight.dim() != 1 or own.keys() > {"weight", "bias"} or any(True for _ in part.buffers()):
         return None
     x = torch.linspace(-1, 2, 3 * len(weight)).sin().view(3, -1)
     try:
-        module._parameters.update(dict.fromkeys(own, x[0]))
-        found = module(x)
+        part._parameters.update({name: None if each is None else x[0] for name, each in own.items()})
+        pairs = [(size * x, part(size * x)) for size in SIZES]
+        found = (Norm(part, eps, offset) for eps in floats_of(part) for offset in (0.0, 1.0))
+        return next((norm for norm in found if all(agree(norm.formula(x), wanted) for x, wanted in pairs)), None)
     except Exception:  # it takes other inputs
         return None
     finally:
-        module._parameters.update(own)
-    centred = x if bias is None else x - x.mean(-1, keepdim=True)
-    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    for shift in (0.0, 1.0):
-        wanted = normed * (shift + x[0]) + (0 if bias is None else x[0])
-        if torch.is_tensor(found) and found.shape == x.shape and torch.allclose(found, wanted, atol=1e-5):
-            return shift
-    return None
+        part._parameters.update(own)
+
+
+def agree(found: Tensor, wanted: Tensor, limit: float = TOLERANCE) -> bool:
+    """Whether numbers differ by no more than `limit` beside the largest."""
+    return bool((found - wanted).abs().max() <= limit * wanted.abs().max())
+
+
+def floats_of(part: nn.Module) -> list[float]:
+    """Numbers that a module has as attributes."""
+    return [value for value in vars(part).values() if isinstance(value, float)]
+
+
+def use_row_norms(module: nn.Module, compute: Callable | None = None):
+    """Gives the norms of a module a kernel with one program for each row. `compute`: in place of it."""
+    for each in module.modules():
+        if (norm := norm_of(each)) is not None:
+            each.forward = functools.partial(compute or _row_norm, norm)
+
+
+def _row_norm(norm: Norm, x: Tensor) -> Tensor:
+    from megarl.mcore.kernels.cuda.row_norm import row_norm  # needs Triton
+
+    bias = norm.bias()
+    return row_norm(x, norm.offset + norm.part.weight.float(), None if bias is None else bias.float(), norm.eps)
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
 
 
 def experts(self, hidden: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def check(found: Source, longest: int):
     source.find_slots(module)
     fused.fuse(module)
     tokens = torch.randint(small.text.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(SEED))
-    run = functools.partial(_logits, module, LogitInputs(module))
+    run = functools.partial(logits, module, LogitInputs(module))
     of_own, of_module = (source.values_in(each, source.spread_values) for each in (own, module))
     with torch.no_grad(), source.one_line_errors(type(module)), of_own, of_module:
         whole = run(tokens, [TOKENS])
@@ -68,7 +68,7 @@ def _compare(kind: type, what: str, found: Tensor, wanted: Tensor):
         )
 
 
-def _logits(module: PreTrainedModel, inputs: LogitInputs, tokens: Tensor, lengths: list[int] | None = None) -> Tensor:
+def logits(module: PreTrainedModel, inputs: LogitInputs, tokens: Tensor, lengths: list[int] | None = None) -> Tensor:
     """Logits [T, V] of tokens [T] under megarl's passes, by torch's own products.
 
     Args:
@@ -81,8 +81,8 @@ def _logits(module: PreTrainedModel, inputs: LogitInputs, tokens: Tensor, length
         with attention.running(HeldPass(len(each), functions=functions, held=held, sequence=sequence)):
             hidden = inputs(each[None], at[None])
         found.append(linear(*head_inputs(module.get_output_embeddings(), hidden)).float())
-    logits, cap = torch.cat(found), inputs.softcap
-    return logits if cap is None else cap * torch.tanh(logits / cap)
+    whole, cap = torch.cat(found), inputs.softcap
+    return whole if cap is None else cap * torch.tanh(whole / cap)
 
 
 @dataclass
@@ -122,9 +122,9 @@ class HeldPass(Pass):
 # -- a small model -----------------------------------------------------------------------------------------------------
 
 
-def shortened(found: Source, longest: int) -> Source:
+def shortened(found: Source, longest: int, ranks: int = 1) -> Source:
     """The same model with its first layers alone, as many as show each kind of layer, and with short windows.
-    Argument as of `check`."""
+    Its widths can be split over so many ranks. Argument as of `check`."""
     config = copy.deepcopy(found.config)
     text = config.get_text_config()
     if isinstance(getattr(text, "sliding_window", None), int) and text.sliding_window < longest:
@@ -132,7 +132,7 @@ def shortened(found: Source, longest: int) -> Source:
     for name in source.LIMITS:
         if isinstance(getattr(text, name, None), int):
             setattr(text, name, max(getattr(text, name), TOKENS))
-    small = found._replace(config=_narrowed(config))
+    small = found._replace(config=_narrowed(config, ranks * WIDTH))
     try:
         kinds, lists = _kinds(small)
     except Unsupported:  # a width that others have to fit
@@ -155,13 +155,13 @@ def shortened(found: Source, longest: int) -> Source:
         return small
 
 
-def _narrowed(config):
+def _narrowed(config, width: int):
     config = copy.deepcopy(config)
     text = config.get_text_config()
     for name in WIDTHS.split():
         if isinstance(getattr(text, name, None), int):
-            setattr(text, name, min(getattr(text, name), WIDTH))
-    if (getattr(text, "pad_token_id", None) or 0) >= WIDTH:
+            setattr(text, name, min(getattr(text, name), width))
+    if (getattr(text, "pad_token_id", None) or 0) >= width:
         text.pad_token_id = 0
     return config
 

@@ -8,7 +8,7 @@ a rank has. The vocabulary is split over the ranks in embedding and head, as meg
 import contextlib
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -23,35 +23,61 @@ from transformers import PreTrainedModel
 from megarl.mcore.any_model.attention import Unsupported
 
 FLAG = "--tensor-model-parallel-size"
-to_all, summed = mappings.copy_to_tensor_model_parallel_region, mappings.reduce_from_tensor_model_parallel_region
-gathered = mappings.gather_from_tensor_model_parallel_region
-own_columns = mappings.scatter_to_tensor_model_parallel_region
 ROWS, COLUMNS = -2, -1  # axes of a matrix, of one expert or of a linear layer
 
 
+class Ranks:
+    """This rank among those that share a module, and what they send each other: [..., H] each."""
+
+    def __init__(self, group):
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+
+    def to_all(self, x: Tensor) -> Tensor:
+        """x, whose gradient is summed over the ranks."""
+        return mappings.copy_to_tensor_model_parallel_region(x, self.group)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum over the ranks."""
+        out = mappings.reduce_from_tensor_model_parallel_region(x, self.group)
+        # Autograd lets no module add in place to what a function of its own returns.
+        return out.clone() if torch.is_grad_enabled() else out
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """The columns of all ranks."""
+        return mappings.gather_from_tensor_model_parallel_region(x, self.group)
+
+    def own_columns(self, x: Tensor) -> Tensor:
+        """This rank's columns of a whole x."""
+        return mappings.scatter_to_tensor_model_parallel_region(x, self.group)
+
+    def share(self, x: Tensor) -> Tensor:
+        """x over the number of ranks, which will add it."""
+        return x / self.size
+
+
 class Style(NamedTuple):
-    """What a plan's word means."""
+    """What a plan's word means. Methods of `Ranks` are given by name."""
 
     axis: int | None = None  # of the weights that is split; None: none
     parts: int = 1  # that a weight packs along the axis, each of which is split
-    before: Callable | None = None  # of a module's inputs, with the group
-    after: Callable | None = None  # of its output, with the group
-    sums_gradient: bool = False  # a rank's gradient is a part of the weight's
+    before: str | None = None  # of a module's inputs
+    after: str | None = None  # of its output
 
 
 STYLES = {
-    "colwise": Style(ROWS, before=to_all),
-    "colwise_gather_output": Style(ROWS, before=to_all, after=gathered),
-    "packed_colwise": Style(ROWS, parts=2, before=to_all),
-    "rowwise": Style(COLUMNS, after=summed),
-    "rowwise_split_input": Style(COLUMNS, before=own_columns, after=summed),
-    "packed_rowwise": Style(COLUMNS, parts=2, after=summed),
-    "moe_tp_experts": Style(before=to_all, after=summed),
-    "all_reduce": Style(after=summed),
-    "replicated_with_grad_allreduce": Style(sums_gradient=True),
+    "colwise": Style(ROWS, before="to_all"),
+    "colwise_gather_output": Style(ROWS, before="to_all", after="gathered"),
+    "packed_colwise": Style(ROWS, parts=2, before="to_all"),
+    "rowwise": Style(COLUMNS, after="summed"),
+    "rowwise_split_input": Style(COLUMNS, before="own_columns", after="summed"),
+    "packed_rowwise": Style(COLUMNS, parts=2, after="summed"),
+    "moe_tp_experts": Style(before="to_all", after="summed"),
+    "moe_identity_expert": Style(after="share"),
+    "all_reduce": Style(after="summed"),
+    "mla_kv_a_proj": Style(),
     "replicate": Style(),
     "local_params": Style(),  # of a module with shares that the plan names for themselves: sinks
-    "mla_kv_a_proj": Style(),
+    "replicated_with_grad_allreduce": Style(),  # `tensor_trial` finds these, and others that plans do not name
 }
 
 
@@ -106,30 +132,41 @@ def check_heads(module: PreTrainedModel, ranks: int):
                 raise Unsupported(f"{name} has {slot.heads} heads with {slot.groups} keys, which it does not divide")
 
 
+def starred(name: str) -> str:
+    """A name as plans have it: with * for numbers."""
+    return re.sub(r"\d+", "*", name)
+
+
 def _style(plan: dict[str, str], name: str) -> str | None:
-    return plan.get(re.sub(r"\d+", "*", name))
+    return plan.get(starred(name))
 
 
-def split(module: PreTrainedModel, splits: dict[str, Split], group):
-    """Gives a module on the meta device this rank's shares, and its parts what their styles do."""
-    ranks, rank, plan = dist.get_world_size(group), dist.get_rank(group), module.tp_plan
+def split(module: PreTrainedModel, splits: dict[str, Split], ranks: Ranks, partial: Collection[str] = ()):
+    """Gives a module on the meta device this rank's shares, and its parts what their styles do.
+
+    Args:
+        partial: names, with * for numbers, of whole weights of whose gradients each rank has a part.
+    """
+    plan = module.tp_plan
     for name, each in splits.items():
         owner, _, last = name.rpartition(".")
         part = module.get_submodule(owner)
         weight = part._parameters[last]
-        part._parameters[last] = nn.Parameter(each.of(weight.data, rank, ranks), requires_grad=weight.requires_grad)
+        share = each.of(weight.data, ranks.rank, ranks.size)
+        part._parameters[last] = nn.Parameter(share, requires_grad=weight.requires_grad)
     module.tie_weights()
     ends = module.get_input_embeddings(), module.get_output_embeddings()
     for name, part in module.named_modules():
         word = None if part in ends else _style(plan, name)
         style = STYLES.get(word or "", Style())
+        names = [each for each in part._parameters if starred(f"{name}.{each}") in partial]
+        if names:
+            part.forward = functools.partial(_with_partial_gradients, part.forward, part, ranks, names)
         if word == "mla_kv_a_proj":
-            part.forward = functools.partial(_with_shared_key, part.forward, module.config.get_text_config(), group)
-        elif style.sums_gradient:
-            part.forward = functools.partial(_with_partial_gradients, part.forward, part, group)
+            part.forward = functools.partial(_with_shared_key, part.forward, module.config.get_text_config(), ranks)
         elif style.before or style.after:
-            part.forward = functools.partial(_between, part.forward, part, style, group)
-    _split_embedding(ends[0], rank, group)
+            part.forward = functools.partial(_between, part.forward, part, style, ranks)
+    _split_embedding(ends[0], ranks)
 
 
 def mark(module: PreTrainedModel, splits: dict[str, Split]):
@@ -140,37 +177,37 @@ def mark(module: PreTrainedModel, splits: dict[str, Split]):
             set_tensor_model_parallel_attributes(weight, True, splits[name].axis, 1)
 
 
-def _between(forward, part: nn.Module, style: Style, group, *args, **kwargs):
+def _between(forward, part: nn.Module, style: Style, ranks: Ranks, *args, **kwargs):
     """A module's forward pass between its style's functions; a bias is added once, after a sum."""
     if style.before:
-        args = [style.before(x, group) if torch.is_tensor(x) and x.is_floating_point() else x for x in args]
-    with _parameters_as(part, lambda bias: None if style.after is summed else bias, "bias"):
+        before = getattr(ranks, style.before)
+        args = [before(x) if torch.is_tensor(x) and x.is_floating_point() else x for x in args]
+    is_sum = style.after == "summed"
+    with _parameters_as(part, lambda bias: None, ["bias"] if is_sum else []):
         out = forward(*args, **kwargs)
-    out = style.after(out, group) if style.after else out
-    if style.after is summed and torch.is_grad_enabled():
-        out = out.clone()  # autograd lets no module add in place to what a function of its own returns
-    bias = part._parameters.get("bias") if style.after is summed else None
+    out = getattr(ranks, style.after)(out) if style.after else out
+    bias = part._parameters.get("bias") if is_sum else None
     return out if bias is None else out + bias
 
 
-def _with_shared_key(forward, config, group, *args, **kwargs) -> Tensor:
+def _with_shared_key(forward, config, ranks: Ranks, *args, **kwargs) -> Tensor:
     """Latents and a key that all heads share: each rank's heads give a part of the key's gradient."""
     out = forward(*args, **kwargs)
     width = config.qk_rope_head_dim
     latent, key = out.split([out.shape[-1] - width, width], dim=-1)
-    return torch.cat([latent, to_all(key, group)], dim=-1)
+    return torch.cat([latent, ranks.to_all(key)], dim=-1)
 
 
-def _with_partial_gradients(forward, part: nn.Module, group, *args, **kwargs):
+def _with_partial_gradients(forward, part: nn.Module, ranks: Ranks, names: Collection[str], *args, **kwargs):
     """A module whose whole weights each rank uses for its own heads: their gradients are summed over the ranks."""
-    with _parameters_as(part, lambda weight: to_all(weight, group)):
+    with _parameters_as(part, ranks.to_all, names):
         return forward(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def _parameters_as(part: nn.Module, changed: Callable[[Tensor], Tensor | None], *names: str):
-    """Context in which a module's own parameters, or those of these names, are other tensors."""
-    before = {n: p for n, p in part._parameters.items() if p is not None and n in (names or (n,))}
+def _parameters_as(part: nn.Module, changed: Callable[[Tensor], Tensor | None], names: Collection[str]):
+    """Context in which a module's own parameters of these names are other tensors."""
+    before = {name: each for name, each in part._parameters.items() if each is not None and name in names}
     part._parameters.update({name: changed(each) for name, each in before.items()})
     try:
         yield
@@ -178,16 +215,16 @@ def _parameters_as(part: nn.Module, changed: Callable[[Tensor], Tensor | None], 
         part._parameters.update(before)
 
 
-def _split_embedding(embedding: Any, rank: int, group):
+def _split_embedding(embedding: Any, ranks: Ranks):
     """Each rank looks up its rows of the vocabulary; the vectors of the others are 0 there."""
     rows, forward, padding = len(embedding.weight), embedding.forward, embedding.padding_idx
     if padding is not None:  # its row gets no gradient; each rank numbers its rows from 0
-        embedding.padding_idx = padding - rank * rows if padding // rows == rank else None
+        embedding.padding_idx = padding - ranks.rank * rows if padding // rows == ranks.rank else None
 
     def look_up(tokens: Tensor) -> Tensor:
-        own = tokens - rank * rows
+        own = tokens - ranks.rank * rows
         is_own = (own >= 0) & (own < rows)
-        return summed(forward(own * is_own) * is_own.unsqueeze(-1), group)
+        return ranks.summed(forward(own * is_own) * is_own.unsqueeze(-1))
 
     embedding.forward = look_up
 

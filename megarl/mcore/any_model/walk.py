@@ -75,6 +75,6 @@ def walk(module: PreTrainedModel) -> Walk:
 def inexact_part(model: Source) -> str | None:
     """What keeps an exact rollout on CUDA from this model; None: nothing that is known."""
     module = model.module(torch.bfloat16)
-    rows.use_row_norms(module, lambda norm, shift, x: x)
+    rows.use_row_norms(module, lambda norm, x: x)
     found = walk(module)
     return found.sums or found.waits

@@ -165,8 +165,9 @@ def patterns_of(args, attribute: str) -> list[str]:
 
 
 def frozen_patterns(args) -> list[str]:
-    """The patterns of `--freeze`, and that of indexers, which are never trained."""
-    return patterns_of(args, FREEZE) + (["*.indexer.*"] if args.dsa_indexer_topk is not None else [])
+    """The patterns of `--freeze`, of indexers, and of what is never trained in a module of transformers."""
+    own = () if args.model_folder is None else args.model_folder.untrained()
+    return [*patterns_of(args, FREEZE), *(["*.indexer.*"] if args.dsa_indexer_topk is not None else []), *own]
 
 
 def layout_free(name: str) -> str:

@@ -137,8 +137,7 @@ def gradients(rank: int, folder: Path, flags: str) -> Gradients:
     find_pretrained(role, vocabulary, value_head=False).load(stages, pg)
     wrapped = optimizers.wrap_for_training(stages, role.megatron, pg)
     optimizer = optimizers.build_optimizer(wrapped, role.megatron, pg)
-    rows = [request.prompt for request in _requests(vocabulary)]
-    rows.append([vocabulary // 2, 0, 5])  # the first row of the second rank's vocabulary, and padding
+    rows = _rows(vocabulary)
 
     def forward(chunk, part):
         return forward_pass.token_scores(chunk, part.tokens, part.lengths, 1.0, vocabulary, part.routing)
@@ -157,6 +156,24 @@ def gradients(rank: int, folder: Path, flags: str) -> Gradients:
             for name, parameter in stages[0].named_parameters()
         },
     )
+
+
+def _rows(vocabulary: int) -> list[list[int]]:
+    rows = [request.prompt for request in _requests(vocabulary)]
+    return [*rows, [vocabulary // 2, 0, 5]]  # the first row of the second rank's vocabulary, and padding
+
+
+def own_gradients(_, folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """As of `gradients`, by transformers' own module and backward; by its names, of parameters that have some."""
+    from transformers import AutoModelForCausalLM
+
+    own = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **own).eval()
+    for row in _rows(module.config.get_text_config().vocab_size):
+        if len(row) > 1:
+            logprobs = module(torch.tensor([row]), use_cache=False).logits[0, :-1].to(dtype).log_softmax(-1)
+            logprobs.gather(1, torch.tensor(row[1:])[:, None]).sum().backward()
+    return {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
 
 
 def differences(rank: int, folders: dict[str, Path]) -> dict[str, float]:

@@ -1,12 +1,12 @@
 """Flags of single roles: role maps, token caps, and settings that the rollout inherits from the actor."""
 
 import pytest
-import torch
 
 from megarl.arguments import parse
 from megarl.errors import UsageError
 from megarl.flags.role_flags import named_roles, parse_role_map, with_prefix
 from megarl.mcore.config import optimizer_flags
+from megarl.planning.parameters import frozen_total, layout_free_names
 from tests.helpers.flag_rules import parsed, refused
 from tests.helpers.folders import any_types
 from tests.helpers.worlds import run_world
@@ -262,23 +262,16 @@ def test_flags_that_every_model_reads_are_not_training_flags():
     assert roles_of(flags)["reference"].megatron.use_torch_fsdp2
 
 
-def save_and_reach(_, folder) -> tuple[set[str], set[str]]:
-    """Writes a folder; the names of its module's parameters, and of those that get no gradient of a text."""
-    module = any_types.save("gemma3", folder)
-    module(torch.tensor([[3, 4, 5, 6]])).logits.sum().backward()
-    parameters = dict(module.named_parameters())
-    return set(parameters), {name for name, parameter in parameters.items() if parameter.grad is None}
-
-
 def test_what_no_text_reaches_in_a_module_of_transformers_is_not_trained(tmp_path):
-    ((names, unreached),) = run_world(save_and_reach, 1, tmp_path / "gemma3")
+    run_world(lambda _: any_types.save("gemma3", tmp_path / "gemma3") and None, 1)
     argv = f"--hf-model {tmp_path / 'gemma3'} --model-source transformers --max-prompt-length 8 --max-response-length 8"
 
-    def frozen(flags: str = "") -> set[str]:
+    def frozen(flags: str = "") -> tuple[set[str], int]:
         args = parse(f"{argv} --advantage grpo {flags}".split(), 1, "rl").roles["actor"].megatron
-        return {name for name in names if optimizer_flags.is_frozen(args, name)}
+        names = {name for name in layout_free_names(args, False) if optimizer_flags.is_frozen(args, name)}
+        return names, frozen_total(args, any_types.VOCAB, False)
 
-    assert unreached and frozen() == unreached
+    unread, count = frozen()
+    assert unread and all(name.split(".")[1] in ("vision_tower", "multi_modal_projector") for name in unread)
     own = "model.language_model.norm.weight"
-    assert frozen(f"--freeze {own}") == unreached | {own}
-    assert frozen("--lora-rank 2") == set()  # whose base has no optimizer
+    assert frozen(f"--freeze {own}") == (unread | {own}, count + 64)

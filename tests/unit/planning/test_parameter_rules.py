@@ -29,7 +29,7 @@ REFUSED = [  # flags, ranks, what the message says
     ("--lr-multipliers *=2 --lora-rank 2", 1, "--lr-multipliers: not allowed with low-rank factors"),
     ("--lr-multipliers *.router.*=0.1", 1, "--lr-multipliers *.router.*=0.1: names no parameter"),
     ("--lr-multipliers embedding.*=2 *=0.5", 1, "--lr-multipliers embedding.*=2: has no effect: later patterns"),
-    ("--lr-multipliers embedding.*=2 --freeze embedding.*", 1, "names only parameters that --freeze excludes"),
+    ("--lr-multipliers embedding.*=2 --freeze embedding.*", 1, "names only parameters that are not trained"),
     ("--lr-multipliers embedding.*", 1, "allowed is PATTERN=FACTOR with a factor of 0 or more"),
     ("--lr-multipliers embedding.*=-1", 1, "'embedding.*=-1': allowed is PATTERN=FACTOR"),
     ("--lr-multipliers embedding.*=inf", 1, "allowed is PATTERN=FACTOR"),

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megarl import arguments
 from megarl.comm import role_mesh
 from megarl.planning import memory, parameters, traffic
+from tests.helpers.folders import any_types
 from tests.helpers.folders.deepseek_configs import DEEPSEEK_V3 as V3
 from tests.helpers.folders.deepseek_configs import DEEPSEEK_YARN as YARN
 from tests.helpers.folders.deepseek_configs import KIMI_K2
@@ -197,3 +198,15 @@ def test_parameters_are_the_published_ones(name, tmp_path):
     assert round(found.total / 1e9, 1 if total < 100 else 0) == total
     embedding = config["vocab_size"] * config["hidden_size"]  # not everyone counts it, or the head, as active
     assert found.active - 2 * embedding <= active * 1e9 <= found.active + 0.5e9
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gemma3_text"])
+def test_a_module_of_transformers_has_the_parameters_of_megarls_layers(kind, tmp_path):
+    run_world(lambda _: any_types.small_config(kind, vocab_size=256).save_pretrained(tmp_path), 1)
+    flags = f"--hf-model {tmp_path} --max-prompt-length 8 --max-response-length 8 --global-batch-size 1"
+    of_layers, of_module = (
+        parameters.parameter_totals(role.megatron, 256, False)
+        for more in ("", " --model-source transformers")
+        for role in arguments.parse(f"{flags}{more}".split(), 1, "sft").roles.values()
+    )
+    assert of_module == of_layers and (of_module.active < of_module.total) == (kind == "qwen3_moe")

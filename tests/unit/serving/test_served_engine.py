@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.helpers.folders import any_types, hf_layouts
 from tests.helpers.models.tiny_models import VOCAB
 from tests.helpers.rollout.engines import NEVER, make_engine, make_requests, settings_of
 from tests.helpers.rollout.served_engines import generate, steps
 from tests.helpers.server.server_clients import completions_of
-from tests.helpers.tiers import long
+from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import run_world
 
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"
@@ -235,3 +236,32 @@ def test_an_engine_that_cannot_change_weights_says_so():
             served.update_weights("x")
 
     run_world(run, 1)
+
+
+# -- models of transformers --------------------------------------------------------------------------------------
+
+
+def served_module(rank, kind, folder):
+    """Completions of requests with a common beginning, with and without prefix caching, and tokens found in it."""
+    from megarl.mcore.inference.engine import RolloutEngine
+    from megarl.serving.served_engine import ServedEngine
+
+    any_types.save(kind, folder)
+    role, groups, (model,), _ = hf_layouts.build(folder, "--model-source transformers", False)
+    beginning, *ends = torch.arange(3, 3 + 80).split([50, 20, 10])
+    prompts = [beginning, torch.cat([beginning, ends[0]]), torch.cat([beginning, ends[1]]), beginning]
+    requests = [replace(each, prompt=prompts[i % 4].tolist()) for i, each in enumerate(make_requests(12, 12))]
+    done, found = [], []
+    for shares in (True, False):
+        sizes = role.model_vocab_size(0), 100, 0.02, 4  # some requests wait until others have ended
+        engine = RolloutEngine(model, groups.pg_collection, *sizes, prefix_caching=shares)
+        done.append(generate(ServedEngine(engine, NEVER), requests))
+        found.append(engine.take_prefill_counts().reused)
+    return done, found
+
+
+@pytest.mark.parametrize("kind", by_default(["gemma2", "gemma4_text", "qwen3_moe"], ["gemma2"]))
+def test_a_served_module_of_transformers_has_the_bits_of_one_without_hits_in_the_cache(kind, tmp_path):
+    (((with_hits, without), (found, none)),) = run_world(served_module, 1, kind, tmp_path / kind)
+    assert found >= 8 * 48 and none == 0  # two rounds of four requests find three blocks of 16 each
+    assert with_hits == without and all(len(each.logprobs) == 12 for each in with_hits)
