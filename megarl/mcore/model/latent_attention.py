@@ -56,9 +56,6 @@ class LatentAttention(Attention):
             self.linear_q_up_proj = self._column_parallel(submodules.linear_q_up_proj, config.q_lora_rank, queries)
         else:
             self.linear_q_proj = self._column_parallel(submodules.linear_q_proj, hidden, queries)
-        self.has_gates = bool(config.attention_output_gate)
-        if self.has_gates:  # a number of each head (Ling 3)
-            self.linear_gate = self._column_parallel(submodules.linear_kv_up_proj, hidden, heads)
         self.linear_kv_down_proj = ReplicatedLinear(hidden, sum(self.latent_channels), config, self.tp_group)
         self.kv_layernorm = self._norm(submodules.kv_layernorm, config.kv_lora_rank)
         up = self._column_parallel(submodules.linear_kv_up_proj, config.kv_lora_rank, heads * sum(self.kv_channels))
@@ -66,6 +63,9 @@ class LatentAttention(Attention):
         up.sequence_parallel = up.allreduce_dgrad = False
         up.disable_grad_reduce = True
         self.linear_kv_up_proj = up
+        self.has_gates = bool(config.attention_output_gate)
+        if self.has_gates:  # a number of each head (Ling 3)
+            self.linear_gate = self._column_parallel(submodules.linear_kv_up_proj, hidden, heads)
 
     def _norm(self, kind, width: int):
         epsilon = self.config.latent_norm_epsilon
@@ -87,7 +87,7 @@ class LatentAttention(Attention):
     ) -> tuple[Tensor, Tensor | None]:
         """[T, 1, H] (under sequence parallelism, this rank's tokens) -> output of that shape, and a bias to add.
 
-        `packed_seq_params` is a `PackedLayout`, `inference_context` a `PagedContext`; rotary_pos_emb [T, 1, r], or None.
+        `packed_seq_params` is a `PackedLayout`, `inference_context` a `PagedContext`; rotary_pos_emb [T, 1, r] or None.
         """
         if inference_context is not None:
             return self.step(hidden_states, inference_context.plan(rotary_pos_emb))

@@ -132,7 +132,8 @@ class RecurrentMixer(MegatronModule):
         projected, layout = self._projected(hidden_states), packed_seq_params
         if layout.order is None:
             return self.out_proj(self._mixed(projected, layout.runs, None).unsqueeze(1))
-        of_heads = to_heads(projected, tuple(self.sizes.wide.values()), layout.order, layout.cp_group)
+        parts = tuple(self.sizes.wide.values())
+        of_heads = to_heads(projected, parts, layout.order, layout.cp_group)
         ranks, rank = dist.get_world_size(layout.cp_group), dist.get_rank(layout.cp_group)
         mixed = to_tokens(self._mixed(of_heads, layout.runs, None, ranks, rank), layout.order, layout.cp_group)
         return self.out_proj(mixed.unsqueeze(1))

@@ -141,10 +141,10 @@ def _recurrence(args, t: int) -> list[Weight]:
     weights.append(_weight(args, f"{name}out_proj.weight", hidden, values))
     weights.append(_weight(args, f"{name}conv1d.weight", sizes.channels, 1, args.linear_conv_kernel_dim))
     if not is_space:
+        weights += _norm(args, f"{name}out_norm", sizes.values)
         if rank := sizes.gate_rank:
             weights.append(_weight(args, f"{name}latent_proj.weight", len(sizes.latents) * rank, hidden))
-        weights += [_weight(args, f"{name}{x}_proj.weight", sizes.wide[x], sizes.gate_rank) for x in sizes.latents]
-        return weights + _norm(args, f"{name}out_norm", sizes.values)
+        return weights + [_weight(args, f"{name}{x}_proj.weight", sizes.wide[x], sizes.gate_rank) for x in sizes.latents]
     weights.append(_weight(args, f"{name}conv1d.bias", sizes.channels))
     return [*weights, _weight(args, f"{name}norm.weight", values)]
 
@@ -172,13 +172,13 @@ def _latents(args, t: int) -> list[Weight]:
     this rank; perhaps a gate of each head."""
     gates = (args.num_attention_heads, args.hidden_size)
     norms = {"linear_q_down_proj": ("q", args.q_lora_rank), "linear_kv_down_proj": ("kv", args.kv_lora_rank)}
-    weights = _linear(args, "self_attention.linear_gate", gates, False, t) if args.attention_output_gate else []
+    weights: list[Weight] = []
     for name, size in linear_sizes(args, attention_sizes(args)).items():
         weights += _linear(args, name, size, args.add_bias_linear and name == ATTENDED, t)
         latent, width = norms.get(name.rpartition(".")[2], ("", 0))
         if args.qk_layernorm and latent:
             weights += _norm(args, f"self_attention.{latent}_layernorm", width)
-    return weights
+    return weights + (_linear(args, "self_attention.linear_gate", gates, False, t) if args.attention_output_gate else [])
 
 
 def _indexer(args) -> list[Weight]:

@@ -23,7 +23,7 @@ def packed_and_alone(rank: int, shape: str) -> tuple[torch.Tensor, torch.Tensor,
     return packed, torch.cat(alone), other
 
 
-@pytest.mark.parametrize("shape", ["recurrent", "mamba"])
+@pytest.mark.parametrize("shape", ["recurrent", "kimi", "ling", "mamba"])
 def test_packed_sequences_are_those_alone(shape):
     ((packed, alone, other),) = run_world(packed_and_alone, 1, shape)
     torch.testing.assert_close(packed, alone, rtol=0, atol=0 if native.is_built() else 1e-5)
