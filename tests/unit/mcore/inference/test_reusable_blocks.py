@@ -109,7 +109,7 @@ def test_episodes_that_begin_or_go_on_alike(ranks, case):
     long((1, {"episodes": {"siblings": 5}, "sampling": {"temperature": 0.2}, "speculative": True, "snapshots": 4})),
     long((2, {"episodes": {"siblings": 5}, "flags": f"{TP2} {SP}", "max_requests": 8})),
     long((1, {"shape": "mamba", "episodes": {"siblings": 5, "late": True}, "snapshots": 3})),
-    long((1, {"shape": "kimi", "episodes": {"siblings": 5}, "snapshots": 3, **CHUNKS})),
+    long((1, {"shape": "kimi", "episodes": {"siblings": 5, "late": True}, "snapshots": 3})),
 ], ids=str)  # fmt: skip
 def test_states_of_few_slots_and_shared_prompts_change_no_bit(ranks, case):
     for result in run_world(functools.partial(with_and_without, **{**STATES, **case}), ranks):
