@@ -144,7 +144,9 @@ def _recurrence(args, t: int) -> list[Weight]:
         weights += _norm(args, f"{name}out_norm", sizes.values)
         if rank := sizes.gate_rank:
             weights.append(_weight(args, f"{name}latent_proj.weight", len(sizes.latents) * rank, hidden))
-        return weights + [_weight(args, f"{name}{x}_proj.weight", sizes.wide[x], sizes.gate_rank) for x in sizes.latents]
+        return weights + [
+            _weight(args, f"{name}{x}_proj.weight", sizes.wide[x], sizes.gate_rank) for x in sizes.latents
+        ]
     weights.append(_weight(args, f"{name}conv1d.bias", sizes.channels))
     return [*weights, _weight(args, f"{name}norm.weight", values)]
 
@@ -178,7 +180,9 @@ def _latents(args, t: int) -> list[Weight]:
         latent, width = norms.get(name.rpartition(".")[2], ("", 0))
         if args.qk_layernorm and latent:
             weights += _norm(args, f"self_attention.{latent}_layernorm", width)
-    return weights + (_linear(args, "self_attention.linear_gate", gates, False, t) if args.attention_output_gate else [])
+    return weights + (
+        _linear(args, "self_attention.linear_gate", gates, False, t) if args.attention_output_gate else []
+    )
 
 
 def _indexer(args) -> list[Weight]:

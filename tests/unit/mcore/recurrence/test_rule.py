@@ -28,7 +28,9 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("sizes", [DELTA, CHANNELS, BOUNDED, SPACE], ids=["heads", "channels", "bounded", "state space"])
+@pytest.mark.parametrize(
+    "sizes", [DELTA, CHANNELS, BOUNDED, SPACE], ids=["heads", "channels", "bounded", "state space"]
+)
 def test_a_token_has_the_same_bits_under_any_cut(sizes):
     """One run, two, one token a call, beside others, after a copied state, and with gradients."""
     inputs = drawn(41, sizes)
