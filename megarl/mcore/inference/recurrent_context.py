@@ -1,4 +1,4 @@
-"""Rollout state of models with recurrent states: a state of each request beside the cache of keys and values or latents.
+"""Rollout state of models with recurrent states: a state of each request beside the cache of others' keys or latents.
 
 With prefix caching there are snapshots of states, which later prompts that begin alike continue. A state is of all
 tokens before it and as large as the keys and values of thousands, so it is kept only at the end of the last whole block

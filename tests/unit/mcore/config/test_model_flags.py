@@ -109,7 +109,7 @@ WRONG = {
     "latents expanded again": (f"{LATENT} --recompute-granularity selective --recompute-modules core_attn mla_up_proj",
                                "--recompute-modules core_attn mla_up_proj: allowed is core_attn without mla_up_proj"),
     "latents with learned positions": (f"{LATENT} --position-embedding-type learned_absolute",
-                                       f"--position-embedding-type learned_absolute: allowed is rope, yarn or none with"),
+                                       "-type learned_absolute: allowed is rope, yarn or none with"),
     **{f"{name} without a choice": (f"{LATENT} --{name} {value}", f"--{name} {shown}: allowed is none without {CHOICE}")
        for name, value, shown in [
            ("dsa-indexer-n-heads", 4, 4), ("dsa-indexer-head-dim", 64, 64), ("dsa-indexer-rope-interleaved", "", True),

@@ -43,7 +43,7 @@ WRONG = {
     "factors of states": ("--lora-rank 2 --lora-targets in_proj_z,out_proj --pipeline-model-parallel-size 2",
                           "--lora-targets in_proj_z,out_proj: a pipeline stage of the actor has none of these"),
     "latents of one decay": ("--linear-gate-rank 8", "--linear-gate-rank 8: allowed is none without --linear-channel"),
-    "bound of one decay": ("--linear-decay-bound -5", "--linear-decay-bound -5.0: allowed is none without --linear-cha"),
+    "bound of one decay": ("--linear-decay-bound -5", "--linear-decay-bound -5.0: allowed is none without --linear"),
     "kernels of 16 bits": ("--delta-rule-backend fla", "--delta-rule-backend fla: allowed is torch without --bf16"),
     "wide keys for kernels": ("--delta-rule-backend fla --bf16 --linear-key-head-dim 257",
                               "--delta-rule-backend fla: allowed is torch with --linear-key-head-dim 257, above 256"),
@@ -84,11 +84,11 @@ WRONG_MAMBA = {
 
 # The same with decays of channels.
 WRONG_CHANNELS = {
-    "keys of several values": ("--linear-num-value-heads 8", "--linear-channel-decay True: allowed is none with --linear-"
-                               "num-key-heads 4, --linear-num-value-heads 8: each value has a key"),
+    "keys of several values": ("--linear-num-value-heads 8", "--linear-channel-decay True: allowed is none with --line"
+                               "ar-num-key-heads 4, --linear-num-value-heads 8: each value has a key"),
     "narrow keys": ("--linear-key-head-dim 8", "--linear-channel-decay True: allowed is none with --linear-key-head-dim"
                     " 8, --linear-value-head-dim 16: they are equal"),
-    "kernels of other decays": ("--delta-rule-backend fla --bf16", "-backend fla: allowed is torch with --linear-chann"),
+    "kernels of other decays": ("--delta-rule-backend fla --bf16", "-backend fla: allowed is torch with --linear-chan"),
     "no latents": ("--linear-gate-rank 0", "--linear-gate-rank 0: allowed is 1 or more"),
     "growth": ("--linear-decay-bound 1", "--linear-decay-bound 1.0: allowed is below 0, -80 or more"),
     "no number": ("--linear-decay-bound nan", "--linear-decay-bound nan: allowed is a finite number"),

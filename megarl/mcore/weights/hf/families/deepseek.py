@@ -204,6 +204,16 @@ _DELTA: dict[str, Mapping] = {
     "self_attention.out_proj.weight": rows("self_attn.o_proj.weight"),
 }
 
+
+def _check_kimi(config: ModelConfig):
+    """UsageError for what transformers' class of Kimi-Linear ignores: Kimi-K3's layers have this type, too."""
+    config.require(mla_use_nope=(True, None), use_grouped_topk=(True, None), moe_layer_freq=(1, None))
+    config.require(moe_router_activation_func=("sigmoid", None), mla_use_output_gate=(False, None))
+    config.require(routed_expert_hidden_size=None, attn_res_block_size=None)
+    if any((config.get("linear_attn_config") or {}).get(key) for key in ("gate_lower_bound", "use_full_rank_gate")):
+        raise config.error("linear_attn_config", "one without gate_lower_bound and use_full_rank_gate")
+
+
 # Kimi-Linear: decays and output gates from latents; no positions.
 KIMI_LINEAR = Family(
     model_type="kimi_linear",
@@ -219,8 +229,7 @@ KIMI_LINEAR = Family(
         ),
     },
     flags=flags_of(
-        requires(mla_use_nope=(True, None), use_grouped_topk=(True, None), moe_layer_freq=(1, None)),
-        requires(moe_router_activation_func=("sigmoid", None)),
+        _check_kimi,
         lambda config: _latent_attention_flags(config, has_positions=False),
         _delta_flags,
         lambda config: {"linear-gate-rank": config.whole("linear_head_dim")},
