@@ -59,6 +59,8 @@ def _settings_of(role: str, role_settings, args, hf_model) -> "LoRASettings | No
         raise UsageError(
             f"{role}: --transformer-impl {args.transformer_impl}: allowed is local with --lora-rank or --lora-adapter"
         )
+    if args.linear_channel_decay:
+        raise UsageError(f"{role}: --linear-channel-decay: not yet with --lora-rank or --lora-adapter")
     if role_settings.lora_adapter is not None:
         return _of_adapter(role, role_settings, args, hf_model)
     alpha = role_settings.lora_rank if role_settings.lora_alpha is None else role_settings.lora_alpha

@@ -54,11 +54,12 @@ def of_layer(args, kind: LayerKind, tokens: int, fused: bool = True) -> float:
 
 
 def _delta_net(args, n: int, fused: bool) -> float:
-    """Bytes of a gated delta net: its inputs in fp32, the normed results, the gates, and their product."""
+    """Bytes of a gated delta net: its inputs in fp32, the normed results, the gates, and their product; latents of
+    gates and decays."""
     heads = HeadSizes.of(args, args.tensor_model_parallel_size)
     values, b = heads.parts["value"], args.params_dtype.itemsize
-    wide = sum(heads.parts.values())
-    inputs = 4 * wide + (0 if b == 4 else b * wide)
+    wide = sum(heads.wide.values())
+    inputs = 4 * wide + (0 if b == 4 else b * wide) + len(heads.latents) * heads.gate_rank * b
     return n * (inputs + heads.heads * _norm(args, heads.values, fused) + values * (4 + 4 + 2 * b))
 
 
@@ -75,6 +76,7 @@ def _working(args, kind: LayerKind, tokens: int) -> float:
         return 0
     n, heads = _tokens(args, tokens)[0], layer_sizes(args, args.tensor_model_parallel_size)
     keys, values = (7, 6) if args.hybrid_layer_pattern is None else (6, 5)
+    keys += 4 if heads.decays > 1 else 0  # decays of channels, their logarithms, and gradients of both
     # Vectors of each head, and ratios of decays between tokens of a chunk.
     return 4 * n * (3 * heads.channels + heads.heads * (keys * heads.keys + values * heads.values + 3 * 64))
 

@@ -30,6 +30,7 @@ from megarl.mcore.model.pipeline_layout import (
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.shared_groups import columns_sent
 from megarl.mcore.model.weight_table import LAYERS, Weight, padded_vocab_size, prediction_weights
+from megarl.mcore.recurrence.delta_rule import HeadSizes
 from megarl.mcore.recurrence.rule import layer_sizes
 from megarl.planning.gradient_buffers import buffers, gradient_bytes, gradient_itemsize
 from megarl.planning.memory import is_unsharded, plain_bytes, sharded_bytes
@@ -220,7 +221,8 @@ def tensor(args, n: int, forwards: int, backwards: int) -> float:
 
     Under sequence parallelism the backward gathers once more. Embedding and head together count as one. Experts gather
     and scatter k copies over x ranks. In place of H, what enters the heads of multi-latent attention has as many
-    channels as its latents. Ranks that share a query group exchange its heads in forward and backward.
+    channels as its latents; gates and decays of recurrent states may have latents beside H. Ranks that share a query
+    group exchange its heads in forward and backward.
     """
     t, x, wide = args.tensor_model_parallel_size, args.expert_tensor_parallel_size, args.hidden_size
     b, stages = args.params_dtype.itemsize, args.pipeline_model_parallel_size
@@ -230,7 +232,15 @@ def tensor(args, n: int, forwards: int, backwards: int) -> float:
     both = forwards + backwards
     rounds = dense * (2 * both + (backwards if args.sequence_parallel else 0)) + 2 * both / stages
     channels = rounds * wide
+    if any(recurrent_layer_pattern(args)):
+        sizes = layer_sizes(args, args.tensor_model_parallel_size)
+        latents = len(sizes.latents) * sizes.gate_rank if isinstance(sizes, HeadSizes) else 0
+        rounds = both if args.sequence_parallel else 2 * backwards
+        channels += sum(recurrent_layer_pattern(args)) / stages * latents * rounds
     if args.multi_latent_attention:
+        layers = sum(attention_layer_pattern(args)) / stages
+        if args.attention_output_gate:  # its projection reads hidden states, too
+            channels += layers * wide * (both + backwards if args.sequence_parallel else 2 * backwards)
         queries = args.q_lora_rank or wide
         fewer = wide - queries - args.kv_lora_rank - args.qk_pos_emb_head_dim
         channels -= layers * fewer * (both if args.sequence_parallel else 2 * backwards)
@@ -259,7 +269,7 @@ def context(args, n: int, forwards: int, backwards: int) -> float:
         channels += sum(indexer_pattern(args)) * (ranks - 1) * args.dsa_indexer_head_dim * only_forward
     if any(is_recurrent):
         sizes = layer_sizes(args, args.tensor_model_parallel_size)
-        sent = sum(sizes.parts.values()) + sizes.heads * sizes.values
+        sent = sum(sizes.wide.values()) + sizes.heads * sizes.values
         channels += is_recurrent.count(True) * (ranks - 1) / ranks * sent
     return (forwards + backwards) * channels / args.pipeline_model_parallel_size * n * args.params_dtype.itemsize
 

@@ -50,6 +50,26 @@ DELTA_NET = {"num_hidden_layers": 4, "head_dim": 32, "linear_conv_kernel_dim": 4
              "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}  # fmt: skip
 
 
+# Kimi delta attention in three of four layers.
+KIMI_DELTA = LATENTS | {
+    "num_hidden_layers": 4, "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "n_shared_experts": 1, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+KIMI_LINEAR = {"linear_num_heads": 4, "linear_head_dim": 32, "n_group": 1, "topk_group": 1,
+               "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"]}  # fmt: skip
+LING_3 = {
+    "head_dim": 32,
+    "layer_group_size": 4,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "num_mtp_layers": 0,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
+    "kda_lower_bound": -1.5,
+}  # sums of logarithms in chunks keep their digits
+
+
 # Layers of one half each, with a name and further fields.
 EXPERTS = {"n_routed_experts": 8, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48}
 NEMOTRON_H: dict[str, tuple[str, dict[str, Any]]] = {
@@ -294,7 +314,11 @@ def recurrent() -> dict[str, Case]:
             ("qwen35_dense", "Qwen3_5Text", {"tie_word_embeddings": True}),
             ("qwen35_moe", "Qwen3_5MoeText", experts),
         )
-    }
+    } | {
+        "kimi_linear": Case(hf.KimiLinearForCausalLM, hf.KimiLinearConfig(**BASE | KIMI_DELTA | KIMI_LINEAR),
+                            lengths=(97, 23, 2)),
+        "ling_3": case("BailingHybrid", theta(6e6), **KIMI_DELTA | LING_3)._replace(lengths=(97, 23, 2)),
+    }  # fmt: skip
 
 
 def old_style() -> dict[str, tuple[str, dict[str, Any]]]:

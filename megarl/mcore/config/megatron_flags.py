@@ -231,11 +231,14 @@ def transformer_config(args) -> TransformerConfig:
 
     One of multi-latent attention is an `MLATransformerConfig` that says that it is not: Megatron then treats rotary
     embeddings as those of any model, and the layer spec builds `LatentAttention`. It also denies its norms, because
-    Megatron would sum the gradients of `q_layernorm` over tensor-parallel ranks, as of norms of a rank's heads.
+    Megatron would sum the gradients of `q_layernorm` over tensor-parallel ranks, as of norms of a rank's heads, and its
+    gates of outputs, which Megatron lacks.
     """
     if args.multi_latent_attention:
-        others = argparse.Namespace(**vars(args) | {"multi_latent_attention": False, "qk_layernorm": False})
+        hidden = dict.fromkeys(("multi_latent_attention", "qk_layernorm", "attention_output_gate"), False)
+        others = argparse.Namespace(**vars(args) | hidden)
         config = core_transformer_config_from_args(others, MLATransformerConfig)
+        config.attention_output_gate = args.attention_output_gate
         config.softmax_scale = _latent_softmax_scale(args)
     else:
         config = core_transformer_config_from_args(args)

@@ -67,6 +67,12 @@ MODEL_FLAGS = (
               "(DeepSeek-V3) or the largest (DeepSeek-V2)", ("sum", "max")),
     ModelFlag("dsa-indexer-layers", pattern, None, "a zero or a one for each layer: which have an indexer; others use"
               " the choice of the last one before (GLM-5; default: all)"),
+    ModelFlag("linear-channel-decay", None, False, "gated delta nets with a decay of each channel of a key, and output "
+              "gates of a sigmoid (Kimi delta attention)"),
+    ModelFlag("linear-gate-rank", int, None, "channels of the latents from which decays and output gates of "
+              "--linear-channel-decay come (Kimi-Linear; default: from hidden states)"),
+    ModelFlag("linear-decay-bound", float, None, "lowest logarithm of a decay of --linear-channel-decay, which is this "
+              "times a sigmoid (Ling 3; default: none, minus a softplus)"),
     ModelFlag("mamba-dt-min", float, 0.0, "smallest time step Δ of the Mamba-2 layers of --hybrid-layer-pattern "
               "(Nemotron-H)"),
     ModelFlag("rope-low-freq-factor", float, None, "of --use-rope-scaling (default 1)"),
@@ -258,7 +264,11 @@ def _latent_attention(args) -> list[Rule]:
         *(allow(f"--{name}", not on or value_of(args, name) % 2 == 0, "an even number") for name in _EVEN),
         *defaults(args, NOT_LATENT, not on, f"none with {LATENT}"),
         allow("--recompute-modules", not on or "mla_up_proj" not in modules, once, value=" ".join(modules)),
-        allow("--position-embedding-type", not on or kind in ROTARY, f"{' or '.join(ROTARY)} with {LATENT}"),
+        allow(
+            "--position-embedding-type",
+            not on or kind in (*ROTARY, "none"),
+            f"{', '.join(ROTARY)} or none with {LATENT}",
+        ),
     ]
 
 
@@ -271,6 +281,10 @@ def _chosen_keys(args) -> list[Rule]:
         *defaults(args, INDEXER_FLAGS, on, f"none without {INDEXER}"),
         min_value(args, INDEXER),
         allow(INDEXER, not on or has_latents and args.q_lora_rank, f"none without {LATENT} and --q-lora-rank"),
+        allow(INDEXER, not on or args.position_embedding_type in ROTARY,
+              f"none with --position-embedding-type {args.position_embedding_type}"),
+        allow(INDEXER, not on or args.experimental_attention_variant is None,
+              "none with --experimental-attention-variant"),
         allow("--dsa-indexer-n-heads", not on or heads > 0, f"1 or more with {INDEXER}"),
         allow("--dsa-indexer-head-dim", not on or channels % VECTOR == 0 and channels >= rotated,
               f"a multiple of {VECTOR}, --qk-pos-emb-head-dim {rotated} or more, with {INDEXER}"),

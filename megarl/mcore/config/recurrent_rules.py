@@ -12,6 +12,7 @@ _HEADS = {"linear-num-key-heads": 16, "linear-num-value-heads": 32}
 SIZES = {TAPS: 4, "linear-key-head-dim": 128, "linear-value-head-dim": 128} | _HEADS  # Megatron's defaults
 PATTERN, LETTERS = "--hybrid-layer-pattern", {"M", "*", "-", "E"}
 SPACE_SIZES = {"mamba-state-dim": 128, "mamba-head-dim": 64, "mamba-num-groups": 8, "mamba-num-heads": None}
+CHANNEL_DECAY = "--linear-channel-decay"
 RULE = "--delta-rule-backend"
 MODULE = "--model-source transformers: the module of"
 RULE_BACKENDS = ("torch", fused_chunks.BACKEND)
@@ -57,10 +58,9 @@ def rules(args) -> list[Rule]:
         *_of_spaces(args, is_space),
         *(min_value(args, f"--{name}") for name in SIZES),
         *_of_layers(args, on),
+        *_of_channels(args, on),
         *(each._replace(is_broken=has_states(args) and each.is_broken, reason=f"{each.reason} {where}")
           for each in _combinations(args)),
-        allow("--attention-output-gate", not gate or not args.multi_latent_attention,
-              "none with --multi-latent-attention"),
         allow("--attention-output-gate", not gate or not args.qk_layernorm_all_heads,
               "none with --qk-layernorm-all-heads"),
         allow("--attention-output-gate", not gate or not args.add_bias_linear and not args.add_qkv_bias,
@@ -113,22 +113,44 @@ def _of_layers(args, on: bool) -> list[Rule]:
     ]  # fmt: skip
 
 
+def _of_channels(args, on: bool) -> list[Rule]:
+    """Of gated delta nets with a decay of each channel of a key."""
+    is_kda, rank, bound = args.linear_channel_decay, args.linear_gate_rank, args.linear_decay_bound
+    keys, values, groups = args.linear_key_head_dim, args.linear_value_head_dim, args.linear_num_key_heads
+    heads, none = args.linear_num_value_heads, f"none without {CHANNEL_DECAY}"
+    return [
+        allow(CHANNEL_DECAY, on or not is_kda, f"none without {FLAG}"),
+        allow(CHANNEL_DECAY, not is_kda or groups == heads,
+              f"none with --linear-num-key-heads {groups}, --linear-num-value-heads {heads}: each value has a key"),
+        allow(CHANNEL_DECAY, not is_kda or keys == values,
+              f"none with --linear-key-head-dim {keys}, --linear-value-head-dim {values}: they are equal"),
+        allow(RULE, not is_kda or args.delta_rule_backend == RULE_BACKENDS[0], f"torch with {CHANNEL_DECAY}"),
+        allow("--linear-gate-rank", rank is None or is_kda, none),
+        min_value(args, "--linear-gate-rank"),
+        allow("--linear-decay-bound", bound is None or is_kda, none),
+        allow("--linear-decay-bound", bound is None or -80 <= bound < 0, "below 0, -80 or more"),
+    ]  # fmt: skip
+
+
 def _combinations(args) -> list[Rule]:
     """Rules on other flags, beside recurrent states."""
     modules = args.recompute_modules or []
     return [
         only(args, "--transformer-impl", "local"),
         allow("--fp16", not args.fp16, "--bf16 or fp32: decays overflow,"),
-        only(args, "--multi-latent-attention", False),
+        allow("--multi-latent-attention", not args.multi_latent_attention or args.linear_channel_decay,
+              f"none without {CHANNEL_DECAY}"),
         only(args, "--layernorm-position", "pre"),
         only(args, "--normalization", "RMSNorm"),
         allow("--disable-bias-linear", not args.add_bias_linear, "given", value=False),
         allow("--recompute-modules", "gdn_norm_out" not in modules, "others than gdn_norm_out", " ".join(modules)),
-    ]
+    ]  # fmt: skip
 
 
 def check_backend(role: str, args):
-    """Raises UsageError if this machine has not what the flag of a role's namespace asks for."""
+    """Raises UsageError if this machine has not what the flags of a role's namespace ask for."""
+    if args.linear_channel_decay and device.has_cuda():
+        raise UsageError(f"{role}: {CHANNEL_DECAY}: not yet on CUDA; allowed is a CPU, whose kernels compute it")
     if args.delta_rule_backend != fused_chunks.BACKEND:
         return
     if not device.has_cuda():

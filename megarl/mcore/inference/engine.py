@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.inference.config import AsyncScheduleMode, InferenceConfig, PrefixCachingEvictionPolicy
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron.core.transformer import MLATransformerConfig
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import Attention
 from torch import Tensor
 
 from megarl.algorithms.token_sampling import SamplingSettings
@@ -32,7 +32,7 @@ from megarl.mcore.inference.generation_session import ANY_STEP, NONE, WAIT, Gene
 from megarl.mcore.inference.keyed_sampling import KeyedSampling
 from megarl.mcore.inference.paged_context import LatentContext, PagedContext
 from megarl.mcore.inference.prediction_drafts import PredictionDrafts
-from megarl.mcore.inference.recurrent_context import RecurrentContext
+from megarl.mcore.inference.recurrent_context import LatentRecurrentContext, RecurrentContext
 from megarl.mcore.inference.reusable_blocks import PrefillCounts, attach_routes
 from megarl.mcore.inference.speculative_decode import DecodeCounts, SpeculativeEngine
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
@@ -322,10 +322,12 @@ def context_of(
     `PagedContext`; `snapshots`: as of `RecurrentContext`; `further_layers`: as of `PagedContext`."""
     if model.config.attention_slots is not None:
         return model.context(config, memory, snapshots)
+    has_latents = isinstance(model.config, MLATransformerConfig)
     if has_states(model.config):
         mixers = [layer.self_attention for layer in model.decoder.layers]
         states = [isinstance(mixer, RecurrentMixer) for mixer in mixers] + [False] * further_layers
-        cache = [isinstance(mixer, SelfAttention) for mixer in mixers] + [True] * further_layers
-        return RecurrentContext(model.config, config, memory, has_states=states, has_cache=cache, snapshots=snapshots)
-    kind = LatentContext if isinstance(model.config, MLATransformerConfig) else PagedContext
+        cache = [isinstance(mixer, Attention) for mixer in mixers] + [True] * further_layers
+        recurrent = LatentRecurrentContext if has_latents else RecurrentContext
+        return recurrent(model.config, config, memory, has_states=states, has_cache=cache, snapshots=snapshots)
+    kind = LatentContext if has_latents else PagedContext
     return kind(model.config, config, memory, further_layers)

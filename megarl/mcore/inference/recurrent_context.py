@@ -1,4 +1,4 @@
-"""Rollout state of models with recurrent states: a state of each request beside the cache of keys and values.
+"""Rollout state of models with recurrent states: a state of each request beside the cache of others' keys or latents.
 
 With prefix caching there are snapshots of states, which later prompts that begin alike continue. A state is of all
 tokens before it and as large as the keys and values of thousands, so it is kept only at the end of the last whole block
@@ -19,7 +19,7 @@ from megarl.batch import expand_ranges
 from megarl.mcore import device
 from megarl.mcore.attention.cache_attention import PrefillDedup
 from megarl.mcore.inference.cache_size import GIB, Shapes, bytes_of_shapes, cache_bytes, snapshot_count
-from megarl.mcore.inference.paged_context import PagedContext
+from megarl.mcore.inference.paged_context import LatentContext, PagedContext
 from megarl.mcore.model.decoder_layer import StepPlan
 from megarl.mcore.recurrence.rule import apply_rule, layer_sizes
 from megarl.mcore.recurrence.runs import NONE, DeviceRuns, Runs
@@ -84,7 +84,7 @@ class RecurrentContext(PagedContext):
 
     def _cache_config(self, model_config):
         """Returns a config of one stage that has the layers with keys and values alone, but at least one."""
-        config = copy.copy(model_config)
+        config = copy.copy(super()._cache_config(model_config))
         config.num_layers, config.pipeline_model_parallel_size = max(1, sum(self._has_cache)), 1
         config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
         config.pipeline_model_parallel_layout = config.virtual_pipeline_model_parallel_size = None
@@ -204,6 +204,10 @@ class RecurrentContext(PagedContext):
     def _take(self, inputs, runs: Runs, layer: int):
         """Computes rows that a layer's states take."""
         apply_rule(inputs, self._sizes, runs, self._states[layer])
+
+
+class LatentRecurrentContext(RecurrentContext, LatentContext):
+    """States of some layers beside a cache of latents of others."""
 
 
 def runs_of_step(

@@ -90,4 +90,9 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 def quick_gelu(x: Tensor) -> Tensor:
     """x · σ(1.702 x) of [T, …, W] (arXiv 1606.08415 §2)."""
-    return x * by_whole_rows(torch.sigmoid, _padded(1.702 * x))[..., : x.shape[-1]]
+    return x * sigmoid(1.702 * x)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """σ(x) of [T, …, W], of any width."""
+    return by_whole_rows(torch.sigmoid, _padded(x))[..., : x.shape[-1]]

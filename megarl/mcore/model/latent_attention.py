@@ -16,18 +16,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megarl.mcore.attention.cache_attention import Latents
+from megarl.mcore.kernels.batch_invariance import sigmoid
 from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, to_all_ranks
 from megarl.mcore.model import rotary_embeddings as rotary
 from megarl.mcore.model.decoder_layer import Rotation, StepPlan, local_layer
 from megarl.mcore.parallel.context_parallel import gather_for_attention
 
 
-def rotate_pairs(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotates channels (0, 1), (2, 3) … of [T, 1, heads, r].
+def rotate_pairs(x: Tensor, rotation: Rotation | None) -> Tensor:
+    """Rotates channels (0, 1), (2, 3) … of [T, 1, heads, r]; None: of models without positions, not at all.
 
     In the result the first channels of all pairs come before the second ones, as in Megatron; scores do not depend on
     the order.
     """
+    if rotation is None:
+        return x
     first, second = x[..., 0::2], x[..., 1::2]
     return torch.cat([first, second], -1) * rotation.cosines + torch.cat([second, first], -1) * rotation.sines
 
@@ -60,6 +63,9 @@ class LatentAttention(Attention):
         up.sequence_parallel = up.allreduce_dgrad = False
         up.disable_grad_reduce = True
         self.linear_kv_up_proj = up
+        self.has_gates = bool(config.attention_output_gate)
+        if self.has_gates:  # a number of each head (Ling 3)
+            self.linear_gate = self._column_parallel(submodules.linear_kv_up_proj, hidden, heads)
 
     def _norm(self, kind, width: int):
         epsilon = self.config.latent_norm_epsilon
@@ -81,12 +87,14 @@ class LatentAttention(Attention):
     ) -> tuple[Tensor, Tensor | None]:
         """[T, 1, H] (under sequence parallelism, this rank's tokens) -> output of that shape, and a bias to add.
 
-        `packed_seq_params` is a `PackedLayout`, `inference_context` a `PagedContext`; rotary_pos_emb [T, 1, r].
+        `packed_seq_params` is a `PackedLayout`, `inference_context` a `PagedContext`; rotary_pos_emb [T, 1, r] or None.
         """
         if inference_context is not None:
             return self.step(hidden_states, inference_context.plan(rotary_pos_emb))
         layout = packed_seq_params
-        rotation = Rotation.of(rotary_pos_emb.unsqueeze(1), hidden_states.dtype, self.concentration)
+        rotation = None
+        if rotary_pos_emb is not None:
+            rotation = Rotation.of(rotary_pos_emb.unsqueeze(1), hidden_states.dtype, self.concentration)
         latent = self._query_latent(hidden_states)
         query, latents = self._query(latent, rotation), self._latents(hidden_states, rotation)
         if layout.order is not None:
@@ -96,7 +104,7 @@ class LatentAttention(Attention):
             attended = tensor_parallel.checkpoint(attend, False, query, latents)
         else:
             attended = attend(query, latents)
-        return self.linear_proj(self._values(attended))
+        return self.linear_proj(self._values(attended, hidden_states))
 
     def _packed(self, hidden: Tensor, latent: Tensor, rotation: Rotation, layout) -> Callable[[Tensor, Tensor], Tensor]:
         """The attention of a micro-batch: queries [T, A, D], latents [T', L + r] -> attended values [T, A·V].
@@ -108,13 +116,13 @@ class LatentAttention(Attention):
     def step(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """As that of `PagedSelfAttention`, over a cache of latents [blocks, block, L + r]."""
         core, cache = self.core_attention, plan.caches[self._layer]
-        rotation = plan.rotations[core.kind]
+        rotation = None if plan.rotations is None else plan.rotations[core.kind]
         query, latents = self._query(self._query_latent(hidden), rotation), self._latents(hidden, rotation)
         latents = latents if plan.dedup is None else latents.index_select(0, plan.dedup.inverse)
         cache.flatten(0, 1).index_copy_(0, plan.slot_mapping, latents)
         reads, cached = plan.reads[core.kind], Latents(cache, self.expand, self.widths[1])
         attended = plan.attend(query.unsqueeze(2), cached, reads, core.softmax_scale, **core.options)
-        return apply_linear(self.linear_proj, self._values(attended))
+        return apply_linear(self.linear_proj, self._values(attended, hidden))
 
     def _query_latent(self, hidden: Tensor) -> Tensor:
         """[T, 1, H] -> normed latents of queries; the hidden states themselves in models without such latents."""
@@ -142,9 +150,14 @@ class LatentAttention(Attention):
         shared = shared.unsqueeze(-2).expand(*key.shape[:-1], -1)
         return _padded(torch.cat([key, shared], -1), self.widths[0]), _padded(value, self.widths[1])
 
-    def _values(self, attended: Tensor) -> Tensor:
-        """Attended values of A heads [T, A·V, or more by padding] -> [T, 1, A·V]."""
-        return attended.unflatten(-1, (-1, self.widths[1]))[..., : self.kv_channels[1]].flatten(1).unsqueeze(1)
+    def _values(self, attended: Tensor, hidden: Tensor) -> Tensor:
+        """Attended values of A heads [T, A·V, or more by padding] -> [T, 1, A·V], times the heads' gates, of the hidden
+        states as of `forward`, in models that have them."""
+        values = attended.unflatten(-1, (-1, self.widths[1]))[..., : self.kv_channels[1]]
+        if self.has_gates:
+            gates = sigmoid(apply_linear(self.linear_gate, hidden)[0].float())
+            values = values * gates.to(values.dtype).transpose(1, 2)
+        return values.flatten(1).unsqueeze(1)
 
 
 def _padded(heads: Tensor, width: int) -> Tensor:

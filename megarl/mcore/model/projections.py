@@ -108,8 +108,8 @@ def recurrent_sizes(args) -> Sizes:
     found = {"out_proj": (hidden, sizes.heads * sizes.values)}
     if isinstance(sizes, SpaceSizes):
         return found | {"in_proj": (sum(sizes.parts.values()), hidden)}
-    names = LINEARS["self_attention.in_proj"]
-    return found | {name: (rows, hidden) for name, rows in zip(names, sizes.parts.values(), strict=True)}
+    names = dict(zip(sizes.wide, LINEARS["self_attention.in_proj"], strict=True))
+    return found | {names[part]: (rows, hidden) for part, rows in sizes.parts.items()}
 
 
 def mlp_sizes(args, ffn: int, width: int | None = None) -> Sizes:

@@ -1,9 +1,11 @@
 """What layers have instead of attention: a first projection, a recurrence over runs of rows, a last projection.
 
-The recurrence is a gated delta net (2412.06464, Qwen3-Next) or Mamba-2 (2405.21060, Nemotron-H): packed sequences in
-training, a state of each request in rollout, neither of which Megatron's modules have.
-Shapes on this rank: T rows; of a gated delta net G key heads with K channels and H value heads with V channels; of
-Mamba-2 G groups, H heads of P channels, I = H·P.
+The recurrence is a gated delta net (2412.06464, Qwen3-Next), one with decays by channel (Kimi delta attention,
+2510.26692) or Mamba-2 (2405.21060, Nemotron-H): packed sequences in training, a state of each request in rollout,
+neither of which Megatron's modules have.
+Shapes on this rank: T rows; of a gated delta net G key heads with K channels and H value heads with V channels, D
+decays of a head; of Mamba-2 G groups, H heads of P channels, I = H·P. W: channels that a layer computes with, the rows
+of its first projection but for gates that come from latents.
 """
 
 import functools
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.ssm.gated_delta_net.common import GatedDeltaNetSubmodules
 from megatron.core.ssm.utils import _split_tensor_factory
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import (
@@ -23,8 +25,8 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from megarl.mcore import device
-from megarl.mcore.kernels.batch_invariance import silu
-from megarl.mcore.kernels.linear import apply_linear
+from megarl.mcore.kernels.batch_invariance import sigmoid, silu
+from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, to_all_ranks
 from megarl.mcore.kernels.norm import RMSNorm, rms_norm
 from megarl.mcore.model.decoder_layer import StepPlan, local_layer
 from megarl.mcore.parallel.context_parallel import to_heads, to_tokens
@@ -65,7 +67,7 @@ class RecurrentMixer(MegatronModule):
         taps = config.linear_conv_kernel_dim
         self.conv1d = torch.nn.Conv1d(channels, channels, taps, groups=channels, bias=has_bias, **on)
         # Always fp32: in 16 bits e^A_log would move decays by a part in 256.
-        self.dt_bias = torch.nn.Parameter(torch.ones(self.sizes.heads, device=device.device()))
+        self.dt_bias = torch.nn.Parameter(torch.ones(self.sizes.heads * self.sizes.decays, device=device.device()))
         self.A_log = torch.nn.Parameter(torch.zeros(self.sizes.heads, device=device.device()))
         self._mark_split(*self.conv1d.parameters(), self.dt_bias, self.A_log)
         # Which rows of the whole matrix a rank holds: its share of each part.
@@ -78,8 +80,12 @@ class RecurrentMixer(MegatronModule):
         for parameter in parameters:
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
+    def _projected(self, hidden: Tensor) -> Tensor:
+        """[T, 1, H] (under sequence parallelism, this rank's tokens) -> [T, W]."""
+        return apply_linear(self.in_proj, hidden)[0].squeeze(1)
+
     def _inputs(self, wide: Tensor, shares: int = 1, share: int = 0):
-        """What the recurrence reads of rows [T, in_proj rows]; arguments as of `_mixed`."""
+        """What the recurrence reads of rows [T, W]; arguments as of `_mixed`."""
         raise NotImplementedError
 
     def _gated(self, read: Tensor, wide: Tensor, dtype: torch.dtype, shares: int, share: int) -> Tensor:
@@ -99,7 +105,7 @@ class RecurrentMixer(MegatronModule):
         return channels + [whole.chunk(shares)[share] for whole in heads]
 
     def _mixed(self, projected: Tensor, runs: AnyRuns, states: States | None, shares=1, share=0) -> Tensor:
-        """[T, in_proj rows] -> [T, out_proj columns].
+        """[T, W] -> [T, out_proj columns].
 
         `shares`, `share`: the heads are one of so many shares of this rank's.
         """
@@ -123,12 +129,11 @@ class RecurrentMixer(MegatronModule):
         """
         if inference_context is not None:
             return self.step(hidden_states, inference_context.plan(rotary_pos_emb))
-        projected, _ = self.in_proj(hidden_states)
-        layout = packed_seq_params
+        projected, layout = self._projected(hidden_states), packed_seq_params
         if layout.order is None:
-            return self.out_proj(self._mixed(projected.squeeze(1), layout.runs, None).unsqueeze(1))
-        parts = tuple(self.sizes.parts.values())
-        of_heads = to_heads(projected.squeeze(1), parts, layout.order, layout.cp_group)
+            return self.out_proj(self._mixed(projected, layout.runs, None).unsqueeze(1))
+        parts = tuple(self.sizes.wide.values())
+        of_heads = to_heads(projected, parts, layout.order, layout.cp_group)
         ranks, rank = dist.get_world_size(layout.cp_group), dist.get_rank(layout.cp_group)
         mixed = to_tokens(self._mixed(of_heads, layout.runs, None, ranks, rank), layout.order, layout.cp_group)
         return self.out_proj(mixed.unsqueeze(1))
@@ -137,21 +142,23 @@ class RecurrentMixer(MegatronModule):
 
     def step(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """Same as `forward` for the rows of a step, whose runs continue the states of their requests."""
-        projected, _ = apply_linear(self.in_proj, hidden)
-        mixed = self._mixed(projected.squeeze(1), plan.runs, plan.states[self._layer])
+        projected = self._projected(hidden)
+        mixed = self._mixed(projected, plan.runs, plan.states[self._layer])
         if plan.drafted is not None:
-            plan.drafted[self._layer] = self._inputs(projected.squeeze(1).float())
+            plan.drafted[self._layer] = self._inputs(projected.float())
         return apply_linear(self.out_proj, mixed.unsqueeze(1))
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None, tp_group=None):
         """The parameters by their keys in checkpoints; those of several parts have a key of each."""
         metadata, group = ensure_metadata_has_dp_cp_group(metadata), tp_group or self.tp_group
-        own = {name: each for name, each in self.named_parameters() if not name.startswith(("in_proj.", "out_proj."))}
+        linears = [name for name, module in self.named_children() if isinstance(module, ColumnParallelLinear)]
+        linears.append("out_proj")
+        own = {name: each for name, each in self.named_parameters() if name.split(".")[0] not in linears}
         axes = {name: 0 for name, each in own.items() if getattr(each, "tensor_model_parallel", False)}
         found = make_sharded_tensors_for_checkpoint(
             own, prefix, axes, sharded_offsets, tp_group=group, dp_cp_group=metadata["dp_cp_group"]
         )
-        for name in ("in_proj", "out_proj"):
+        for name in linears:
             module = getattr(self, name)
             found |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=group)
         split = {"in_proj.weight": self.sizes.parts}
@@ -187,14 +194,49 @@ class GatedDeltaNet(RecurrentMixer):
 
     def _inputs(self, wide: Tensor, shares: int = 1, share: int = 0) -> Inputs:
         sizes = self._sizes_of(shares)
-        x, _, b, a = wide.split((sizes.channels, sizes.heads * sizes.values, sizes.heads, sizes.heads), 1)
+        *_, values, heads, decays = sizes.wide.values()
+        x, _, b, a = wide.split((sizes.channels, values, heads, decays), 1)
         own = self._of_share(shares, share, [self.conv1d.weight.float()], [self.A_log, self.dt_bias])
         return Inputs._make([x, a, b, *own])
 
     def _gated(self, read: Tensor, wide: Tensor, dtype: torch.dtype, shares: int, share: int) -> Tensor:
         sizes = self._sizes_of(shares)
         z = wide[:, sizes.channels : sizes.channels + sizes.heads * sizes.values]
-        return (self.out_norm(read.to(dtype)).flatten(1) * silu(z.contiguous())).to(dtype)
+        return (self.out_norm(read.to(dtype)).flatten(1) * self._gate(z.contiguous())).to(dtype)
+
+    _gate = staticmethod(silu)  # of the output
+
+
+class KimiDelta(GatedDeltaNet):
+    """A gated delta net with a decay of each channel of a key, and a sigmoid of its output gates. Decays and gates come
+    from hidden states, or each from a latent of its own, which is whole on each tensor-parallel rank."""
+
+    def __init__(self, config, submodules: GatedDeltaNetSubmodules, layer_number: int, pg_collection=None, **_):
+        super().__init__(config, submodules, layer_number, pg_collection)
+        self.dt_bias.draws_steps = True
+        rank, ranks = self.sizes.gate_rank, self.tp_group.size()
+        off = dict.fromkeys(("bias", "is_expert", "gather_output", "skip_bias_add"), False)
+        own = off | {"config": config, "init_method": config.init_method, "tp_group": self.tp_group}
+        if rank:
+            self.latent_proj = ReplicatedLinear(
+                config.hidden_size, len(self.sizes.latents) * rank, config, self.tp_group
+            )
+        for part in self.sizes.latents:
+            up = submodules.in_proj(rank, self.sizes.wide[part] * ranks, **own)
+            up.sequence_parallel = up.allreduce_dgrad = False  # its input is what `to_all_ranks` returned
+            self.add_module(f"{part}_proj", up)
+
+    def _projected(self, hidden: Tensor) -> Tensor:
+        projected = super()._projected(hidden)
+        if not self.sizes.gate_rank:
+            return projected
+        latents = to_all_ranks(self.latent_proj(hidden), self.tp_group, self.config.sequence_parallel)
+        ups = zip(self.sizes.latents, latents.chunk(len(self.sizes.latents), -1), strict=True)
+        found = {part: apply_linear(getattr(self, f"{part}_proj"), latent.contiguous())[0] for part, latent in ups}
+        found |= zip(self.sizes.parts, projected.split([*self.sizes.parts.values()], 1), strict=True)
+        return torch.cat([found[part].flatten(1) for part in self.sizes.wide], 1)
+
+    _gate = staticmethod(sigmoid)
 
 
 # -- Mamba-2 -------------------------------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ class SparseLatentAttention(LatentAttention):
         keys = None if self._indexer is None else rows[:, width:]
         choice = self._choice(plan.key_reads[0], keys, hidden, latent, rotation)
         attended = self._attend(query, rows[:, :width], plan.key_reads[0], choice)
-        return apply_linear(self.linear_proj, self._values(attended))
+        return apply_linear(self.linear_proj, self._values(attended, hidden))
 
 
 def _by_head(x: Tensor, weights: Tensor) -> Tensor:

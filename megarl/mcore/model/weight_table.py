@@ -128,18 +128,25 @@ def prediction_weights(args, sizes: ParallelSizes) -> list[Weight]:
 def _recurrence(args, t: int) -> list[Weight]:
     """Two or three numbers of each head in fp32; the first projection; a convolution of some of its rows; a norm.
 
-    A gated delta net: queries, keys, values, gates and two numbers of each head; the first three are convolved; a norm
-    of a head. Mamba-2: z, x, B, C and the steps; x, B and C are convolved; a norm of all heads of the rank.
+    A gated delta net: queries, keys, values, gates and two numbers of each head, or one and decays of channels; the
+    first three are convolved; a norm of a head. Gates and decays may come from latents, which are on every rank.
+    Mamba-2: z, x, B, C and the steps; x, B and C are convolved; a norm of all heads of the rank.
     """
     sizes, name, hidden = layer_sizes(args, t), "self_attention.", args.hidden_size
     is_space, values = isinstance(sizes, SpaceSizes), sizes.heads * sizes.values
     of_heads = ("dt_bias", "A_log", "D") if is_space else ("dt_bias", "A_log")
-    weights = [Weight(name + each, (sizes.heads,), 4) for each in of_heads]
+    counts = {"dt_bias": sizes.heads * sizes.decays}
+    weights = [Weight(name + each, (counts.get(each, sizes.heads),), 4) for each in of_heads]
     weights.append(_weight(args, f"{name}in_proj.weight", sum(sizes.parts.values()), hidden))
     weights.append(_weight(args, f"{name}out_proj.weight", hidden, values))
     weights.append(_weight(args, f"{name}conv1d.weight", sizes.channels, 1, args.linear_conv_kernel_dim))
     if not is_space:
-        return weights + _norm(args, f"{name}out_norm", sizes.values)
+        weights += _norm(args, f"{name}out_norm", sizes.values)
+        if rank := sizes.gate_rank:
+            weights.append(_weight(args, f"{name}latent_proj.weight", len(sizes.latents) * rank, hidden))
+        return weights + [
+            _weight(args, f"{name}{x}_proj.weight", sizes.wide[x], sizes.gate_rank) for x in sizes.latents
+        ]
     weights.append(_weight(args, f"{name}conv1d.bias", sizes.channels))
     return [*weights, _weight(args, f"{name}norm.weight", values)]
 
@@ -164,7 +171,8 @@ def _attention(args, t: int) -> list[Weight]:
 
 def _latents(args, t: int) -> list[Weight]:
     """Latents of L and r channels on every rank, with norms; from them, Q query latents and the values, the heads of
-    this rank."""
+    this rank; perhaps a gate of each head."""
+    gates = (args.num_attention_heads, args.hidden_size)
     norms = {"linear_q_down_proj": ("q", args.q_lora_rank), "linear_kv_down_proj": ("kv", args.kv_lora_rank)}
     weights: list[Weight] = []
     for name, size in linear_sizes(args, attention_sizes(args)).items():
@@ -172,7 +180,9 @@ def _latents(args, t: int) -> list[Weight]:
         latent, width = norms.get(name.rpartition(".")[2], ("", 0))
         if args.qk_layernorm and latent:
             weights += _norm(args, f"self_attention.{latent}_layernorm", width)
-    return weights
+    return weights + (
+        _linear(args, "self_attention.linear_gate", gates, False, t) if args.attention_output_gate else []
+    )
 
 
 def _indexer(args) -> list[Weight]:

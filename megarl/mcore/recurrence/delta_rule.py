@@ -1,11 +1,13 @@
 """The gated delta rule (2412.06464) with its convolution and gates, over the runs of a pass.
 
 Each head keeps a state S [K, V]. A token with query q, key k, value v, decay d and strength β makes it
-d·S + k ⊗ β·(v − kᵀ·d·S) and reads qᵀ·S. On a CPU compiled kernels do this token by token, in training, prefill and
+d·S + k ⊗ β·(v − kᵀ·d·S) and reads qᵀ·S. In Kimi delta attention (2510.26692) d is a vector [K], which multiplies rows
+of S. On a CPU compiled kernels do this token by token, in training, prefill and
 decode alike, so that a token's bits depend on the tokens before it alone. On a device PyTorch's operations, or those of
 `fused_chunks`, do it by chunks of tokens (2406.06484 §3), and in a decode step Triton kernels by token, which differ by
 rounding. The backward pass computes everything again from the layer's inputs.
-Shapes: T rows, G groups with a key head of K channels, H value heads of V channels, C = 2·G·K + H·V channels.
+Shapes: T rows, G groups with a key head of K channels, H value heads of V channels, D decays of a head (1 or K),
+C = 2·G·K + H·V channels.
 """
 
 from collections.abc import Callable
@@ -31,6 +33,9 @@ class HeadSizes(NamedTuple):
     keys: int  # channels of a key
     values: int  # channels of a value
     fused_type: torch.dtype | None = None  # in which `fused_chunks` computes; None: PyTorch's operators, in fp32
+    decays: int = 1  # of a head: 1, or one for each channel of its key
+    bound: float | None = None  # of logarithms of decays by channel; None: none but 0
+    gate_rank: int = 0  # channels of the latents of decays and output gates; 0: both come from hidden states
 
     @property
     def channels(self) -> int:
@@ -38,28 +43,40 @@ class HeadSizes(NamedTuple):
         return 2 * self.groups * self.keys + self.heads * self.values
 
     @property
+    def wide(self) -> dict[str, int]:
+        """Channels that a layer computes with, by part, in their order; the convolution reads the first three."""
+        keys, values, heads = self.groups * self.keys, self.heads * self.values, self.heads
+        return {"query": keys, "key": keys, "value": values, "z": values, "beta": heads, "alpha": heads * self.decays}
+
+    @property
     def parts(self) -> dict[str, int]:
-        """Rows of the layer's first projection by part, in their order; the convolution reads the first three."""
-        keys, values = self.groups * self.keys, self.heads * self.values
-        return {"query": keys, "key": keys, "value": values, "z": values, "beta": self.heads, "alpha": self.heads}
+        """Rows of the layer's first projection by part, in their order: all of `wide` but `latents`."""
+        return {part: rows for part, rows in self.wide.items() if part not in self.latents}
+
+    @property
+    def latents(self) -> tuple[str, ...]:
+        """Parts that come from latents, each by a projection of its own: output gates, then decays; or none."""
+        return ("z", "alpha") if self.gate_rank else ()
 
     @classmethod
     def of(cls, config, ranks: int) -> "HeadSizes":
         """Those of a model config's layers on one of some tensor-parallel ranks."""
         groups, heads = config.linear_num_key_heads // ranks, config.linear_num_value_heads // ranks
         fused_type = config.params_dtype if config.delta_rule_backend == fused_chunks.BACKEND else None
-        return cls(groups, heads, config.linear_key_head_dim, config.linear_value_head_dim, fused_type)
+        keys, values = config.linear_key_head_dim, config.linear_value_head_dim
+        decays, rank = keys if config.linear_channel_decay else 1, config.linear_gate_rank or 0
+        return cls(groups, heads, keys, values, fused_type, decays, config.linear_decay_bound, rank)
 
 
 class Inputs(NamedTuple):
     """What a layer gives to the rule; fp32."""
 
     x: Tensor  # [T, C] queries, keys and values before the convolution
-    a: Tensor  # [T, H] before the decay's softplus
+    a: Tensor  # [T, H·D] before the decay's softplus
     b: Tensor  # [T, H] before the strength's sigmoid
     weight: Tensor  # [C, 1, taps] of the convolution
     decay_logs: Tensor  # [H]
-    biases: Tensor  # [H] added to a
+    biases: Tensor  # [H·D] added to a
 
     def at(self, rows: Tensor) -> "Inputs":
         return self._replace(x=self.x[rows], a=self.a[rows], b=self.b[rows])
@@ -68,13 +85,13 @@ class Inputs(NamedTuple):
         """[T, H, V]: what each row reads, by compiled kernels; the runs change `states` in place."""
         weight = self.weight.squeeze(1).t().contiguous()
         mixed = native.ops.causal_convolution(self.x, weight, None, runs.table, states.inputs)
-        decays, strengths = native.ops.delta_rule_gates(self.a, self.b, self.decay_logs, self.biases)
+        decays, strengths = native.ops.delta_rule_gates(self.a, self.b, self.decay_logs, self.biases, sizes.bound)
         return native.ops.delta_rule(mixed, decays, strengths, sizes.groups, sizes.keys, runs.table, states.memories)
 
     def token_gradients(self, grad: Tensor, sizes: HeadSizes, runs: Runs, memories: Tensor):
         """Backward of `by_token`, from the gradient of what rows read and the memories of the pass: convolved rows,
         logarithms of decays, and strengths, of PyTorch's operations, and their gradients."""
-        results = convolved(self.x, self.weight, None, runs, None), *self._gates()
+        results = convolved(self.x, self.weight, None, runs, None), *self._gates(sizes)
         mixed, log_decays, strengths = (each.detach() for each in results)
         decays = log_decays.exp()
         of_mixed, of_decays, of_strengths = native.ops.delta_rule_backward(
@@ -86,9 +103,9 @@ class Inputs(NamedTuple):
         """As `by_token` up to rounding, with operations that have gradients without `states`."""
         if sizes.fused_type is None:
             mixed = convolved(self.x, self.weight, None, runs, states)
-            return scan(mixed, *self._gates(), sizes, runs, states)
+            return scan(mixed, *self._gates(sizes), sizes, runs, states)
         mixed = fused_chunks.convolved(self.x, self.weight, sizes.fused_type, runs, states)
-        return fused_chunks.scan(*_heads_of(mixed, sizes), *self._gates(), runs, states)
+        return fused_chunks.scan(*_heads_of(mixed, sizes), *self._gates(sizes), runs, states)
 
     def one_token(self, sizes: HeadSizes, numbers: Tensor, states: States) -> Tensor:
         """A decode step on CUDA: one row of each state. `numbers` [T]: of the states; rows of padding read anything."""
@@ -101,20 +118,24 @@ class Inputs(NamedTuple):
         delta_rows(mixed, gates, numbers, states.memories, read, sizes.groups, EPSILON)
         return read
 
-    def _gates(self) -> tuple[Tensor, Tensor]:
-        """Logarithms of the decays, and strengths, both [T, H]."""
-        return -self.decay_logs.exp() * functional.softplus(self.a + self.biases), self.b.sigmoid()
+    def _gates(self, sizes: HeadSizes) -> tuple[Tensor, Tensor]:
+        """Logarithms of the decays [T, H·D], and strengths [T, H]."""
+        rates, before = self.decay_logs.exp().repeat_interleave(sizes.decays), self.a + self.biases
+        if sizes.bound is not None:
+            return sizes.bound * (rates * before).sigmoid(), self.b.sigmoid()
+        return -rates * functional.softplus(before), self.b.sigmoid()
 
 
 def scan(
     mixed: Tensor, log_decays: Tensor, strengths: Tensor, sizes: HeadSizes, runs: Runs, states: States | None
 ) -> Tensor:
-    """[T, H, V]: what rows [T, C] after the convolution read, by chunks; log_decays, strengths: [T, H]."""
+    """[T, H, V]: what rows [T, C] after the convolution read, by chunks; log_decays [T, H·D], strengths [T, H]."""
     q, k, v = _heads_of(mixed, sizes)
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (q, k))
     q, k = (x.repeat_interleave(sizes.heads // sizes.groups, 1) for x in (q * sizes.keys**-0.5, k))
     zeros = v.new_zeros(sizes.heads, sizes.keys, sizes.values)
-    return scan_chunks(_chunk_steps, (q, k, v, log_decays, strengths), zeros, runs, states)
+    rows = q, k, v, log_decays.unflatten(1, (sizes.heads, sizes.decays)), strengths
+    return scan_chunks(_chunk_steps, rows, zeros, runs, states)
 
 
 def _heads_of(mixed: Tensor, sizes: HeadSizes) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,18 +148,24 @@ def _heads_of(mixed: Tensor, sizes: HeadSizes) -> tuple[Tensor, Tensor, Tensor]:
 
 def _chunk_steps(q: Tensor, k: Tensor, v: Tensor, log_decays: Tensor, strengths: Tensor) -> Callable:
     """As `steps_of` of `scan_chunks`; rows of padding have strength 0 and decay 1, and so change nothing. q, k:
-    [M, H, C, K], v: [M, H, C, V], others: [M, H, C, 1]."""
-    total = log_decays.squeeze(-1).cumsum(-1)
-    ratios = decay_ratios(total)
-    scores, system = (q @ k.mT) * ratios, (k * strengths) @ k.mT * ratios
+    [M, H, C, K], v: [M, H, C, V], strengths: [M, H, C, 1], log_decays: [M, H, C, D]."""
+    of_channels = log_decays.mT.cumsum(-1)
+    ratios, total = decay_ratios(of_channels), of_channels.mT
+
+    def products(x: Tensor) -> Tensor:  # with the keys, as far as these have not decayed
+        if ratios.shape[2] == 1:
+            return x @ k.mT * ratios.squeeze(2)
+        return torch.einsum("mhik, mhjk, mhkij -> mhij", x, k, ratios)
+
+    scores, system = products(q), products(k * strengths)
     solve = {"upper": False, "unitriangular": True}
     new = torch.linalg.solve_triangular(system, v * strengths, **solve)
-    old = torch.linalg.solve_triangular(system, k * strengths * total.exp().unsqueeze(-1), **solve)
-    q, k = q * total.exp().unsqueeze(-1), k * (total[..., -1:] - total).exp().unsqueeze(-1)
-    decays = total[..., -1:, None].exp()
+    old = torch.linalg.solve_triangular(system, k * strengths * total.exp(), **solve)
+    q, left = q * total.exp(), k * (total[..., -1:, :] - total).exp()
+    decays = of_channels[..., -1:].exp()
 
     def step(at: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         change = new[at] - old[at] @ memory
-        return q[at] @ memory + scores[at] @ change, memory * decays[at] + k[at].mT @ change
+        return q[at] @ memory + scores[at] @ change, memory * decays[at] + left[at].mT @ change
 
     return step

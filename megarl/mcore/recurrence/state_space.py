@@ -26,6 +26,7 @@ class SpaceSizes(NamedTuple):
     keys: int  # N numbers of B, and of C
     values: int  # P channels of a head
     min_step: float = 0.0  # of Δ
+    decays = 1  # of a head
 
     @property
     def channels(self) -> int:
@@ -37,6 +38,8 @@ class SpaceSizes(NamedTuple):
         """Rows of the layer's first projection by part, in their order; the convolution reads x, B and C."""
         values, keys = self.heads * self.values, self.groups * self.keys
         return {"z": values, "x": values, "B": keys, "C": keys, "dt": self.heads}
+
+    wide = parts  # channels that a layer computes with, as of `HeadSizes`
 
 
 class SpaceInputs(NamedTuple):

@@ -66,7 +66,7 @@ def store_memories(kept: dict[int, Tensor], states: States | None):
 
 
 def decay_ratios(sums: Tensor) -> Tensor:
-    """Sums [M, H, C] of logarithms of decays up to each row of a chunk -> [M, H, C, C] those between rows."""
+    """Sums […, C] of logarithms of decays up to each row of a chunk -> […, C, C] those between rows."""
     above = torch.ones(sums.shape[-1], sums.shape[-1], dtype=torch.bool, device=sums.device).triu(1)
     return (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill(above, float("-inf")).exp()
 

@@ -105,7 +105,8 @@ def uniform(name: str, shape: list[int]) -> np.ndarray:
 def draw(tensor: StoredTensor, zero_centred: bool) -> torch.Tensor:
     """Biases and sinks in ±0.2, norms in 1 ± 0.2 (`zero_centred`: ±0.2), matrices in ±MATRIX_SCALE; of recurrent layers
     those of `RECURRENT`."""
-    numbers, kind = uniform(tensor.name, tensor.shape), re.sub(r".*\.(linear_attn|mixer)\.", "", tensor.name)
+    numbers = uniform(tensor.name, tensor.shape)
+    kind = re.sub(r".*\.(linear_attn|mixer|self_attn|attention)\.([qkv]_(?=conv1d))?", "", tensor.name)
     if kind in RECURRENT:
         scale, offset = RECURRENT[kind]
         drawn = numbers * np.float32(scale) + np.float32(offset)

@@ -27,8 +27,8 @@ MOE = ("qwen2_moe", "qwen2_moe_window", "qwen2_moe_window_old_style", "qwen3_moe
        "glm4_moe", "glm4_moe_bf16", "gpt_oss", "qwen3_vl_moe", "glm4v_moe", "solar_open", "olmoe", "minimax_m2",
        "dots1", "mellum", "afmoe", "exaone_moe", "hy_v3", "sarvam_moe", *LATENT)  # fmt: skip
 RECURRENT = ("nemotron_h", "nemotron_h_moe", "nemotron_h_latent", "qwen3_next", "qwen35_dense", "qwen35_moe",
-             "qwen35_vision", "qwen35_moe_vision")  # fmt: skip
-MOE += ("nemotron_h_moe", "nemotron_h_latent", "qwen3_next", "qwen35_moe", "qwen35_moe_vision")
+             "qwen35_vision", "qwen35_moe_vision", "kimi_linear", "ling_3")  # fmt: skip
+MOE += ("nemotron_h_moe", "nemotron_h_latent", "qwen3_next", "qwen35_moe", "qwen35_moe_vision", "kimi_linear", "ling_3")
 DENSE += ("nemotron_h", "qwen35_dense", "qwen35_vision")
 REWARD = ("llama_reward", "qwen3_reward")
 SUPPORTED = DENSE + MOE + REWARD
@@ -43,7 +43,7 @@ FAMILIES = ("llama3", "qwen25_tied", "qwen3_yarn", "mistral_window", "phi4", "ge
             *(case for case in RECURRENT if case != "nemotron_h_moe"), *REWARD)  # fmt: skip
 # One case of each kind of layer that the rollout engine runs.
 GENERATED = ("llama3", "mistral_window", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3_yarn", "qwen2_vl",
-             "nemotron_h_latent", "qwen3_next")  # fmt: skip
+             "nemotron_h_latent", "qwen3_next", "kimi_linear")  # fmt: skip
 # Tokens of a rollout; with the prompt more than any case's attention window.
 SHORT, LONG = 24, 64
 

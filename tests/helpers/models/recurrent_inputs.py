@@ -14,6 +14,8 @@ from megarl.mcore.recurrence.states import States
 
 TAPS = 4
 DELTA = HeadSizes(groups=2, heads=4, keys=24, values=32)
+CHANNELS = HeadSizes(groups=4, heads=4, keys=24, values=160, decays=24)  # values of several turns of the kernel
+BOUNDED = CHANNELS._replace(bound=-5.0)
 SPACE = SpaceSizes(groups=2, heads=6, keys=24, values=32, min_step=0.01)
 LENGTHS = (150, 67, 5, 9, 70, 1, 2, 23)
 # Sequences 1 and 4 continue 66 tokens of the first one, and sequence 3 four of sequence 2.
@@ -28,10 +30,11 @@ def drawn(rows: int, sizes: HeadSizes | SpaceSizes, seed: int = 0) -> AnyInputs:
     def normal(*shape):
         return torch.randn(*shape, generator=generator)
 
-    x, first = normal(rows, sizes.channels), normal(rows, sizes.heads)
+    decays = sizes.wide["alpha"] if isinstance(sizes, HeadSizes) else sizes.heads
+    x, first = normal(rows, sizes.channels), normal(rows, decays)
     if isinstance(sizes, HeadSizes):
         second, weight = normal(rows, sizes.heads), normal(sizes.channels, 1, TAPS)
-        return Inputs(x, first, second, weight, 2 * normal(sizes.heads), 2 * normal(sizes.heads) - 2)
+        return Inputs(x, first, second, weight, 2 * normal(sizes.heads), 2 * normal(decays) - 2)
     weight, bias = normal(sizes.channels, 1, TAPS), normal(sizes.channels)
     return SpaceInputs(
         x, first, weight, bias, 2 * normal(sizes.heads), 2 * normal(sizes.heads) - 3, normal(sizes.heads)

@@ -11,6 +11,13 @@ from megarl.comm import role_mesh
 from tests.helpers.worlds import SAFETY
 
 VOCAB = 20  # padded to 32 columns: the padding must never be seen
+_KIMI = (  # Kimi delta attention, then multi-latent attention
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --swiglu --normalization RMSNorm"
+    " --disable-bias-linear --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 8"
+    " --v-head-dim 14 --qk-layernorm --experimental-attention-variant gated_delta_net --linear-channel-decay"
+    " --linear-attention-freq 2 --linear-num-key-heads 4 --linear-num-value-heads 4 --linear-key-head-dim 16"
+    " --linear-value-head-dim 16 --make-vocab-size-divisible-by 32 --init-method-std 0.1"
+)
 SHAPES = {
     "llama": "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --swiglu"
     " --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 2"
@@ -24,6 +31,8 @@ SHAPES = {
     " --apply-layernorm-1p --attention-output-gate --experimental-attention-variant gated_delta_net"
     " --linear-attention-freq 2 --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 24"
     " --linear-value-head-dim 16 --make-vocab-size-divisible-by 32 --init-method-std 0.1",
+    "kimi": f"{_KIMI} --position-embedding-type none --linear-gate-rank 8",
+    "ling": f"{_KIMI} --q-lora-rank 24 --attention-output-gate --linear-decay-bound -4",
     "mamba": "--num-layers 4 --hybrid-layer-pattern M-*M --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128"
     " --squared-relu --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 2"
     " --position-embedding-type none --mamba-num-heads 8 --mamba-head-dim 16 --mamba-num-groups 2 --mamba-state-dim 24"

@@ -49,7 +49,7 @@ def _choose(content: dict, count: int):
 
 
 def _lengthen(config: dict, window: int):
-    longer = {"max_position_embeddings": 4096, "index_topk": 4096, "sliding_window": window}
+    longer = {"max_position_embeddings": 4096, "model_max_length": 4096, "index_topk": 4096, "sliding_window": window}
     for name, value in config.items():
         if isinstance(value, dict):
             _lengthen(value, window)

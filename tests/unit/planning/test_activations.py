@@ -89,7 +89,7 @@ ALONE = [
     (f"{FULL} uniform --recompute-num-layers 2", "llama", False, 1),
     (f"{FULL} block --recompute-num-layers 3", "llama", False, 1),
     ("", "recurrent", False, 1), ("--bf16", "recurrent", False, 1), ("--num-layers 4", "recurrent", False, 1),
-    ("", "mamba", False, 1), ("--bf16", "mamba", False, 1),
+    ("", "mamba", False, 1), ("--bf16", "mamba", False, 1), ("", "kimi", False, 1), ("--bf16", "ling", False, 1),
     ("", "latent", False, 1), ("--bf16", "latent", False, 1), ("--recompute-activations", "latent", False, 1),
     (CHOOSING, "latent", False, 1), (f"{CHOOSING} --recompute-activations", "latent", False, 1),
 ]  # fmt: skip

@@ -14,6 +14,7 @@ TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 UNEVEN = f"{PP2} --num-layers 3 --decoder-first-pipeline-num-layers 1"
 CASES = [("", "llama", 1), ("--bf16", "gpt2", 1), (TP2, "llama", 2), (TP2, "latent", 2), (UNEVEN, "llama", 2),
          ("--bf16", "recurrent", 1), (TP2, "recurrent", 2), (UNEVEN, "recurrent", 2), (f"{TP2} --bf16", "mamba", 2),
+         (TP2, "kimi", 2), (UNEVEN, "ling", 2),
          (f"{TP2} --num-query-groups 1", "llama", 2)]  # fmt: skip
 
 

@@ -41,6 +41,7 @@ MODELS = [
     ("--layernorm-position sandwich --geglu --disable-bias-linear", "gpt2", False, 1),
     ("--num-layers 3 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", "llama", False, 2),
     ("--num-layers 4 --bf16", "recurrent", False, 2), (f"{TP2} {PP2}", "recurrent", True, 4),
+    (f"{TP2} {PP2}", "kimi", False, 4), (f"{TP2} --bf16", "ling", True, 2),
     (f"{TP2} {PP2} --bf16", "mamba", True, 4), (f"{MOE} --hybrid-layer-pattern ME*M", "mamba", False, 1),
     (f"{MOE} --hybrid-layer-pattern ME*M --moe-latent-size 40 {SP2} {EP2}", "mamba", False, 4),
     ("", "latent", True, 1), (f"{TP2} --bf16", "latent", False, 2),

@@ -110,8 +110,9 @@ def sent_by_rank(rank: int, layouts: list[str], shape: str) -> list[tuple[float,
     return found
 
 
-@pytest.mark.parametrize("shape, layouts", [("llama", LAYOUTS), long(("latent", LATENT)), long(("recurrent", LATENT))],
-                         ids=["llama", "latent", "recurrent"])  # fmt: skip
+@pytest.mark.parametrize("shape, layouts", [("llama", LAYOUTS), long(("latent", LATENT)), long(("recurrent", LATENT)),
+                                             long(("kimi", LATENT)), long(("ling", LATENT))],
+                         ids=["llama", "latent", "recurrent", "kimi", "ling"])  # fmt: skip
 def test_a_real_update_sends_the_planned_bytes(shape, layouts):
     """Within 5 %: statistics of the head, shapes between stages and gradient norms are not in the plan."""
     ranks = run_world(sent_by_rank, 2, layouts, shape, timeout=120)

@@ -23,7 +23,7 @@ from megarl.mcore.model.decoder_layer import (
 )
 from megarl.mcore.model.latent_attention import LatentAttention
 from megarl.mcore.model.pipeline_layout import LayerKind, layer_kinds, layers_of_chunk
-from megarl.mcore.model.recurrent_mixer import GatedDeltaNet, Mamba2
+from megarl.mcore.model.recurrent_mixer import GatedDeltaNet, KimiDelta, Mamba2
 from megarl.mcore.model.sparse_attention import SparseLatentAttention
 
 LAYERS = {  # norms only before attention and MLP, experts
@@ -51,8 +51,11 @@ def put_own_parts(spec: ModuleSpec, args, kind: LayerKind):
     attention = spec.submodules.self_attention
     spec.module = LAYERS[args.layernorm_position == "pre", kind.is_moe]
     if kind.is_recurrent:
-        parts = GatedDeltaNetSubmodules(attention.submodules.linear_qkv, out_proj=attention.submodules.linear_proj)
-        kind_of_mixer = GatedDeltaNet if args.hybrid_layer_pattern is None else Mamba2
+        first = "linear_kv_up_proj" if args.multi_latent_attention else "linear_qkv"
+        linears = attention.submodules
+        parts = GatedDeltaNetSubmodules(getattr(linears, first), out_proj=linears.linear_proj)
+        delta_net = KimiDelta if args.linear_channel_decay else GatedDeltaNet
+        kind_of_mixer = delta_net if args.hybrid_layer_pattern is None else Mamba2
         spec.submodules.self_attention = ModuleSpec(kind_of_mixer, submodules=parts)
         return
     attention.module = _attention_kind(args)

@@ -39,7 +39,7 @@ def layer_spec(args, kind: LayerKind = DENSE) -> ModuleSpec:
             setattr(attention.submodules, name, Norm)
     if args.multi_latent_attention:
         layer.sharded_state_dict_keys_map = dict([MLP_NORM])  # as of all models
-    if kind.is_recurrent:
+    elif kind.is_recurrent:
         layer.sharded_state_dict_keys_map = dict([("input_layernorm.", "self_attention.in_proj.layer_norm_"), MLP_NORM])
     if not kind.is_moe:
         layer.mlp = functools.partial(SwiGLUMLP.as_mlp_submodule, **layer.mlp.keywords)

@@ -23,6 +23,11 @@ FUSED_EXPERTS: dict[str, Mapping] = {
     "mlp.experts.experts.linear_fc1.weight": StackedExperts((GATE_UP,)),
     "mlp.experts.experts.linear_fc2.weight": StackedExperts((DOWN,)),
 }
+# As it stores the dense layers of families whose authors have another name for those with experts.
+SPARSE_MLP: dict[str, Mapping] = {
+    "mlp.linear_fc1.weight": rows("block_sparse_moe.gate_proj.weight", "block_sparse_moe.up_proj.weight"),
+    "mlp.linear_fc2.weight": rows("block_sparse_moe.down_proj.weight"),
+}
 
 
 class HFModel(NamedTuple):
@@ -126,6 +131,8 @@ def _stored_layers(model: HFModel) -> dict[str, Mapping]:
     for name, tensor in model.folder.weights.items():
         if match := LAYER_TENSOR.fullmatch(model.naming.plain(name) or ""):
             stored[match[2]] = tensor.shape
+    if any(name.startswith("block_sparse_moe.gate_proj.") for name in stored):
+        layers = layers | SPARSE_MLP
     experts = layers.get("mlp.experts.experts.linear_fc1.weight")
     if isinstance(experts, Rows):  # of single experts
         fused = {key: mapping for key, mapping in FUSED_EXPERTS.items() if mapping.names[0] in stored}

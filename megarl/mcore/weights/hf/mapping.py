@@ -22,6 +22,7 @@ class RowRange(NamedTuple):
     step: int = 1  # from one row to the next in the folder's tensor
     expert: int | None = None  # of a tensor that stacks experts, [E, rows, columns]
     is_transposed: bool = False  # one that stacks experts is [E, columns, rows]
+    has_unit_axes: bool = False  # one of a number of each head is [1, 1, rows, 1]
 
     def box(self, columns: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(offset, shape) of the rows in the weight, whose other axes have these sizes."""
@@ -31,6 +32,7 @@ class RowRange(NamedTuple):
         """The smallest shape of the folder's tensor that holds these rows, and as many experts."""
         rows = self.source_row + (self.rows - 1) * self.step + 1
         shape = (*columns, rows) if self.is_transposed else (rows, *columns)
+        shape = (1, 1, rows, 1) if self.has_unit_axes else shape
         return shape if self.expert is None else (experts, *shape)
 
     def view_of(self, source, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
@@ -41,6 +43,8 @@ class RowRange(NamedTuple):
         first = (offset[0] - self.row) * self.step + self.source_row
         rows = slice(first, first + (shape[0] - 1) * self.step + 1, self.step)
         columns = [slice(a, a + n) for a, n in zip(offset[1:], shape[1:], strict=True)]
+        if self.has_unit_axes:
+            return source[0, 0, rows, 0]
         if self.is_transposed:
             return source[self.expert, *columns, rows].t()
         return source[rows, *columns] if self.expert is None else source[self.expert, rows, *columns]
@@ -50,11 +54,13 @@ class Rows(NamedTuple):
     """Whole tensors of equal size, one after another."""
 
     names: tuple[str, ...]
+    has_unit_axes: bool = False  # as of `RowRange`
 
     def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
         """The ranges of a weight of `rows` rows; `expert`: whose, if any. So in all classes of mappings."""
-        each = rows // len(self.names)
-        return [RowRange(name.format(expert=expert), i * each, 0, each) for i, name in enumerate(self.names)]
+        each, names = rows // len(self.names), [name.format(expert=expert) for name in self.names]
+        found = [RowRange(name, i * each, 0, each) for i, name in enumerate(names)]
+        return [part._replace(has_unit_axes=self.has_unit_axes) for part in found]
 
 
 class StackedExperts(NamedTuple):

@@ -15,7 +15,8 @@ from tests.helpers.worlds import run_world
 KINDS = {
     "llama3": "all keys", "mistral_window": "window", "gemma2": "softcap and window", "gpt_oss": "sinks and window",
     "deepseek_v3_yarn": "latents", "deepseek_v32+8": "chosen keys", "glm_moe_dsa+8": "keys that layers share",
-    "qwen3_next": "recurrent layers beside attention",
+    "qwen3_next": "recurrent layers beside attention", "kimi_linear": "recurrent layers beside latents",
+    "ling_3": "recurrent layers beside latents",
     "gemma3": "window", "olmo3": "window", "exaone4": "window", "cwm": "window", "qwen3_moe_window": "window",
     "deepseek_v2_lite": "latents", "deepseek_v32": "latents", "glm4_moe_lite": "latents", "youtu": "latents",
     "nemotron_h": "recurrent layers beside attention", "qwen35_moe": "recurrent layers beside attention",
@@ -27,6 +28,7 @@ FIRST = (
     "gpt_oss",
     "deepseek_v3_yarn",
     "qwen3_next",
+    "kimi_linear",
     "deepseek_v32+8",
     "glm_moe_dsa+8",
 )
@@ -59,7 +61,8 @@ def test_rollouts_have_the_bits_of_training_and_both_are_transformers_numbers(ca
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_gap_stays_zero_in_layouts(layout, tmp_path):
     folders = folders_of(
-        ["mistral_window", "gemma2", "gpt_oss", "deepseek_v3_yarn", "deepseek_v32+8", "glm_moe_dsa+8"], tmp_path
+        ["mistral_window", "gemma2", "gpt_oss", "deepseek_v3_yarn", "deepseek_v32+8", "glm_moe_dsa+8", "kimi_linear"],
+        tmp_path,
     )
     (alone,) = run_world(long_prompts.run, 1, folders, "", "compiled", ())
     modes = () if layout == CP2 else ("whole", "prefix caching")
@@ -76,7 +79,7 @@ def test_the_gap_stays_zero_in_layouts(layout, tmp_path):
 def test_pytorchs_operators_differ_by_rounding_at_most(flags, kernels, tmp_path):
     """In fp32 beyond 384 keys; numbers in bf16 hide it."""
     cases = [
-        case for case in FIRST if "+" not in case and (case != "qwen3_next" or flags)
+        case for case in FIRST if "+" not in case and (case not in ("qwen3_next", "kimi_linear") or flags)
     ]  # PyTorch's chunks of a state differ more
     (found,) = run_world(long_prompts.run, 1, folders_of(cases, tmp_path), flags, kernels, ("whole",))
     for case, each in found.items():

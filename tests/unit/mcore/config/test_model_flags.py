@@ -20,6 +20,7 @@ MODEL = (
     " --max-prompt-length 5 --max-response-length 6"
 )
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 8"
+INDEXED = "--dsa-indexer-topk 8 --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 64"
 YARN = "--position-embedding-type yarn"
 LATENT = "--multi-latent-attention"
 CHOICE, QUERIES = "--dsa-indexer-topk", f"{LATENT} --q-lora-rank 8"
@@ -107,14 +108,18 @@ WRONG = {
            ("softmax-type learnable", "softmax-type learnable"), ("kv-channels 16", "kv-channels 16")]},
     "latents expanded again": (f"{LATENT} --recompute-granularity selective --recompute-modules core_attn mla_up_proj",
                                "--recompute-modules core_attn mla_up_proj: allowed is core_attn without mla_up_proj"),
-    "latents without rotation": (f"{LATENT} --position-embedding-type none",
-                                 f"--position-embedding-type none: allowed is rope or yarn with {LATENT}"),
+    "latents with learned positions": (f"{LATENT} --position-embedding-type learned_absolute",
+                                       "-type learned_absolute: allowed is rope, yarn or none with"),
     **{f"{name} without a choice": (f"{LATENT} --{name} {value}", f"--{name} {shown}: allowed is none without {CHOICE}")
        for name, value, shown in [
            ("dsa-indexer-n-heads", 4, 4), ("dsa-indexer-head-dim", 64, 64), ("dsa-indexer-rope-interleaved", "", True),
            ("dsa-indexer-layers", "1,1,1,1", "[1, 1, 1, 1]")]},
     "a choice of no keys": (f"{LATENT} {CHOICE} 0", f"{CHOICE} 0: allowed is 1 or more"),
     "a choice without latents": (f"{CHOICE} 8", f"{CHOICE} 8: allowed is none without {LATENT} and --q-lora-rank"),
+    "a choice without positions": (f"{QUERIES} {INDEXED} --position-embedding-type none",
+                                   f"{CHOICE} 8: allowed is none with --position-embedding-type none"),
+    "a choice beside states": (f"{QUERIES} {INDEXED} --experimental-attention-variant gated_delta_net",
+                               f"{CHOICE} 8: allowed is none with --experimental-attention-variant"),
     "a choice without heads": (f"{QUERIES} {CHOICE} 8 --dsa-indexer-head-dim 64", "None: allowed is 1 or more with"),
     **{f"{size} index channels": (f"{QUERIES} {CHOICE} 8 --dsa-indexer-n-heads 4 --dsa-indexer-head-dim {size}",
                                   f"-head-dim {size}: allowed is a multiple of 16, --qk-pos-emb-head-dim 64 or more")

@@ -42,6 +42,8 @@ WRONG = {
                              "--lora-targets q_proj: a pipeline stage of the actor has none of these"),
     "factors of states": ("--lora-rank 2 --lora-targets in_proj_z,out_proj --pipeline-model-parallel-size 2",
                           "--lora-targets in_proj_z,out_proj: a pipeline stage of the actor has none of these"),
+    "latents of one decay": ("--linear-gate-rank 8", "--linear-gate-rank 8: allowed is none without --linear-channel"),
+    "bound of one decay": ("--linear-decay-bound -5", "--linear-decay-bound -5.0: allowed is none without --linear"),
     "kernels of 16 bits": ("--delta-rule-backend fla", "--delta-rule-backend fla: allowed is torch without --bf16"),
     "wide keys for kernels": ("--delta-rule-backend fla --bf16 --linear-key-head-dim 257",
                               "--delta-rule-backend fla: allowed is torch with --linear-key-head-dim 257, above 256"),
@@ -80,11 +82,27 @@ WRONG_MAMBA = {
 }  # fmt: skip
 
 
+# The same with decays of channels.
+WRONG_CHANNELS = {
+    "keys of several values": ("--linear-num-value-heads 8", "--linear-channel-decay True: allowed is none with --line"
+                               "ar-num-key-heads 4, --linear-num-value-heads 8: each value has a key"),
+    "narrow keys": ("--linear-key-head-dim 8", "--linear-channel-decay True: allowed is none with --linear-key-head-dim"
+                    " 8, --linear-value-head-dim 16: they are equal"),
+    "kernels of other decays": ("--delta-rule-backend fla --bf16", "-backend fla: allowed is torch with --linear-chan"),
+    "no latents": ("--linear-gate-rank 0", "--linear-gate-rank 0: allowed is 1 or more"),
+    "growth": ("--linear-decay-bound 1", "--linear-decay-bound 1.0: allowed is below 0, -80 or more"),
+    "no number": ("--linear-decay-bound nan", "--linear-decay-bound nan: allowed is a finite number"),
+    "factors": ("--lora-rank 2", "actor: --linear-channel-decay: not yet with --lora-rank or --lora-adapter"),
+}  # fmt: skip
+
 ROWS = [
     *(("recurrent", *row) for row in WRONG.values()), *(("mamba", *row) for row in WRONG_MAMBA.values()),
+    ("llama", "--linear-channel-decay", "--linear-channel-decay True: allowed is none without --experimental-att"),
     *(("llama", f"--{name} {value}", f"--{name} {value}: allowed is none without {flag}")
       for flag, sizes in ALONE.items() for name, value in sizes),
-    ("latent", "--attention-output-gate", "--attention-output-gate True: allowed is none with --multi-latent"),
+    *(("kimi", *row) for row in WRONG_CHANNELS.values()),
+    ("latent", f"{FLAG} gated_delta_net --linear-attention-freq 2",
+     "--multi-latent-attention True: allowed is none without --linear-channel-decay with"),
 ]  # fmt: skip
 
 
@@ -114,6 +132,14 @@ def test_kernels_need_a_device_and_their_package(monkeypatch, capsys):
         setup.choose_kernels(parse(line.split(), 1, "sft"), 0)
     of_nets = "megarl: kernels of gated delta nets: "
     assert capsys.readouterr().out == f"{of_nets}fla-core 0.6.1\n{of_nets}PyTorch's operators\n"
+
+
+def test_decays_of_channels_are_not_computed_on_a_device(monkeypatch):
+    config = parse(f"{SHAPES['kimi']} {LENGTHS} --lr 1e-3".split(), 1, "sft")
+    setup.check_device(config)
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    with pytest.raises(UsageError, match="actor: --linear-channel-decay: not yet on CUDA; allowed is a CPU"):
+        setup.check_device(config)
 
 
 def test_states_of_prompts_need_a_model_with_states():

@@ -71,12 +71,14 @@ def assert_same(ours, theirs):
     long((2, {**STATES, "flags": TP2})),
     long((2, {**STATES, "flags": f"{EXPERTS} {TP2} {SP}", "routes": True})),
     long((2, {**STATES, "flags": PP2})),
+    (1, {"shape": "kimi", "episodes": {"late": True}}),
+    long((2, {"shape": "ling", "flags": TP2, "speculative": True})),
     long((1, {"shape": "mamba", "episodes": {"late": True}})),
     long((2, {"shape": "mamba", "flags": TP2, "speculative": True})),
 ], ids=str)  # fmt: skip
 def test_turns_read_only_what_is_new(ranks, case):
     """Recurrent states are continued at the end of the last prompt alone."""
-    has_states = case.get("shape") in ("recurrent", "mamba")
+    has_states = case.get("shape") in ("recurrent", "kimi", "ling", "mamba")
     for (plain, without), (found, counts), *lost in run_world(functools.partial(with_and_without, **case), ranks):
         assert_same(found, plain)
         prompts = sum(len(request.prompt) for request in plain.sent.values())
@@ -107,6 +109,7 @@ def test_episodes_that_begin_or_go_on_alike(ranks, case):
     long((1, {"episodes": {"siblings": 5}, "sampling": {"temperature": 0.2}, "speculative": True, "snapshots": 4})),
     long((2, {"episodes": {"siblings": 5}, "flags": f"{TP2} {SP}", "max_requests": 8})),
     long((1, {"shape": "mamba", "episodes": {"siblings": 5, "late": True}, "snapshots": 3})),
+    long((1, {"shape": "kimi", "episodes": {"siblings": 5, "late": True}, "snapshots": 3})),
 ], ids=str)  # fmt: skip
 def test_states_of_few_slots_and_shared_prompts_change_no_bit(ranks, case):
     for result in run_world(functools.partial(with_and_without, **{**STATES, **case}), ranks):

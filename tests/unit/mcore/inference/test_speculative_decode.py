@@ -106,6 +106,8 @@ def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, co
     long((1, {"shape": "latent", "end": (3,)})),
     (1, {"shape": "recurrent", "end": (3,), "siblings": 4, "sampling": {"greedy": True}, "buffer_gb": 0.002}),
     long((1, {"shape": "recurrent", "end": (3,)})),
+    (1, {"shape": "kimi", "end": (3,), "siblings": 4, "sampling": {"greedy": True}, "buffer_gb": 0.002}),
+    long((2, {"shape": "ling", "flags": "--tensor-model-parallel-size 2", "end": (3,)})),
     long((1, {"shape": "mamba", "end": (3,), "siblings": 4, "sampling": {"greedy": True}, "buffer_gb": 0.004})),
     long((2, {"shape": "recurrent", "flags": "--tensor-model-parallel-size 2", "end": (3,)})),
     long((1, {"flags": "--final-logit-softcapping 3"})),

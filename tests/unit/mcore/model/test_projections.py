@@ -5,7 +5,7 @@ import pytest
 from tests.helpers.models.tiny_models import build
 from tests.helpers.worlds import run_world
 
-MODELS = [("", shape) for shape in ("llama", "gpt2", "latent", "recurrent", "mamba")]
+MODELS = [("", shape) for shape in ("llama", "gpt2", "latent", "recurrent", "kimi", "ling", "mamba")]
 MODELS += [
     ("--attention-output-gate", "llama"),
     ("--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32", "llama"),

@@ -8,16 +8,29 @@ from megarl.mcore.recurrence.delta_rule import HeadSizes
 from megarl.mcore.recurrence.rule import apply_rule
 from megarl.mcore.recurrence.runs import NONE
 from megarl.mcore.recurrence.state_space import SpaceSizes
-from tests.helpers.models.recurrent_inputs import DELTA, SPACE, drawn, empty_states, leaves, of_table, runs_of
+from tests.helpers.models.recurrent_inputs import (
+    BOUNDED,
+    CHANNELS,
+    DELTA,
+    SPACE,
+    drawn,
+    empty_states,
+    leaves,
+    of_table,
+    runs_of,
+)
 
 pytestmark = pytest.mark.skipif(not native.is_built(), reason=native.absence())
 SIZES = [
+    *(CHANNELS, BOUNDED._replace(keys=5, decays=5)),
     *(DELTA, HeadSizes(1, 2, 5, 16), HeadSizes(4, 4, 128, 128), HeadSizes(2, 6, 16, 80)),
     *(SPACE, SpaceSizes(1, 2, 5, 16), SpaceSizes(4, 8, 128, 64), SpaceSizes(2, 6, 16, 80)),
 ]
 
 
-@pytest.mark.parametrize("sizes", [DELTA, SPACE], ids=["delta rule", "state space"])
+@pytest.mark.parametrize(
+    "sizes", [DELTA, CHANNELS, BOUNDED, SPACE], ids=["heads", "channels", "bounded", "state space"]
+)
 def test_a_token_has_the_same_bits_under_any_cut(sizes):
     """One run, two, one token a call, beside others, after a copied state, and with gradients."""
     inputs = drawn(41, sizes)

@@ -411,7 +411,8 @@ TORCH_LIBRARY(megarl, m) {
         "causal_convolution(Tensor x, Tensor weight, Tensor? bias, Tensor runs, Tensor(a!) states, bool activates=True) "
         "-> Tensor",
         &causal_convolution);
-    m.def("delta_rule_gates(Tensor a, Tensor b, Tensor decay_logs, Tensor biases) -> (Tensor, Tensor)", &delta_rule_gates);
+    m.def("delta_rule_gates(Tensor a, Tensor b, Tensor decay_logs, Tensor biases, float? bound) -> (Tensor, Tensor)",
+          &delta_rule_gates);
     m.def(
         "delta_rule(Tensor x, Tensor decays, Tensor betas, int groups, int keys, Tensor runs, Tensor(a!) states) "
         "-> Tensor",

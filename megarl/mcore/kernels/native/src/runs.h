@@ -165,25 +165,25 @@ inline Tensor rule_forward(const RuleSizes& s, const Tensor& x, const Tensor& ru
     return out;
 }
 
-// What a head's backward pass needs beside its states: rows [T, C], two numbers of each head [T, H], the gradient of
-// what was read [T, H, V]; and gradients of the first three.
+// What a head's backward pass needs beside its states: rows [T, C], one or more numbers of each head [T, H·D] and one
+// [T, H], the gradient of what was read [T, H, V]; and gradients of the first three.
 struct RuleGradients {
     RuleSizes s;
     const float *x, *first, *second, *grad;
     float *x_grad, *first_grad, *second_grad;
 };
 
-// Gradients of x and of both numbers of each head; one(gradients, run, h, state, state_grad, scratch) as of
+// Gradients of x and of the numbers of each head; one(gradients, run, h, state, state_grad, scratch) as of
 // `runs_backward`. `states`: what the runs left there, of the pass alone.
 template <typename One>
 inline std::tuple<Tensor, Tensor, Tensor> rule_backward(const Tensor& grad, const Tensor& x, const Tensor& first,
                                                         const Tensor& second, int64_t groups, int64_t keys,
                                                         const Tensor& runs, const Tensor& states, int64_t work,
                                                         const One& one) {
-    RuleSizes s(x, first, groups, keys);
+    RuleSizes s(x, second, groups, keys);
     auto options = x.options().memory_format(std::nullopt);
     Tensor x_grad = at::zeros({s.rows, s.channels}, options);
-    Tensor first_grad = at::empty({s.rows, s.heads}, options), second_grad = at::empty({s.rows, s.heads}, options);
+    Tensor first_grad = at::empty(first.sizes(), options), second_grad = at::empty({s.rows, s.heads}, options);
     Tensor state_grads = at::zeros({states.size(0), s.heads, keys, s.values}, options);
     RuleGradients g{s, floats(x), floats(first), floats(second), floats(grad), mutable_floats(x_grad),
                     mutable_floats(first_grad), mutable_floats(second_grad)};

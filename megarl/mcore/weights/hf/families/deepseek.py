@@ -1,13 +1,17 @@
-"""Families with multi-latent attention: DeepSeek, with dense layers before those with experts, and Mistral 4."""
+"""Families with multi-latent attention: DeepSeek, with dense layers before those with experts, and Mistral 4; in some
+layers of Kimi-Linear and Ling 3, beside Kimi delta attention."""
 
 from megarl.mcore.model.weight_table import INDEXER
 from megarl.mcore.weights.hf.config_flags import (
+    FULL,
+    LINEAR,
     Flags,
     deepseek_gates,
     dense_then_experts,
     expert_flags,
     flags_of,
     gate_factor,
+    layer_pattern,
     model_flags,
     requires,
     rotary_flags,
@@ -15,17 +19,24 @@ from megarl.mcore.weights.hf.config_flags import (
     softmax_gates,
 )
 from megarl.mcore.weights.hf.families.llama import check_query_scaling
-from megarl.mcore.weights.hf.family import EXPERT_LAYERS, LATENT, PREDICTION_LAYERS, Family
-from megarl.mcore.weights.hf.mapping import Mapping, rows
+from megarl.mcore.weights.hf.family import (
+    EXPERT_LAYERS,
+    LATENT,
+    PREDICTION_LAYERS,
+    Family,
+    Prediction,
+    expert_layers,
+)
+from megarl.mcore.weights.hf.mapping import Mapping, Rows, rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
 NORM_EPSILON = 1e-6  # of latents, in transformers and in DeepSeek's own code, whatever rms_norm_eps says
 
 
-def _latent_attention_flags(config: ModelConfig) -> Flags:
+def _latent_attention_flags(config: ModelConfig, has_positions: bool = True) -> Flags:
     """Those of a model with multi-latent attention and without experts."""
     config.require(attention_bias=(False, None), num_key_value_heads=(config.whole("num_attention_heads"), None))
-    flags = model_flags(config, rotary=_rotary_flags)
+    flags = model_flags(config, rotary=_rotary_flags if has_positions else _no_positions)
     for name in ("group-query-attention", "num-query-groups", "kv-channels"):
         del flags[name]
     flags |= {
@@ -41,6 +52,10 @@ def _latent_attention_flags(config: ModelConfig) -> Flags:
     if config.number("rms_norm_eps") != NORM_EPSILON:
         flags["latent-norm-epsilon"] = NORM_EPSILON
     return flags
+
+
+def _no_positions(config: ModelConfig) -> Flags:
+    return {"position-embedding-type": "none"}
 
 
 def _rotary_flags(config: ModelConfig) -> Flags:
@@ -156,4 +171,109 @@ MISTRAL_4 = Family(
     flags=flags_of(
         requires(rope_interleave=True, n_group=1, routed_scaling_factor=1.0), check_query_scaling, _mistral_4_flags
     ),
+)
+
+
+# -- Kimi delta attention in most layers (2510.26692) ---------------------------------------------------------------
+
+
+def _delta_flags(config: ModelConfig) -> Flags:
+    """Which layers have Kimi delta attention, and its sizes."""
+    kinds, layers = config.items("layer_types", str, "names"), config.whole("num_hidden_layers")
+    if set(kinds) != {FULL, LINEAR} or len(kinds) != layers:
+        raise config.error("layer_types", f"a list of {layers} words, {LINEAR} or {FULL}, both of them")
+    heads, channels = config.whole("linear_num_heads"), config.whole("linear_head_dim")
+    return {
+        "experimental-attention-variant": "gated_delta_net",
+        "linear-channel-decay": True,
+        "linear-attention-freq": layer_pattern(kind == LINEAR for kind in kinds),
+        "linear-conv-kernel-dim": config.whole("linear_conv_kernel_dim"),
+        **dict.fromkeys(("linear-num-key-heads", "linear-num-value-heads"), heads),
+        **dict.fromkeys(("linear-key-head-dim", "linear-value-head-dim"), channels),
+    }
+
+
+_PARTS = {"query": "q", "key": "k", "value": "v"}
+_DELTA: dict[str, Mapping] = {
+    **{f"self_attention.in_proj.weight.{part}": rows(f"self_attn.{x}_proj.weight") for part, x in _PARTS.items()},
+    **{f"self_attention.conv1d.weight.{part}": rows(f"self_attn.{x}_conv1d.weight") for part, x in _PARTS.items()},
+    "self_attention.in_proj.weight.beta": rows("self_attn.b_proj.weight"),
+    "self_attention.dt_bias": rows("self_attn.dt_bias"),
+    "self_attention.A_log": rows("self_attn.A_log"),
+    "self_attention.out_norm.weight": rows("self_attn.o_norm.weight"),
+    "self_attention.out_proj.weight": rows("self_attn.o_proj.weight"),
+}
+
+
+def _check_kimi(config: ModelConfig):
+    """UsageError for what transformers' class of Kimi-Linear ignores: Kimi-K3's layers have this type, too."""
+    config.require(mla_use_nope=(True, None), use_grouped_topk=(True, None), moe_layer_freq=(1, None))
+    config.require(moe_router_activation_func=("sigmoid", None), mla_use_output_gate=(False, None))
+    config.require(routed_expert_hidden_size=None, attn_res_block_size=None)
+    if any((config.get("linear_attn_config") or {}).get(key) for key in ("gate_lower_bound", "use_full_rank_gate")):
+        raise config.error("linear_attn_config", "one without gate_lower_bound and use_full_rank_gate")
+
+
+# Kimi-Linear: decays and output gates from latents; no positions.
+KIMI_LINEAR = Family(
+    model_type="kimi_linear",
+    layers={
+        **LATENT,
+        **_DELTA,
+        "self_attention.A_log": Rows(("self_attn.A_log",), has_unit_axes=True),
+        "self_attention.latent_proj.weight": rows("self_attn.g_a_proj.weight", "self_attn.f_a_proj.weight"),
+        "self_attention.z_proj.weight": rows("self_attn.g_b_proj.weight"),
+        "self_attention.alpha_proj.weight": rows("self_attn.f_b_proj.weight"),
+        **expert_layers(
+            "block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2"), "block_sparse_moe.shared_experts"
+        ),
+    },
+    flags=flags_of(
+        _check_kimi,
+        lambda config: _latent_attention_flags(config, has_positions=False),
+        _delta_flags,
+        lambda config: {"linear-gate-rank": config.whole("linear_head_dim")},
+        expert_flags,
+        shared_experts,
+        dense_then_experts,
+        deepseek_gates,
+    ),
+    experts="block_sparse_moe.experts",
+)
+
+
+def _bound(config: ModelConfig) -> Flags:
+    if not config.switch("kda_safe_gate"):
+        return {}
+    bound = config.get("kda_lower_bound")
+    if type(bound) not in (int, float) or not -80 <= bound < 0:
+        raise config.error("kda_lower_bound", "a number below 0, -80 or more")
+    return {"linear-decay-bound": float(bound)}
+
+
+def _renamed(layers: dict[str, Mapping], *names: tuple[str, str]) -> dict[str, Mapping]:
+    """Weights with other names in their tensors' names."""
+    found = {}
+    for key, mapping in layers.items():
+        stored = mapping.names
+        for old, new in names:
+            stored = tuple(name.replace(old, new) for name in stored)
+        found[key] = rows(*stored)
+    return found
+
+
+# Ling 3: bounded decays, a gate of each head of multi-latent attention.
+BAILING_HYBRID = Family(
+    model_type="bailing_hybrid",
+    layers={
+        **_renamed(LATENT | _DELTA, ("self_attn.o_proj", "attention.dense"), ("self_attn.", "attention.")),
+        "self_attention.in_proj.weight.z": rows("attention.g_proj.weight"),
+        "self_attention.in_proj.weight.alpha": rows("attention.f_proj.weight"),
+        "self_attention.linear_gate.weight": rows("attention.g_proj.weight"),
+        **EXPERT_LAYERS,
+        "mlp.router.expert_bias": rows("mlp.gate.expert_bias"),
+    },
+    flags=flags_of(_layer_flags, _delta_flags, _bound, {"attention-output-gate": True}, deepseek_gates),
+    outer={"model.embed_tokens.weight": "word_embeddings.weight"},
+    prediction=Prediction(r"model\.layers\.{layer}\..+", {}, ("num_mtp_layers", "num_nextn_predict_layers")),
 )
