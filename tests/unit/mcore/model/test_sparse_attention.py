@@ -142,9 +142,11 @@ def test_layouts_have_the_same_numbers_and_no_gap(flags, tmp_path):
 def generated(rank, folder: Path, many: int) -> dict:
     """Sampled responses of short prompts with much and with little memory, drafts, and alone; evictions are counted."""
     from megarl.algorithms.token_sampling import SamplingSettings
+    from megarl.mcore.inference.cache_size import token_bytes
     from megarl.mcore.inference.engine import RolloutEngine
     from megarl.mcore.inference.generation import GenerationRequest
     from megarl.mcore.inference.paged_context import PagedContext
+    from megarl.mcore.model.pipeline_layout import indexer_pattern
     from tests.helpers.folders import hf_layouts
 
     role, groups, model, _ = hf_layouts.build(folder, "", False, longest=200)
@@ -158,7 +160,7 @@ def generated(rank, folder: Path, many: int) -> dict:
 
     text = long_prompts.prompts(120)[1]
     requests = [GenerationRequest(text[i * 40 : i * 40 + 20], i, 60) for i in range(many)]
-    row = 4 * model[0].config.num_layers * (16 + 16 + 32)
+    row = token_bytes(model[0].config, indexer_pattern(model[0].config), 1)
 
     def run(blocks: int, asked, **options):
         evicted[0] = 0
