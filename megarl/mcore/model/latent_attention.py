@@ -56,10 +56,7 @@ class LatentAttention(Attention):
         self.linear_kv_down_proj = ReplicatedLinear(hidden, sum(self.latent_channels), config, self.tp_group)
         self.kv_layernorm = self._norm(submodules.kv_layernorm, config.kv_lora_rank)
         up = self._column_parallel(submodules.linear_kv_up_proj, config.kv_lora_rank, heads * sum(self.kv_channels))
-        # Its input is what `to_all_ranks` returned.
-        up.sequence_parallel = up.allreduce_dgrad = False
-        up.disable_grad_reduce = True
-        self.linear_kv_up_proj = up
+        self.linear_kv_up_proj = of_all_tokens(up)
 
     def _norm(self, kind, width: int):
         epsilon = self.config.latent_norm_epsilon
@@ -145,6 +142,13 @@ class LatentAttention(Attention):
     def _values(self, attended: Tensor) -> Tensor:
         """Attended values of A heads [T, A·V, or more by padding] -> [T, 1, A·V]."""
         return attended.unflatten(-1, (-1, self.widths[1]))[..., : self.kv_channels[1]].flatten(1).unsqueeze(1)
+
+
+def of_all_tokens(layer):
+    """A column-parallel layer whose input is what `to_all_ranks` returned."""
+    layer.sequence_parallel = layer.allreduce_dgrad = False
+    layer.disable_grad_reduce = True
+    return layer
 
 
 def _padded(heads: Tensor, width: int) -> Tensor:

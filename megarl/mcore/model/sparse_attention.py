@@ -7,6 +7,7 @@ prefix caching, drafts and eviction treat them as they treat latents.
 import functools
 
 import torch
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
 from megarl.mcore import device
@@ -14,9 +15,9 @@ from megarl.mcore.attention import native_attention
 from megarl.mcore.attention.cache_attention import softmax_scale
 from megarl.mcore.attention.chosen_keys import Choice, IndexQueries, KeyReads, choose, chosen_attention
 from megarl.mcore.attention.segments import SegmentPlan
-from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, linear, to_all_ranks
+from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, at_least_rows, linear, to_all_ranks
 from megarl.mcore.model.decoder_layer import Rotation, StepPlan
-from megarl.mcore.model.latent_attention import LatentAttention, rotate_pairs
+from megarl.mcore.model.latent_attention import LatentAttention, of_all_tokens, rotate_pairs
 from megarl.mcore.model.pipeline_layout import indexer_of
 from megarl.mcore.parallel.context_parallel import gather_for_attention
 
@@ -30,17 +31,20 @@ def rotate_halves(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 class Indexer(torch.nn.Module):
-    """The projections of queries, keys and weights, whole on each tensor-parallel rank, which are never trained.
+    """The projections of queries, keys and weights, which are never trained.
 
-    Parameters have Megatron's names. The first r of C channels are rotated: pairs of neighbours, or halves.
+    Parameters have Megatron's names. The largest projection is split by heads over tensor-parallel ranks, which gather
+    its results: each rank chooses for all of its tokens. The first r of C channels are rotated: pairs of neighbours, or
+    halves.
     """
 
-    def __init__(self, config, group):
+    def __init__(self, config, group, heads_of_rank: torch.nn.Module):
+        """`heads_of_rank`: column-parallel layer from latents of queries to I·C numbers."""
         super().__init__()
         self.heads, self.channels = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
         self.rotated, self.config, self.group = config.qk_pos_emb_head_dim, config, group
         self.rotate = rotate_pairs if config.dsa_indexer_rope_interleaved else rotate_halves
-        self.linear_wq_b = ReplicatedLinear(config.q_lora_rank, self.heads * self.channels, config, group)
+        self.linear_wq_b = of_all_tokens(heads_of_rank)
         self.linear_wk = ReplicatedLinear(config.hidden_size, self.channels, config, group)
         place = {"dtype": config.params_dtype, "device": device.device()}
         self.k_norm = torch.nn.LayerNorm(self.channels, eps=KEY_NORM_EPSILON, **place)
@@ -63,8 +67,9 @@ class Indexer(torch.nn.Module):
         return self._rotated(keys.unsqueeze(2), rotation).flatten(1)
 
     def _heads(self, latent: Tensor, rotation: Rotation, tokens: Tensor) -> Tensor:
-        heads = self.linear_wq_b(latent[tokens]).unflatten(-1, (self.heads, self.channels))
-        return self._rotated(heads, rotation.at(tokens)).squeeze(1)
+        heads = at_least_rows(lambda x: apply_linear(self.linear_wq_b, x)[0], latent[tokens])
+        heads = gather_from_tensor_model_parallel_region(heads, group=self.group)
+        return self._rotated(heads.unflatten(-1, (self.heads, self.channels)), rotation.at(tokens)).squeeze(1)
 
     def _rotated(self, x: Tensor, rotation: Rotation) -> Tensor:
         turned, plain = x.split((self.rotated, self.channels - self.rotated), -1)
@@ -80,7 +85,9 @@ class SparseLatentAttention(LatentAttention):
         is_last = layer_number == config.num_layers
         self.is_shared = not is_last and indexer_of(config, layer_number + 1) == self.source
         if self.source == layer_number:
-            self.core_attention.indexer = Indexer(config, self.tp_group)
+            rows = config.dsa_indexer_n_heads * config.dsa_indexer_head_dim
+            heads = self._column_parallel(submodules.linear_q_up_proj, config.q_lora_rank, rows)
+            self.core_attention.indexer = Indexer(config, self.tp_group, heads)
 
     def _packed(self, hidden: Tensor, latent: Tensor, rotation: Rotation, layout):
         if layout.max_seqlen_kv <= self.count:
