@@ -116,29 +116,33 @@ class SparseLatentAttention(LatentAttention):
             return None
         if keys is None:
             return reads.choices[self.source]
-        choice = choose(self._indexer.queries(hidden, latent, rotation), keys, reads.long, self.count)
+        choice = choose(self._indexer.queries(hidden, latent, rotation), keys.float(), reads.long, self.count)
         if self.is_shared:
             reads.choices[self.source] = choice
         return choice
 
     def _attend(self, query: Tensor, latents: Tensor, reads: KeyReads, choice: Choice | None) -> Tensor:
         """Queries [T, A, D] and latents [T', L + r] -> attended values [T, A·V]."""
-        scale = softmax_scale(query.shape[-1], self.core_attention.softmax_scale)
+        scale, dtype = softmax_scale(query.shape[-1], self.core_attention.softmax_scale), query.dtype
+        query, latents = query.float(), latents.float()
+        return self._attended(query, latents, reads, choice, scale).flatten(1).to(dtype)
+
+    def _attended(self, query: Tensor, latents: Tensor, reads: KeyReads, choice: Choice | None, scale: float) -> Tensor:
         out = self._attend_to_all(query, latents, reads, scale)
         if choice is None:
-            return out.flatten(1)
+            return out
         if torch.is_grad_enabled():
             found = self._attend_to_chosen(query.index_select(0, reads.of_long), latents, choice, scale)
-            return out.index_copy(0, reads.of_long, found).flatten(1)
+            return out.index_copy(0, reads.of_long, found)
         for part, own in choice.parts():  # absorbed heads are wide
             tokens = reads.of_long[part]
             out[tokens] = self._attend_to_chosen(query[tokens], latents, own, scale)
-        return out.flatten(1)
+        return out
 
     def _attend_to_chosen(self, query: Tensor, latents: Tensor, choice: Choice, scale: float) -> Tensor:
         """Queries [n, A, D], which choose keys -> attended values [n, A, V]."""
         plain, turned = query.split(self.score_channels, -1)
-        of_keys, of_values = self._expansion()
+        of_keys, of_values = (weight.float() for weight in self._expansion())
         absorbed = torch.cat([_by_head(plain, of_keys.transpose(1, 2)), turned], -1)
         attended = chosen_attention(absorbed, latents, self.latent_channels[0], choice, scale)
         return _by_head(attended, of_values)
@@ -147,14 +151,18 @@ class SparseLatentAttention(LatentAttention):
         """[T, A, V] of the queries that see few keys; those of others mean nothing."""
         if len(reads.dense) == 1 and torch.is_grad_enabled():
             rows, batches = reads.dense[0]
-            expanded = self.expand(latents.index_select(0, rows))
+            expanded = self._expanded(latents, rows)
             return native_attention.packed_attention(query, *expanded, SegmentPlan(batches, rows), scale)
         out = query.new_zeros(*query.shape[:2], self.widths[1])
         for rows, batches in reads.dense:
-            key, value = self.expand(latents.index_select(0, rows))
+            key, value = self._expanded(latents, rows)
             for batch in batches:
                 native_attention.attend(query, key, value, batch, (scale, None, None), out)
         return out
+
+    def _expanded(self, latents: Tensor, rows: Tensor) -> list[Tensor]:
+        """Keys and values of some rows, fp32; their product has the dtype of the weights."""
+        return [x.float() for x in self.expand(latents.index_select(0, rows).to(self.config.params_dtype))]
 
     def _expansion(self) -> tuple[Tensor, Tensor]:
         """Weights of the layer that expands latents, by head: of keys [A, D − r, L], of values [A, V, L]."""
@@ -178,10 +186,13 @@ class SparseLatentAttention(LatentAttention):
         latents = latents if plan.dedup is None else latents.index_select(0, plan.dedup.inverse)
         rows[:, : latents.shape[1]].index_copy_(0, plan.slot_mapping, latents)
         if not plan.key_reads:
-            plan.key_reads.append(KeyReads.of_step(reads, self.count))
+            of_cache = KeyReads.of_step(reads, self.count)
+            plan.key_reads.append(of_cache if rows.dtype is torch.float32 else of_cache.of_read_rows())
+        reads = plan.key_reads[0]
+        rows = rows if reads.rows is None else rows.index_select(0, reads.rows).float()
         keys = None if self._indexer is None else rows[:, width:]
-        choice = self._choice(plan.key_reads[0], keys, hidden, latent, rotation)
-        attended = self._attend(query, rows[:, :width], plan.key_reads[0], choice)
+        choice = self._choice(reads, keys, hidden, latent, rotation)
+        attended = self._attend(query, rows[:, :width], reads, choice)
         return apply_linear(self.linear_proj, self._values(attended))
 
 

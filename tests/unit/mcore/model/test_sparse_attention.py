@@ -240,6 +240,30 @@ def test_greedy_tokens_are_those_of_transformers(case, tmp_path):
     assert len(ours) == 64 and ours == theirs
 
 
+def in_both_types(rank, folder: Path) -> list:
+    """(log-probs, gradients by name) in fp32 and in bf16."""
+    return [gradients(*trained(folder, flags)[:2], texts())[:2] for flags in ("", "--bf16")]
+
+
+def test_bf16_is_widened_for_the_kernels(tmp_path):
+    """Few queries choose, and few of them others: rounded inputs change scores that are close to each other."""
+    ((wide, narrow),) = run_world(in_both_types, 1, long_prompts.write_folder("glm_moe_dsa+140", tmp_path / "folder"))
+    difference = (wide[0] - narrow[0].float()).abs()
+    assert 1e-4 < difference.max() and difference.mean() < 0.05
+    for name, grad in wide[1].items():
+        if "self_attention" in name and grad.dim() == 2:
+            alike = torch.cosine_similarity(grad.flatten(), narrow[1][name].float().flatten(), 0)
+            assert alike > 0.98, (name, alike)
+
+
+@pytest.mark.long
+def test_bf16_leaves_no_gap(tmp_path):
+    folders = {x: long_prompts.write_folder(x, tmp_path / x) for x in ("deepseek_v32+8", "glm_moe_dsa+8")}
+    for flags, ranks in ("--bf16", 1), ("--bf16 --tensor-model-parallel-size 2 --sequence-parallel", 2):
+        for found in run_world(long_prompts.run, ranks, folders, flags, "compiled", (*long_prompts.MODES,)):
+            assert all(set(each.gaps.values()) == {0.0} and len(each.gaps) == 4 for each in found.values()), found
+
+
 @pytest.mark.long
 def test_few_heads_whose_scores_are_often_equal_leave_no_gap(tmp_path, monkeypatch):
     """With two of them many scores are 0. The passes of transformers differ from each other then."""
