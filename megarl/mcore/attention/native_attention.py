@@ -78,8 +78,8 @@ def packed_attention(
     """As that of `sdpa`, with `softcap` and the `sinks` [H] of this rank's heads; value [T', G, V] -> [T, H, V]."""
     scale = softmax_scale(query.shape[-1], scale)
     if query.dtype is not torch.float32:
-        wide = (x.float() for x in (query, key, value))
-        return packed_attention(*wide, segments, scale, softcap, sinks).to(query.dtype)
+        out = packed_attention(query.float(), key.float(), value.float(), segments, scale, softcap, sinks)
+        return out.to(query.dtype)
     if query.shape[-1] % VECTOR or value.shape[-1] % VECTOR:  # zeros at the end of a chain of sums change no bit
         q, k, v = (pad(x, (0, -x.shape[-1] % VECTOR)) for x in (query, key, value))
         return packed_attention(q, k, v, segments, scale, softcap, sinks)[..., : value.shape[-1]]

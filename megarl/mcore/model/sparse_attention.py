@@ -151,8 +151,8 @@ class SparseLatentAttention(LatentAttention):
         """[T, A, V] of the queries that see few keys; those of others mean nothing."""
         if len(reads.dense) == 1 and torch.is_grad_enabled():
             rows, batches = reads.dense[0]
-            expanded = self._expanded(latents, rows)
-            return native_attention.packed_attention(query, *expanded, SegmentPlan(batches, rows), scale)
+            key, value = self._expanded(latents, rows)
+            return native_attention.packed_attention(query, key, value, SegmentPlan(batches, rows), scale)
         out = query.new_zeros(*query.shape[:2], self.widths[1])
         for rows, batches in reads.dense:
             key, value = self._expanded(latents, rows)
@@ -160,9 +160,10 @@ class SparseLatentAttention(LatentAttention):
                 native_attention.attend(query, key, value, batch, (scale, None, None), out)
         return out
 
-    def _expanded(self, latents: Tensor, rows: Tensor) -> list[Tensor]:
+    def _expanded(self, latents: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of some rows, fp32; their product has the dtype of the weights."""
-        return [x.float() for x in self.expand(latents.index_select(0, rows).to(self.config.params_dtype))]
+        key, value = self.expand(latents.index_select(0, rows).to(self.config.params_dtype))
+        return key.float(), value.float()
 
     def _expansion(self) -> tuple[Tensor, Tensor]:
         """Weights of the layer that expands latents, by head: of keys [A, D − r, L], of values [A, V, L]."""
