@@ -43,12 +43,12 @@ def cache_plan(role, settings, step: StepSizes) -> CachePlan:
     stages = [[kinds[layer] for chunk in chunks for layer in chunk] for chunks in stage_layers(args)]
     counts = [sum(kind.is_recurrent for kind in stage) for stage in stages]
     states = [state_bytes(config, count, sizes.tensor) if count else 0 for count in counts]
-    further = int(settings.mtp_drafts)  # the layer that drafts has keys and values, too
-    cached = [sum(kind.has_mixer and not kind.is_recurrent for kind in stage) for stage in stages]
+    further = [False] * int(settings.mtp_drafts)  # the layer that drafts has keys and values, too
+    cached = [[kind.has_indexer for kind in stage if kind.has_mixer and not kind.is_recurrent] for stage in stages]
     if args.model_folder is not None:
         config.num_query_groups, config.kv_channels = args.model_folder.mean_cache(sizes.tensor)
         states = [bytes_of_shapes(args.model_folder.state_shapes())]
-    tokens_of = [token_bytes(config, max(1, count) + further, sizes.tensor) for count in cached]
+    tokens_of = [token_bytes(config, (own or [False]) + further, sizes.tensor) for own in cached]
     snapshots = snapshot_count(max_requests, settings.rollout_prefix_caching, settings.rollout_state_snapshots)
     buffers = [cache_bytes(settings.rollout_buffer_gb, max_requests, state, snapshots) for state in states]
     tokens = min(capacity_of(buffer, size, BLOCK_TOKENS_CUDA) for buffer, size in zip(buffers, tokens_of, strict=True))

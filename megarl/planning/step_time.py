@@ -161,5 +161,6 @@ def _read_share(args, tokens: float) -> float:
     """Share of the cache of so many tokens that a decode step reads: of latents those that it chooses."""
     if args.dsa_indexer_topk is None:
         return 1.0
-    latent, index_key = args.kv_lora_rank + args.qk_pos_emb_head_dim, args.dsa_indexer_head_dim
+    latent, indexers = args.kv_lora_rank + args.qk_pos_emb_head_dim, sum(indexer_pattern(args)) / args.num_layers
+    index_key = args.dsa_indexer_head_dim * indexers  # of a layer in the mean
     return (latent * min(1.0, args.dsa_indexer_topk / tokens) + index_key) / (latent + index_key)

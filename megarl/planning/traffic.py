@@ -245,8 +245,10 @@ def tensor(args, n: int, forwards: int, backwards: int) -> float:
         fewer = wide - queries - args.kv_lora_rank - args.qk_pos_emb_head_dim
         channels -= layers * fewer * (both if args.sequence_parallel else 2 * backwards)
         channels -= layers * backwards * (wide - queries) if args.sequence_parallel else 0
-        if args.sequence_parallel and args.dsa_indexer_topk is not None:
-            gathered = args.dsa_indexer_n_heads + args.dsa_indexer_head_dim + queries
+        if args.dsa_indexer_topk is not None:  # the heads of an indexer, as if all tokens chose keys
+            gathered = args.dsa_indexer_n_heads * args.dsa_indexer_head_dim
+            if args.sequence_parallel:
+                gathered += args.dsa_indexer_n_heads + args.dsa_indexer_head_dim + queries
             channels += sum(indexer_pattern(args)) / stages * forwards * gathered
     s = n / t if args.sequence_parallel else n
     heads = HeadLayout.of(args)  # columns of `linear_qkv`, or of their gradients; 0 unless ranks share a group

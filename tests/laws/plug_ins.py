@@ -157,3 +157,17 @@ def check_rewards(save: Path):
             own = [each["reward_values"][name] for each in rows if name in each["reward_values"]]
             assert len(own) == 8 and row[f"reward/{name}/mean"] == pytest.approx(sum(own) / len(own))
         assert row[f"reward/{OF_ONE_FILE}/failures"] == 0 and row["actor/grad_norm"] > 0
+
+
+# -- queries that choose keys ---------------------------------------------------------------------------------------
+
+KEYS, PROMPT = 3, 4  # a query chooses so many; tokens that each prompt has at least
+
+
+def check_choice(save: Path, has_stale_tokens: bool = False):
+    """Queries attend to fewer keys than they see, and each token has the log-prob of training. `has_stale_tokens`:
+    those of earlier weights have not."""
+    for row, rows in steps_of(save):
+        seen = [number for each in rows for number in range(1, PROMPT + each["length"])]
+        assert sum(min(number, KEYS) for number in seen) < 0.9 * sum(seen)
+        assert row["actor/grad_norm"] > 0 and (has_stale_tokens or row["rollout/logprob_gap_max"] == 0.0)

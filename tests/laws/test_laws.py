@@ -13,6 +13,7 @@ import pytest
 
 from megarl.checkpoint import folders
 from tests.helpers import faults
+from tests.helpers.pages.combinations import with_groups_that_fit
 from tests.helpers.programs import (
     assert_close,
     inputs,
@@ -49,6 +50,7 @@ OTHERWISE = re.compile(
 RESUMED = (
     "adaptive kl, epochs", "waiting groups", "partial rollouts, a filter", "lag, reward of the trained ranks", "pools",
     "average of factors", "drafts", "refresh of other ranks", "frozen, rates, sgd", "shared turns over rounds, late",
+    "chosen keys that layers share",
 )  # fmt: skip
 ALSO_ELSEWHERE = [("adaptive kl, epochs", *TP2)]
 LAID_OUT = [
@@ -58,7 +60,7 @@ LAID_OUT = [
 KILLED = (
     "waiting groups", "partial rollouts", "lag", "lag, partial rollouts", "pools", "mixture", "average of factors",
     "drafts", "refresh", "frozen, rates, sgd", "factors", "turns", "an agent's turns", "branching agent",
-    "carried turns", "carried agent", "shared turns over rounds", "siblings", "modules",
+    "carried turns", "carried agent", "shared turns over rounds", "siblings", "modules", "chosen keys",
 )  # fmt: skip
 TRAINED_AGAIN = (
     "waiting groups", "ppo", "routes ahead", "routes of two stages", "greedy baselines, a filter", "sizes, partial",
@@ -68,7 +70,7 @@ TRAINED_AGAIN = (
 PLAYED = (
     "turns", "waiting groups", "opening turns of two stages", "turns ahead", "branching agent", "mixture", "drafts",
     "turns of factors", "thoughts", "thoughts in turns", "carried turns",
-    "modules", "modules of unlike layers",
+    "modules", "modules of unlike layers", "chosen keys", "chosen keys in turns",
 )  # fmt: skip
 PARALLEL = "model-parallel-size 2"
 
@@ -78,8 +80,9 @@ def argv(feature: Feature, save: Path, more: str = "") -> list[str]:
     flags = f"--save-interval 1 --lr-decay-iters 9 {feature.flags} --train-iters {feature.steps} {more}"
     flags = files.named(flags, save=save)
     if feature.program == "rl":
-        return rl_argv(save, f"--save-rollouts {flags}", feature.warm_start)
+        return with_groups_that_fit(rl_argv(save, f"--save-rollouts {flags}", feature.warm_start))
     found = {"sft": sft_argv, "reward": reward_argv, "preference": preference_argv}[feature.program](save, flags)
+    found = with_groups_that_fit(found)
     if not feature.warm_start and "--pretrained-checkpoint" in found:
         place = found.index("--pretrained-checkpoint")
         del found[place : place + 2]

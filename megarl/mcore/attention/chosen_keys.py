@@ -5,6 +5,8 @@ alone, by a compiled kernel (`chosen_keys.h`); of equal scores at the border the
 of exactly 0, so that ties are common with few heads.
 A query that sees at most `count` keys attends to all of them, as in dense layers. Any other attends to chosen latents,
 without expanding them: its heads are multiplied by the expansion's weights before, and the result after attention.
+The kernels compute in fp32. In bf16 they read widened numbers, and the result is rounded: a query's bits follow from
+its own bits and those of the keys that it sees.
 Shapes: T tokens of a rank, T' rows of latents, of the stream or the cache; I heads of the indexer with C channels; A
 heads of attention, L + r numbers of a latent and its rotated key; K keys of a segment.
 """
@@ -57,12 +59,23 @@ class KeyReads:
         self.dense, self.long = dense, long
         self.of_long = torch.cat([each.queries for each in long]) if long else None  # [n] int64 tokens
         self.choices: dict[int, Choice] = {}  # those that layers share, by the layer that makes them
+        self.rows: Tensor | None = None  # of the cache, which the others count; None: those are of the whole cache
 
     @classmethod
     def of_stream(cls, batches: list[SegmentBatch], count: int) -> "KeyReads":
         """Those of a micro-batch; `count`: keys that a query chooses."""
         short, long = _split(batches, count)
         return cls([_dense(short)] if short else [], long)
+
+    def of_read_rows(self) -> "KeyReads":
+        """The same reads, of the rows of the cache that some query reads, each once."""
+        places = [each.rows for each in self.dense] + [each.keys for each in self.long]
+        rows, inverse = torch.cat(places).unique(return_inverse=True)
+        parts = iter(inverse.split([len(each) for each in places]))
+        found = KeyReads([each._replace(rows=next(parts)) for each in self.dense],
+                         [each._replace(keys=next(parts)) for each in self.long])  # fmt: skip
+        found.rows = rows
+        return found
 
     @classmethod
     def of_step(cls, reads: CacheReads, count: int) -> "KeyReads":
@@ -157,12 +170,12 @@ class Choice(NamedTuple):
 
 @torch.no_grad()
 def choose(queries: IndexQueries, keys: Tensor, segments: list[LongSegment], count: int) -> Choice:
-    """The choice of all queries of some segments by index keys [T', C]."""
+    """The choice of all queries of some segments by index keys [T', C], fp32."""
     tokens = torch.cat([segment.queries for segment in segments])
     found, starts = Choice([], count), np.cumsum([0, *(len(segment.queries) for segment in segments)])
     for start in range(0, len(tokens), QUERIES):
         part = tokens[start : start + QUERIES]
-        heads, weights = queries.heads(part).contiguous(), queries.weights[part]
+        heads, weights = queries.heads(part).float().contiguous(), queries.weights[part]
         for segment, first in zip(segments, (starts[:-1] - start).tolist(), strict=True):
             here = slice(max(first, 0), max(0, min(first + len(segment.queries), len(part))))
             if here.start < here.stop:

@@ -1,6 +1,7 @@
 """Attention by the compiled kernels (`kernels.native`): no copies of keys and values, in training and in rollout.
 
-`--attention-backend auto` and `sdpa` use it for models in fp32 on a CPU, with windows, softcaps, sinks or latents too.
+`--attention-backend auto` and `sdpa` use it for models in fp32 on a CPU, with windows, softcaps, sinks or latents too,
+and for models whose queries choose keys in bf16, too: numbers are widened before and rounded after.
 A query's result depends on its query and its keys alone, and is the same in a decode step, a prefill and a training
 forward, however many keys there are. Values may have other channels than keys.
 Shapes: as in `sdpa`; V channels of a value.
@@ -24,7 +25,8 @@ from megarl.mcore.kernels.batch_invariance import VECTOR
 
 def supports(config) -> bool:
     """Whether the kernels compute the attention of a model with this config."""
-    return native.is_used() and config.params_dtype is torch.float32
+    is_wide = config.params_dtype is torch.float32 or config.dsa_indexer_topk is not None
+    return native.is_used() and is_wide
 
 
 plan_attention = sdpa.plan_attention
@@ -75,6 +77,9 @@ def packed_attention(
 ) -> Tensor:
     """As that of `sdpa`, with `softcap` and the `sinks` [H] of this rank's heads; value [T', G, V] -> [T, H, V]."""
     scale = softmax_scale(query.shape[-1], scale)
+    if query.dtype is not torch.float32:
+        out = packed_attention(query.float(), key.float(), value.float(), segments, scale, softcap, sinks)
+        return out.to(query.dtype)
     if query.shape[-1] % VECTOR or value.shape[-1] % VECTOR:  # zeros at the end of a chain of sums change no bit
         q, k, v = (pad(x, (0, -x.shape[-1] % VECTOR)) for x in (query, key, value))
         return packed_attention(q, k, v, segments, scale, softcap, sinks)[..., : value.shape[-1]]

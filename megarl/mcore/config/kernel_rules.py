@@ -85,8 +85,8 @@ def check_choice(role: str, args, kernels: str):
     where = f"{role}: {model_flags.INDEXER} {args.dsa_indexer_topk} (sequences longer than that)"
     if device.has_cuda():
         raise UsageError(f"{where}: not yet on CUDA; allowed there are sequences of at most so many tokens")
-    if args.bf16 or args.fp16:
-        raise UsageError(f"{where}: --{'bf16' if args.bf16 else 'fp16'}: allowed is fp32, which its kernels compute in")
+    if args.fp16:
+        raise UsageError(f"{where}: --fp16: allowed are fp32 and --bf16, which is widened for its kernels")
     if kernels not in ("auto", "compiled"):
         raise UsageError(f"{where}: --kernels {kernels}: allowed are auto, compiled")
     if absence := native.absence():

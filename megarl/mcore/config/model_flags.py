@@ -277,6 +277,7 @@ def _chosen_keys(args) -> list[Rule]:
     on, layers, has_latents = args.dsa_indexer_topk is not None, args.num_layers, args.multi_latent_attention
     pattern, heads, rotated = args.dsa_indexer_layers, args.dsa_indexer_n_heads or 0, args.qk_pos_emb_head_dim
     channels, fits = args.dsa_indexer_head_dim or 0, pattern is None or is_pattern(pattern, layers) and pattern[0] == 1
+    ranks = args.tensor_model_parallel_size
     return [
         *defaults(args, INDEXER_FLAGS, on, f"none without {INDEXER}"),
         min_value(args, INDEXER),
@@ -286,6 +287,8 @@ def _chosen_keys(args) -> list[Rule]:
         allow(INDEXER, not on or args.experimental_attention_variant is None,
               "none with --experimental-attention-variant"),
         allow("--dsa-indexer-n-heads", not on or heads > 0, f"1 or more with {INDEXER}"),
+        allow("--dsa-indexer-n-heads", not on or heads % ranks == 0,
+              f"a multiple of --tensor-model-parallel-size {ranks}"),
         allow("--dsa-indexer-head-dim", not on or channels % VECTOR == 0 and channels >= rotated,
               f"a multiple of {VECTOR}, --qk-pos-emb-head-dim {rotated} or more, with {INDEXER}"),
         allow("--dsa-indexer-layers", fits, f"a zero or a one for each of {layers} layers, the first of them one"),

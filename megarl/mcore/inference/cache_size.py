@@ -16,19 +16,20 @@ BLOCK_TOKENS_CUDA, BLOCK_TOKENS_CPU = 64, 16
 BLOCK_TOKENS = BLOCK_TOKENS_CUDA if device.has_cuda() else BLOCK_TOKENS_CPU  # prompts share whole blocks
 
 
-def cached_heads(model_config) -> tuple[int, int]:
-    """(heads of the whole model, channels) of a layer's keys in the cache, and of its values: the query groups. A
-    latent, its shared key and the key of an indexer count as one head, which every tensor-parallel rank holds."""
+def latent_widths(model_config, has_indexer: Sequence[bool]) -> list[int]:
+    """Numbers of a token in the cache of each layer with multi-latent attention, on every tensor-parallel rank: a
+    latent, its shared key, and the key of the layer's indexer."""
+    width, index_key = model_config.kv_lora_rank + model_config.qk_pos_emb_head_dim, model_config.dsa_indexer_head_dim
+    return [width + (index_key if has else 0) for has in has_indexer]
+
+
+def token_bytes(model_config, has_indexer: Sequence[bool], tensor_ranks: int) -> int:
+    """Bytes of a token's keys and values in some layers on a tensor-parallel rank, as in Megatron's context.
+    `has_indexer`: whether each of these layers has one."""
     if isinstance(model_config, MLATransformerConfig):
-        index_key = 0 if model_config.dsa_indexer_topk is None else model_config.dsa_indexer_head_dim
-        return 1, (model_config.kv_lora_rank + model_config.qk_pos_emb_head_dim + index_key) // 2
-    return model_config.num_query_groups, model_config.kv_channels
-
-
-def token_bytes(model_config, layers: int, tensor_ranks: int) -> int:
-    """Bytes of a token's keys and values in that many layers on a tensor-parallel rank, as in Megatron's context."""
-    heads, channels = cached_heads(model_config)
-    return 2 * layers * max(heads // tensor_ranks, 1) * channels * model_config.params_dtype.itemsize
+        return sum(latent_widths(model_config, has_indexer)) * model_config.params_dtype.itemsize
+    heads = max(model_config.num_query_groups // tensor_ranks, 1)
+    return 2 * len(has_indexer) * heads * model_config.kv_channels * model_config.params_dtype.itemsize
 
 
 def state_bytes(model_config, layers: int, tensor_ranks: int) -> int:

@@ -17,10 +17,11 @@ from megarl.mcore import device
 from megarl.mcore.attention import backends
 from megarl.mcore.attention.cache_attention import PrefillDedup, StepRequests, deduplicate_prefills, latent_attention
 from megarl.mcore.attention.segments import window_of
-from megarl.mcore.inference.cache_size import cached_heads
+from megarl.mcore.inference.cache_size import latent_widths
 from megarl.mcore.inference.draft_rows import DraftRows
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.model.decoder_layer import Rotation, StepPlan
+from megarl.mcore.model.pipeline_layout import indexer_pattern, layers_of_chunk
 
 if TYPE_CHECKING:
     from megarl.mcore.inference.device_decode import DeviceStep
@@ -350,9 +351,13 @@ class PagedContext(DynamicInferenceContext):
 
 
 class LatentContext(PagedContext):
-    """Caches the latent and the shared key of a token, W numbers in each layer and on every tensor-parallel rank."""
+    """Caches the latent and the shared key of a token, in layers with an indexer its key, too, on every tensor-parallel
+    rank. A layer whose queries use the choice of another one has no index keys."""
 
     def __init__(self, model_config, inference_config, memory=None, further_layers: int = 0):
+        stage = dist.get_rank(inference_config.pg_collection.pp)
+        own, has_indexer = layers_of_chunk(model_config, stage, None), indexer_pattern(model_config)
+        self._widths = latent_widths(model_config, [*(has_indexer[i] for i in own), *[False] * further_layers])
         super().__init__(model_config, inference_config, memory, further_layers)
         self._attend = latent_attention(self._backend)
         heads = model_config.num_attention_heads // inference_config.pg_collection.tp.size()
@@ -360,12 +365,16 @@ class LatentContext(PagedContext):
         self._token_bytes = 2 * heads * width * model_config.params_dtype.itemsize
 
     def _cache_config(self, model_config):
-        """Returns a config whose one key and value together have as many channels as a latent."""
-        config = copy.copy(super()._cache_config(model_config))
-        config.num_query_groups, config.kv_channels = cached_heads(model_config)
+        """Returns a config of one layer whose one key and value together have as many numbers as all layers here."""
+        config = copy.copy(model_config)
+        config.num_layers = config.num_query_groups = config.pipeline_model_parallel_size = 1
+        config.kv_channels = sum(self._widths) // 2
+        config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
+        config.account_for_embedding_in_pipeline_split = config.account_for_loss_in_pipeline_split = False
         return config
 
-    def _allocate_memory_buffer(self):
-        """Allocates [L, blocks, block size, W]."""
-        super()._allocate_memory_buffer()
-        self.memory_buffer = self.memory_buffer.flatten(3)
+    def layer_caches(self) -> tuple[Tensor, ...]:
+        """[blocks, block, W] of each layer, one after another in the memory."""
+        blocks, size = self.memory_buffer.shape[1:3]
+        parts = self.memory_buffer.flatten().split([blocks * size * width for width in self._widths])
+        return tuple(part.view(blocks, size, -1) for part in parts)

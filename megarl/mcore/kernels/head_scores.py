@@ -2,7 +2,8 @@
 
 In training a vocabulary is split over tensor-parallel ranks, and logits are computed chunk by chunk (`head`). Those of
 a small micro-batch are kept for backward; others are recomputed. Forward runs two collectives (a maximum, and the
-stacked sums), per chunk on a CPU, for all chunks on CUDA; backward none. The rollout's log-probs, from gathered logits, have the same bits on a CPU.
+stacked sums), per chunk on a CPU, for all chunks on CUDA; backward none. The rollout's log-probs, from gathered logits,
+have the same bits on a CPU.
 Shapes: T tokens, n of them scored; H channels, V columns of the padded vocabulary, C tokens of a chunk.
 """
 

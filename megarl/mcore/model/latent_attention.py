@@ -59,10 +59,7 @@ class LatentAttention(Attention):
         self.linear_kv_down_proj = ReplicatedLinear(hidden, sum(self.latent_channels), config, self.tp_group)
         self.kv_layernorm = self._norm(submodules.kv_layernorm, config.kv_lora_rank)
         up = self._column_parallel(submodules.linear_kv_up_proj, config.kv_lora_rank, heads * sum(self.kv_channels))
-        # Its input is what `to_all_ranks` returned.
-        up.sequence_parallel = up.allreduce_dgrad = False
-        up.disable_grad_reduce = True
-        self.linear_kv_up_proj = up
+        self.linear_kv_up_proj = of_all_tokens(up)
         self.has_gates = bool(config.attention_output_gate)
         if self.has_gates:  # a number of each head (Ling 3)
             self.linear_gate = self._column_parallel(submodules.linear_kv_up_proj, hidden, heads)
@@ -158,6 +155,13 @@ class LatentAttention(Attention):
             gates = sigmoid(apply_linear(self.linear_gate, hidden)[0].float())
             values = values * gates.to(values.dtype).transpose(1, 2)
         return values.flatten(1).unsqueeze(1)
+
+
+def of_all_tokens(layer):
+    """A column-parallel layer whose input is what `to_all_ranks` returned."""
+    layer.sequence_parallel = layer.allreduce_dgrad = False
+    layer.disable_grad_reduce = True
+    return layer
 
 
 def _padded(heads: Tensor, width: int) -> Tensor:

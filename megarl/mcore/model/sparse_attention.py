@@ -7,6 +7,7 @@ prefix caching, drafts and eviction treat them as they treat latents.
 import functools
 
 import torch
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
 from megarl.mcore import device
@@ -14,9 +15,9 @@ from megarl.mcore.attention import native_attention
 from megarl.mcore.attention.cache_attention import softmax_scale
 from megarl.mcore.attention.chosen_keys import Choice, IndexQueries, KeyReads, choose, chosen_attention
 from megarl.mcore.attention.segments import SegmentPlan
-from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, linear, to_all_ranks
+from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, at_least_rows, linear, to_all_ranks
 from megarl.mcore.model.decoder_layer import Rotation, StepPlan
-from megarl.mcore.model.latent_attention import LatentAttention, rotate_pairs
+from megarl.mcore.model.latent_attention import LatentAttention, of_all_tokens, rotate_pairs
 from megarl.mcore.model.pipeline_layout import indexer_of
 from megarl.mcore.parallel.context_parallel import gather_for_attention
 
@@ -30,17 +31,20 @@ def rotate_halves(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 class Indexer(torch.nn.Module):
-    """The projections of queries, keys and weights, whole on each tensor-parallel rank, which are never trained.
+    """The projections of queries, keys and weights, which are never trained.
 
-    Parameters have Megatron's names. The first r of C channels are rotated: pairs of neighbours, or halves.
+    Parameters have Megatron's names. The largest projection is split by heads over tensor-parallel ranks, which gather
+    its results: each rank chooses for all of its tokens. The first r of C channels are rotated: pairs of neighbours, or
+    halves.
     """
 
-    def __init__(self, config, group):
+    def __init__(self, config, group, heads_of_rank: torch.nn.Module):
+        """`heads_of_rank`: column-parallel layer from latents of queries to I·C numbers."""
         super().__init__()
         self.heads, self.channels = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
         self.rotated, self.config, self.group = config.qk_pos_emb_head_dim, config, group
         self.rotate = rotate_pairs if config.dsa_indexer_rope_interleaved else rotate_halves
-        self.linear_wq_b = ReplicatedLinear(config.q_lora_rank, self.heads * self.channels, config, group)
+        self.linear_wq_b = of_all_tokens(heads_of_rank)
         self.linear_wk = ReplicatedLinear(config.hidden_size, self.channels, config, group)
         place = {"dtype": config.params_dtype, "device": device.device()}
         self.k_norm = torch.nn.LayerNorm(self.channels, eps=KEY_NORM_EPSILON, **place)
@@ -63,8 +67,9 @@ class Indexer(torch.nn.Module):
         return self._rotated(keys.unsqueeze(2), rotation).flatten(1)
 
     def _heads(self, latent: Tensor, rotation: Rotation, tokens: Tensor) -> Tensor:
-        heads = self.linear_wq_b(latent[tokens]).unflatten(-1, (self.heads, self.channels))
-        return self._rotated(heads, rotation.at(tokens)).squeeze(1)
+        heads = at_least_rows(lambda x: apply_linear(self.linear_wq_b, x)[0], latent[tokens])
+        heads = gather_from_tensor_model_parallel_region(heads, group=self.group)
+        return self._rotated(heads.unflatten(-1, (self.heads, self.channels)), rotation.at(tokens)).squeeze(1)
 
     def _rotated(self, x: Tensor, rotation: Rotation) -> Tensor:
         turned, plain = x.split((self.rotated, self.channels - self.rotated), -1)
@@ -80,7 +85,9 @@ class SparseLatentAttention(LatentAttention):
         is_last = layer_number == config.num_layers
         self.is_shared = not is_last and indexer_of(config, layer_number + 1) == self.source
         if self.source == layer_number:
-            self.core_attention.indexer = Indexer(config, self.tp_group)
+            rows = config.dsa_indexer_n_heads * config.dsa_indexer_head_dim
+            heads = self._column_parallel(submodules.linear_q_up_proj, config.q_lora_rank, rows)
+            self.core_attention.indexer = Indexer(config, self.tp_group, heads)
 
     def _packed(self, hidden: Tensor, latent: Tensor, rotation: Rotation, layout):
         if layout.max_seqlen_kv <= self.count:
@@ -109,29 +116,33 @@ class SparseLatentAttention(LatentAttention):
             return None
         if keys is None:
             return reads.choices[self.source]
-        choice = choose(self._indexer.queries(hidden, latent, rotation), keys, reads.long, self.count)
+        choice = choose(self._indexer.queries(hidden, latent, rotation), keys.float(), reads.long, self.count)
         if self.is_shared:
             reads.choices[self.source] = choice
         return choice
 
     def _attend(self, query: Tensor, latents: Tensor, reads: KeyReads, choice: Choice | None) -> Tensor:
         """Queries [T, A, D] and latents [T', L + r] -> attended values [T, A·V]."""
-        scale = softmax_scale(query.shape[-1], self.core_attention.softmax_scale)
+        scale, dtype = softmax_scale(query.shape[-1], self.core_attention.softmax_scale), query.dtype
+        query, latents = query.float(), latents.float()
+        return self._attended(query, latents, reads, choice, scale).flatten(1).to(dtype)
+
+    def _attended(self, query: Tensor, latents: Tensor, reads: KeyReads, choice: Choice | None, scale: float) -> Tensor:
         out = self._attend_to_all(query, latents, reads, scale)
         if choice is None:
-            return out.flatten(1)
+            return out
         if torch.is_grad_enabled():
             found = self._attend_to_chosen(query.index_select(0, reads.of_long), latents, choice, scale)
-            return out.index_copy(0, reads.of_long, found).flatten(1)
+            return out.index_copy(0, reads.of_long, found)
         for part, own in choice.parts():  # absorbed heads are wide
             tokens = reads.of_long[part]
             out[tokens] = self._attend_to_chosen(query[tokens], latents, own, scale)
-        return out.flatten(1)
+        return out
 
     def _attend_to_chosen(self, query: Tensor, latents: Tensor, choice: Choice, scale: float) -> Tensor:
         """Queries [n, A, D], which choose keys -> attended values [n, A, V]."""
         plain, turned = query.split(self.score_channels, -1)
-        of_keys, of_values = self._expansion()
+        of_keys, of_values = (weight.float() for weight in self._expansion())
         absorbed = torch.cat([_by_head(plain, of_keys.transpose(1, 2)), turned], -1)
         attended = chosen_attention(absorbed, latents, self.latent_channels[0], choice, scale)
         return _by_head(attended, of_values)
@@ -140,14 +151,19 @@ class SparseLatentAttention(LatentAttention):
         """[T, A, V] of the queries that see few keys; those of others mean nothing."""
         if len(reads.dense) == 1 and torch.is_grad_enabled():
             rows, batches = reads.dense[0]
-            expanded = self.expand(latents.index_select(0, rows))
-            return native_attention.packed_attention(query, *expanded, SegmentPlan(batches, rows), scale)
+            key, value = self._expanded(latents, rows)
+            return native_attention.packed_attention(query, key, value, SegmentPlan(batches, rows), scale)
         out = query.new_zeros(*query.shape[:2], self.widths[1])
         for rows, batches in reads.dense:
-            key, value = self.expand(latents.index_select(0, rows))
+            key, value = self._expanded(latents, rows)
             for batch in batches:
                 native_attention.attend(query, key, value, batch, (scale, None, None), out)
         return out
+
+    def _expanded(self, latents: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of some rows, fp32; their product has the dtype of the weights."""
+        key, value = self.expand(latents.index_select(0, rows).to(self.config.params_dtype))
+        return key.float(), value.float()
 
     def _expansion(self) -> tuple[Tensor, Tensor]:
         """Weights of the layer that expands latents, by head: of keys [A, D − r, L], of values [A, V, L]."""
@@ -171,10 +187,13 @@ class SparseLatentAttention(LatentAttention):
         latents = latents if plan.dedup is None else latents.index_select(0, plan.dedup.inverse)
         rows[:, : latents.shape[1]].index_copy_(0, plan.slot_mapping, latents)
         if not plan.key_reads:
-            plan.key_reads.append(KeyReads.of_step(reads, self.count))
+            of_cache = KeyReads.of_step(reads, self.count)
+            plan.key_reads.append(of_cache if rows.dtype is torch.float32 else of_cache.of_read_rows())
+        reads = plan.key_reads[0]
+        rows = rows if reads.rows is None else rows.index_select(0, reads.rows).float()
         keys = None if self._indexer is None else rows[:, width:]
-        choice = self._choice(plan.key_reads[0], keys, hidden, latent, rotation)
-        attended = self._attend(query, rows[:, :width], plan.key_reads[0], choice)
+        choice = self._choice(reads, keys, hidden, latent, rotation)
+        attended = self._attend(query, rows[:, :width], reads, choice)
         return apply_linear(self.linear_proj, self._values(attended, hidden))
 
 

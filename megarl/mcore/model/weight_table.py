@@ -102,7 +102,7 @@ def layer_weights(args, kind: LayerKind, sizes: ParallelSizes = UNSPLIT) -> list
     if kind.has_mixer:
         weights += _norm(args, "input_layernorm", hidden) if has_first_norms else []
         mixer = _recurrence if kind.is_recurrent else _latents if args.multi_latent_attention else _attention
-        weights += (_indexer(args) if kind.has_indexer else []) + mixer(args, sizes.tensor)
+        weights += (_indexer(args, sizes.tensor) if kind.has_indexer else []) + mixer(args, sizes.tensor)
     if kind.has_mlp:
         weights += _norm(args, "pre_mlp_layernorm", hidden) if has_first_norms else []
         mlp = mlp_sizes(args, args.ffn_hidden_size)
@@ -185,10 +185,10 @@ def _latents(args, t: int) -> list[Weight]:
     )
 
 
-def _indexer(args) -> list[Weight]:
-    """Of I heads with C channels on every rank: I·C·Q, C·H with a norm that has a bias, and I·H."""
+def _indexer(args, t: int) -> list[Weight]:
+    """Of I heads with C channels: I·C·Q/t, and on every rank C·H with a norm that has a bias, and I·H."""
     heads, channels, hidden = args.dsa_indexer_n_heads, args.dsa_indexer_head_dim, args.hidden_size
-    shapes = {"linear_wq_b.weight": (heads * channels, args.q_lora_rank), "linear_wk.weight": (channels, hidden),
+    shapes = {"linear_wq_b.weight": (heads * channels // t, args.q_lora_rank), "linear_wk.weight": (channels, hidden),
               "k_norm.weight": (channels,), "k_norm.bias": (channels,),
               "linear_weights_proj.weight": (heads, hidden)}  # fmt: skip
     return [_weight(args, f"self_attention.{INDEXER}.{name}", *shape) for name, shape in shapes.items()]

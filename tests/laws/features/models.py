@@ -1,6 +1,8 @@
 """What is trained and beside it: averages, drafts, references, optimizers, factors."""
 
-from tests.helpers.pages.combinations import EXPERTS, RECURRENT
+import functools
+
+from tests.helpers.pages.combinations import EXPERTS, LATENT, RECURRENT
 from tests.helpers.programs import GRADED
 from tests.laws.features.feature import (
     AHEAD,
@@ -17,9 +19,11 @@ from tests.laws.features.feature import (
     SMALL,
     TP2,
     TP2_SEQUENCE,
+    TURNS,
     TWO,
     Feature,
 )
+from tests.laws.plug_ins import KEYS, check_choice
 
 EMA = f"{GRPO} {GRADED} --ema-decay 0.7 --lr 3e-3 --keep-best false {EVALUATED} --evaluate-ema"
 MTP = f"{GRPO} {GRADED} --lr 3e-3 --mtp-drafts --mtp-train"
@@ -52,6 +56,19 @@ def _drafted(flags: str = "", ranks: int = 1, **more) -> Feature:
 
 def _refreshed(flags: str = "", ranks: int = 1, **more) -> Feature:
     return Feature(f"{REFRESH} {flags}", ranks, steps=5, resumed=3, warm_start="experts" not in flags, **more)
+
+
+CHOICE = f"{LATENT} --dsa-indexer-topk {KEYS} --dsa-indexer-n-heads 16 --dsa-indexer-head-dim 16"
+SHARED_CHOICE = f"{CHOICE} --num-layers 4 --dsa-indexer-layers 1,0,1,0"
+SOME_PARTIAL = ("--max-response-length 60 --max-tokens-per-microbatch 200 --prompts-per-step 4 --minibatch-size 4"
+                " --over-sampling 2 --partial-rollouts --rollout-correction tis")  # fmt: skip
+
+
+def _chosen(flags: str = "", ranks: int = 1, choice: str = CHOICE, **more) -> Feature:
+    """Random weights, of which a step at a small rate changes few tokens; PPO has a reference and a critic."""
+    check = functools.partial(check_choice, has_stale_tokens="correction" in flags)
+    more = {"check": check, "tolerance": 1e-4, **more}
+    return Feature(f"{GRADED} --lr 1e-4 {choice} {flags}", ranks, warm_start=False, **more)
 
 
 def _optimized(program: str, flags: str, ranks: int = 1, needs: str = "") -> Feature:
@@ -126,6 +143,18 @@ MODELS = {
     "modules, the critic of Megatron's layers": _of_modules("--critic-model-source megatron"),
     "modules, the critic alone": _of_modules("--model-source megatron --critic-model-source transformers",
                                              layouts=((2, "--critic-tensor-model-parallel-size 2"),)),
+    "chosen keys": _chosen("--critic-lr 1e-3", moved=(TP2_SEQUENCE, PP2), layouts=(
+        TWO, TP2_SEQUENCE, CP2, PP2, FSDP, SHARDED, (1, SMALL), (1, FULL), (1, "--offload"))),
+    "chosen keys that layers share": _chosen(choice=SHARED_CHOICE, layouts=(PP2, TP2_SEQUENCE, CP2, (1, FULL))),
+    "chosen keys of experts": _chosen(f"{EXPERTS} --router-replay rollout", layouts=((2, EP2),)),
+    "chosen keys, a lag": _chosen(f"{GRPO} {ALL_AHEAD} --verify-weights", 2),
+    "chosen keys, a rollout apart": _chosen(f"{GRPO} {ROLLOUT_APART} --verify-weights", 2),
+    "chosen keys, partial rollouts": _chosen(f"{GRPO} {SOME_PARTIAL} --rollout-prefix-caching"),
+    "chosen keys of factors": _chosen("--lora-rank 2 --lora-alpha 8", layouts=(TP2_SEQUENCE,)),
+    "chosen keys in turns": _chosen(f"{GRPO} {TURNS}"),
+    "chosen keys of a teacher": _chosen("--advantage grpo --distill loss --teacher ema --ema-decay 0.5",
+                                        layouts=(TP2_SEQUENCE,)),
+    "chosen keys, drafts": _chosen(f"{GRPO} --speculative-rollout --rollout-chunked-prefill --rollout-prefix-caching"),
     "factors, FSDP": Feature(f"{LORA} --actor-use-torch-fsdp2 --critic-use-torch-fsdp2 --reference-use-torch-fsdp2"
                              " --verify-weights", 2, steps=2, resumed=1),
 }  # fmt: skip

@@ -16,6 +16,7 @@ from tests.laws.features.feature import (
     TWO,
     Feature,
 )
+from tests.laws.features.models import CHOICE
 
 PAIRS = "--global-batch-size 3 --preference-loss rpo --eval-prompts {heldout_pairs} --eval-interval 3"
 KTO = ("--preference-loss kto --preference-beta 0.5 --prompts {labelled} --eval-prompts {heldout_pairs}"
@@ -56,6 +57,8 @@ OTHERS = {
     "pairs without a reference": _supervised("preference", f"{PAIRS} --preference-loss simpo"),
     "reward": _supervised("reward", REWARD_TRAINING, layouts=(
         (1, SMALL), FOUR, TP2_SEQUENCE, CP2, (4, f"{TP2[1]} {PP2[1]} {SMALL}"))),
+    "reward, chosen keys": _supervised("reward", f"{REWARD_TRAINING} {CHOICE}", layouts=(TP2_SEQUENCE, CP2)),
+    "pairs, chosen keys": _supervised("preference", f"{PAIRS} {CHOICE}", warm_start=False, layouts=(CP2,)),
     "reward, experts": _supervised("reward", f"{REWARD_TRAINING} {EXPERTS}", layouts=((2, EP2),)),
     "distillation": Feature(f"{DISTILLED} --distill loss {{teacher}}", layouts=(
         TWO, TP2, CP2, TEACHER_TP1, (2, "--actor-pipeline-model-parallel-size 2"), (2, "--use-torch-fsdp2"),

@@ -41,7 +41,8 @@ CHOOSING = (
 
 
 @pytest.mark.parametrize("flags, is_built, words", [
-    ("--bf16", True, "--bf16: allowed is fp32"), ("--kernels blas", True, "--kernels blas: allowed are auto, compiled"),
+    ("--fp16", True, "--fp16: allowed are fp32 and --bf16"),
+    ("--kernels blas", True, "--kernels blas: allowed are auto, compiled"),
     ("", False, "needs compiled kernels: no compiled kernels; `python -m megarl build_kernels`"),
 ])  # fmt: skip
 def test_a_choice_of_keys_needs_the_compiled_kernels(flags, is_built, words, monkeypatch):

@@ -6,7 +6,7 @@ from megarl import arguments
 from megarl.errors import UsageError
 from megarl.planning import traffic
 from megarl.planning.kv_cache import cache_plan
-from tests.helpers.models.tiny_models import SHAPES, VOCAB, join_actor
+from tests.helpers.models.tiny_models import CHOOSING, SHAPES, VOCAB, join_actor
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
@@ -15,7 +15,9 @@ UNEVEN = f"{PP2} --num-layers 3 --decoder-first-pipeline-num-layers 1"
 CASES = [("", "llama", 1), ("--bf16", "gpt2", 1), (TP2, "llama", 2), (TP2, "latent", 2), (UNEVEN, "llama", 2),
          ("--bf16", "recurrent", 1), (TP2, "recurrent", 2), (UNEVEN, "recurrent", 2), (f"{TP2} --bf16", "mamba", 2),
          (TP2, "kimi", 2), (UNEVEN, "ling", 2),
-         (f"{TP2} --num-query-groups 1", "llama", 2)]  # fmt: skip
+         (f"{TP2} --num-query-groups 1", "llama", 2),
+         (f"{CHOOSING} --dsa-indexer-layers 1,0,1,0 --num-layers 4 {PP2}", "latent", 2),
+         (f"{CHOOSING} --dsa-indexer-layers 1,1,0 {UNEVEN}", "latent", 2)]  # fmt: skip
 
 
 def sizes_of_engine(

@@ -4,7 +4,6 @@ In single operators they take some twenty passes over fp32 logits. A row's sums 
 another, so they do not depend on other rows. Shapes: n rows of V columns, of which the first c are tokens.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -162,7 +162,9 @@ RIGHT = [
 
 # On a CPU a rule on layouts stops expert tensor parallelism before.
 ON_GPUS = {"split experts": (f"{MOE} --expert-tensor-parallel-size 2", 2, "-parallel-size 2: allowed is 1 with")}
+UNEQUAL = f"{QUERIES} {CHOICE} 8 --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 64 --tensor-model-parallel-size 2"
 ROWS = {name: (text, 1, needle) for name, (text, needle) in WRONG.items()} | ON_GPUS
+ROWS["a choice of unequal ranks"] = (UNEQUAL, 2, "-heads 3: allowed is a multiple of --tensor-model-parallel-size 2")
 found = functools.cache(lambda: refused(model_flags, MODEL, ROWS, ON_GPUS))
 
 

@@ -9,7 +9,8 @@ from megarl.mcore.attention.backends import sdpa
 from megarl.mcore.inference.generation import GenerationRequest
 from megarl.mcore.kernels import native
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.models.tiny_models import VOCAB, build
+from tests.helpers.models.attention_inputs import needs_kernels
+from tests.helpers.models.tiny_models import CHOOSING, VOCAB, build
 from tests.helpers.rollout.engines import (
     NEVER,
     engine_on,
@@ -23,20 +24,30 @@ from tests.helpers.rollout.engines import (
 )
 from tests.helpers.worlds import run_world
 
-LATENT, KEY = 16, 8  # channels of the tiny model
+LATENT, KEY, INDEX_KEY = 16, 8, 16  # channels of the tiny model
+ONE_CHOOSES = f"{CHOOSING} --dsa-indexer-layers 1,0"
 
 
 def sizes(rank, flags: str):
     engine, _, _ = make_engine(flags, "latent")
     context = engine.context
-    return tuple(context.memory_buffer.shape), context.kv_block_allocator.total_count, context.block_size_bytes
+    caches, memory = context.layer_caches(), context.memory_buffer
+    starts = [cache.storage_offset() for cache in caches]
+    assert memory.is_contiguous() and sum(cache.numel() for cache in caches) == memory.numel()
+    assert starts == [sum(cache.numel() for cache in caches[:i]) for i in range(len(caches))]
+    return [tuple(x.shape) for x in caches], context.kv_block_allocator.total_count, context.block_size_bytes
 
 
-@pytest.mark.parametrize("ranks, flags", [(1, ""), (2, "--tensor-model-parallel-size 2")])
-def test_a_token_has_a_latent_and_a_key_in_each_layer_on_every_rank(ranks, flags):
-    for shape, blocks, block_bytes in run_world(sizes, ranks, flags):
-        assert shape == (2, blocks, 16, LATENT + KEY)
-        assert block_bytes == 2 * 16 * (LATENT + KEY) * 4
+@pytest.mark.parametrize("ranks, flags, index_keys", [
+    (1, "", (0, 0)), (2, "--tensor-model-parallel-size 2", (0, 0)), pytest.param(1, ONE_CHOOSES, (INDEX_KEY, 0),
+                                                                                  marks=needs_kernels),
+])  # fmt: skip
+def test_a_token_has_a_latent_and_a_key_in_each_layer_on_every_rank(ranks, flags, index_keys):
+    """A layer that uses the choice of another one has no index keys."""
+    widths = [LATENT + KEY + more for more in index_keys]
+    for shapes, blocks, block_bytes in run_world(sizes, ranks, flags):
+        assert shapes == [(blocks, 16, width) for width in widths]
+        assert block_bytes == 16 * sum(widths) * 4
         assert blocks * block_bytes <= 0.005 * 2**30 < (blocks + 2) * block_bytes
 
 

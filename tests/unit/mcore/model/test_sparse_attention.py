@@ -139,12 +139,35 @@ def test_layouts_have_the_same_numbers_and_no_gap(flags, tmp_path):
                 assert (one - other).abs().max() <= 1e-5
 
 
+def index_heads(rank, flags: str) -> tuple[tuple[int, ...], torch.Tensor]:
+    """(shape of the rank's weight, heads of five tokens) of the indexer of a model with random weights."""
+    from megarl.mcore.model.decoder_layer import Rotation
+    from tests.helpers.models.tiny_models import CHOOSING, build
+
+    model, *_ = build(f"{CHOOSING} {flags}", "latent")
+    indexer = model.decoder.layers[0].self_attention.core_attention.indexer
+    latent = torch.randn(9, 1, model.config.q_lora_rank, generator=torch.Generator().manual_seed(1))
+    rotation = Rotation.of(model.rotary_pos_emb(9), torch.float32, 1.0)
+    with torch.no_grad():
+        heads = indexer._heads(latent, rotation, torch.tensor([8, 1, 2, 5, 3]))
+    return tuple(indexer.linear_wq_b.weight.shape), heads
+
+
+def test_tensor_ranks_have_a_part_of_the_heads_and_gather_the_same_bits():
+    ((whole, wanted),) = run_world(index_heads, 1, "")
+    for flags in ("", "--sequence-parallel"):
+        for shape, found in run_world(index_heads, 2, f"--tensor-model-parallel-size 2 {flags}"):
+            assert shape == (whole[0] // 2, whole[1]) and torch.equal(found, wanted) and wanted.any()
+
+
 def generated(rank, folder: Path, many: int) -> dict:
     """Sampled responses of short prompts with much and with little memory, drafts, and alone; evictions are counted."""
     from megarl.algorithms.token_sampling import SamplingSettings
+    from megarl.mcore.inference.cache_size import token_bytes
     from megarl.mcore.inference.engine import RolloutEngine
     from megarl.mcore.inference.generation import GenerationRequest
     from megarl.mcore.inference.paged_context import PagedContext
+    from megarl.mcore.model.pipeline_layout import indexer_pattern
     from tests.helpers.folders import hf_layouts
 
     role, groups, model, _ = hf_layouts.build(folder, "", False, longest=200)
@@ -158,7 +181,7 @@ def generated(rank, folder: Path, many: int) -> dict:
 
     text = long_prompts.prompts(120)[1]
     requests = [GenerationRequest(text[i * 40 : i * 40 + 20], i, 60) for i in range(many)]
-    row = 4 * model[0].config.num_layers * (16 + 16 + 32)
+    row = token_bytes(model[0].config, indexer_pattern(model[0].config), 1)
 
     def run(blocks: int, asked, **options):
         evicted[0] = 0
@@ -215,6 +238,30 @@ def continued(rank, folder: Path) -> tuple[list[int], list[int]]:
 def test_greedy_tokens_are_those_of_transformers(case, tmp_path):
     ((ours, theirs),) = run_world(continued, 1, long_prompts.write_folder(case, tmp_path / "folder"))
     assert len(ours) == 64 and ours == theirs
+
+
+def in_both_types(rank, folder: Path) -> list:
+    """(log-probs, gradients by name) in fp32 and in bf16."""
+    return [gradients(*trained(folder, flags)[:2], texts())[:2] for flags in ("", "--bf16")]
+
+
+def test_bf16_is_widened_for_the_kernels(tmp_path):
+    """Few queries choose, and few of them others: rounded inputs change scores that are close to each other."""
+    ((wide, narrow),) = run_world(in_both_types, 1, long_prompts.write_folder("glm_moe_dsa+140", tmp_path / "folder"))
+    difference = (wide[0] - narrow[0].float()).abs()
+    assert 1e-4 < difference.max() and difference.mean() < 0.05
+    for name, grad in wide[1].items():
+        if "self_attention" in name and grad.dim() == 2:
+            alike = torch.cosine_similarity(grad.flatten(), narrow[1][name].float().flatten(), 0)
+            assert alike > 0.98, (name, alike)
+
+
+@pytest.mark.long
+def test_bf16_leaves_no_gap(tmp_path):
+    folders = {x: long_prompts.write_folder(x, tmp_path / x) for x in ("deepseek_v32+8", "glm_moe_dsa+8")}
+    for flags, ranks in ("--bf16", 1), ("--bf16 --tensor-model-parallel-size 2 --sequence-parallel", 2):
+        for found in run_world(long_prompts.run, ranks, folders, flags, "compiled", (*long_prompts.MODES,)):
+            assert all(set(each.gaps.values()) == {0.0} and len(each.gaps) == 4 for each in found.values()), found
 
 
 @pytest.mark.long
