@@ -156,6 +156,8 @@ class RolloutEngine:
         model, tp_size, prediction = self.model, dist.get_world_size(config.pg_collection.tp), options.prediction
         memory = None if options.cache_in_grad_buffer is None else options.cache_in_grad_buffer.memory
         self.context = context_of(model, config, memory, options.snapshots, further_layers=int(prediction is not None))
+        if model.images is not None:
+            self.context.read_images(model.images)
         attach_routes(self.context, self.layers, model.config.moe_router_topk)
         wrapper = GPTInferenceWrapper(model, self.context)
         softcap = model.config.final_logit_softcapping
