@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from megarl.data.images.pixels import Pixels
 from megarl.mcore.any_model import source
-from megarl.mcore.vision.store import Image, ImageStore, axes_of
+from megarl.mcore.vision.store import Image, ImageSource, ImageStore, axes_of
 from megarl.mcore.weights.hf.folder import ELEMENTS, FolderReader, HFFolder, slices_of
 
 ATTENTION = "sdpa"  # eager attention keeps a square of the patches of an image
@@ -63,12 +63,12 @@ class Tower:
         """Layers of the language model that add features of images to their outputs."""
         return len(getattr(self.config.vision_config, "deepstack_visual_indexes", None) or ())
 
-    @property
-    def merge(self) -> int:
-        """Patches on each side of the square that becomes one row."""
-        return self.config.vision_config.spatial_merge_size
+    def size(self, grid: tuple[int, int, int]) -> tuple[int, int, int]:
+        """The rows of an image of (t, h, w) patches in time, height and width."""
+        merge = self.config.vision_config.spatial_merge_size  # patches on each side of the square that becomes a row
+        return grid[0], grid[1] // merge, grid[2] // merge
 
-    def store(self, dtype: torch.dtype) -> ImageStore:
+    def store(self, dtype: torch.dtype, source: ImageSource | None = None) -> ImageStore:
         """An empty store for a language model of the folder in a precision. UsageError for sections of other axes."""
         text = self.config.get_text_config()
         parameters = text.rope_parameters
@@ -80,7 +80,7 @@ class Tower:
                 f"config.json: mrope_section {sections}: allowed are three numbers whose sum is {rotated // 2}"
             )
         axes = axes_of(tuple(sections), self._axes.is_interleaved)
-        return ImageStore(axes, text.hidden_size, self.layers, dtype)
+        return ImageStore(axes, text.hidden_size, self.layers, dtype, source)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -97,8 +97,7 @@ class Tower:
         with torch.no_grad():
             found = self._module.model.get_image_features(torch.from_numpy(pixels.values), grid, return_dict=True)
         embeddings = _joined(found.pooler_output)
-        time, height, width = pixels.grid
-        size = time, height // self.merge, width // self.merge
+        size = self.size(pixels.grid)
         if not len(embeddings) == size[0] * size[1] * size[2] == pixels.tokens:
             raise ValueError(f"an image of {pixels.tokens} tokens became {len(embeddings)} rows, of {size}")
         features = [_joined(each) for each in getattr(found, "deepstack_features", None) or ()]

@@ -95,10 +95,10 @@ class PagedContext(DynamicInferenceContext):
             for tokens in (self.token_to_input_ids, self.gpu_view.token_to_input_ids):
                 tokens[self.active_token_count : self.padded_active_token_count] = 0
 
-    def read_images(self, store: ImageStore):
-        """Takes images of requests from a store."""
+    def read_images(self, store: ImageStore | None):
+        """Begins a session, in which images of requests are taken from a store; None: requests have none."""
         self._images = store
-        self.image_positions = None if store.axes is None else RequestPositions(store)
+        self.image_positions = None if store is None or store.axes is None else RequestPositions(store)
 
     def keep_hidden(self, hidden: Tensor, frequencies: Tensor | None):
         """Keeps a step's hidden states [T, 1, H] after the final norm, and its frequencies, for drafts from them."""

@@ -6,7 +6,10 @@ layers that add features (Qwen3-VL's deepstack, 2511.21631 §2).
 Shapes: T tokens, M of them rows of images, n rows of one image, H hidden size, K layers that add features.
 """
 
-from typing import NamedTuple
+import math
+import time
+from collections import OrderedDict
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,10 +31,42 @@ class Image(NamedTuple):
         return self.embeddings.nbytes + self.features.nbytes
 
 
-class ImageStore(dict[int, Image]):
-    """Images by key, and how a model reads them."""
+class ImageSource(Protocol):
+    """Where a store gets an image from that it does not have."""
 
-    def __init__(self, axes: Tensor | None, hidden: int, layers: int, dtype: torch.dtype):
+    def size(self, key: int) -> tuple[int, int, int]:
+        """As `Image.size`."""
+
+    def compute(self, key: int) -> Image:
+        """The image, in any precision."""
+
+
+class ImageCounts(NamedTuple):
+    """What a rank did with images: how many distinct ones, their rows, those that were there already, and seconds of
+    its tower."""
+
+    images: float = 0
+    tokens: float = 0
+    hits: float = 0
+    seconds: float = 0.0
+
+    def plus(self, other: "ImageCounts") -> "ImageCounts":
+        return ImageCounts(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def metrics(self, role_groups) -> dict[str, float]:
+        """The metrics of all replicas of a role. A collective of the role."""
+        counts = torch.tensor(self, dtype=torch.float64, device=device.device())
+        images, tokens, hits, seconds = role_groups.dp_all_reduce(counts).tolist()
+        whole = {"images/count": int(images), "images/tokens": int(tokens), "images/cache_hits": int(hits)}
+        return whole | {"time/tower_s": seconds}
+
+
+class ImageStore(OrderedDict[int, Image]):
+    """Images by key, those used last at the end, and how a model reads them."""
+
+    def __init__(
+        self, axes: Tensor | None, hidden: int, layers: int, dtype: torch.dtype, source: ImageSource | None = None
+    ):
         """Begins empty.
 
         Args:
@@ -40,16 +75,46 @@ class ImageStore(dict[int, Image]):
             hidden: H.
             layers: K, the first layers of the model.
             dtype: of the model.
+            source: of images that are not here; None: they are an error.
         """
         super().__init__()
         self.axes, self.hidden, self.layers, self.dtype = axes, hidden, layers, dtype
+        self._source, self._seconds = source, 0.0
+        self._used: dict[int, bool] = {}  # since the last `take_counts`: key -> whether it was here
 
-    def __missing__(self, key: int):
-        raise RuntimeError(f"the image {key:#x} of a token stream is not in the store of this rank")
+    def __missing__(self, key: int) -> Image:
+        if self._source is None:
+            raise RuntimeError(f"the image {key:#x} of a token stream is not in the store of this rank")
+        started = time.perf_counter()
+        self.put(key, self._source.compute(key))
+        self._seconds += time.perf_counter() - started
+        return self[key]
 
     def put(self, key: int, image: Image):
         """Keeps an image in the model's precision."""
         self[key] = image._replace(embeddings=image.embeddings.to(self.dtype), features=image.features.to(self.dtype))
+
+    def use(self, key: int) -> Image:
+        """An image, which is then the one used last."""
+        self._used.setdefault(key, key in self)
+        image = self[key]
+        self.move_to_end(key)
+        return image
+
+    def trim(self, size: float):
+        """Forgets the images that were not used for longest until the others have at most so many bytes."""
+        held = sum(image.bytes for image in self.values())
+        while held > size:
+            held -= self.popitem(last=False)[1].bytes
+
+    def take_counts(self) -> ImageCounts:
+        """What was done since the last call."""
+        used, self._used, seconds, self._seconds = self._used, {}, self._seconds, 0.0
+        tokens = sum(math.prod(self._size(key)) for key in used)
+        return ImageCounts(len(used), tokens, sum(used.values()), seconds)
+
+    def _size(self, key: int) -> tuple[int, int, int]:
+        return self[key].size if key in self or self._source is None else self._source.size(key)
 
     def rows(self, tokens: Tensor) -> "ImageRows | None":
         """The rows of images among tokens [T]; None: there are none."""
@@ -66,7 +131,7 @@ class ImageStore(dict[int, Image]):
         is_first = (tokens < 0) & (numbers & (MAX_ROWS - 1) == 0)
         spans, position, end = [], 0, 0
         for first in is_first.nonzero().flatten().tolist():
-            size = self[int(numbers[first]) >> ROW_BITS].size
+            size = self._size(int(numbers[first]) >> ROW_BITS)
             spans.append((position + torch.arange(first - end)).expand(3, -1))
             position += first - end
             grid = torch.stack(torch.meshgrid(*map(torch.arange, size), indexing="ij"))
@@ -110,7 +175,7 @@ class ImageRows(NamedTuple):
         found = torch.empty(len(keys), self.store.hidden, dtype=self.store.dtype)
         for key in keys.unique().tolist():
             is_own = keys == key
-            found[is_own] = part(self.store[key])[rows[is_own]]
+            found[is_own] = part(self.store.use(key))[rows[is_own]]
         return found.to(device.device(), non_blocking=True)
 
 
@@ -175,6 +240,8 @@ def axes_of(sections: tuple[int, int, int], is_interleaved: bool) -> Tensor:
 
 def attach(chunk, store: ImageStore):
     """Has a model's chunk read the images of a store: its embedding, its rotations, and its first layers."""
+    if chunk.images is store:  # two roles may run one model
+        return
     chunk.images = store
     if chunk.pre_process:
         # Rows of images stand on token 0, whose gradient then has exactly nothing of them.

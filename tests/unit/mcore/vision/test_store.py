@@ -90,3 +90,39 @@ def test_a_store_has_the_precision_of_its_model():
     store = ImageStore(None, 4, 0, torch.bfloat16)
     store.put(7, Image((1, 2, 2), torch.randn(4, 4), torch.randn(0, 4, 4)))
     assert store[7].embeddings.dtype == torch.bfloat16 and store[7].bytes == 32
+
+
+class Source:
+    """Computes images, and remembers which."""
+
+    def __init__(self):
+        self.computed = []
+
+    def size(self, key: int) -> tuple[int, int, int]:
+        return SIZES[key]
+
+    def compute(self, key: int) -> Image:
+        self.computed.append(key)
+        n = len(rows_of(key))
+        return Image(SIZES[key], torch.full((n, 4), float(key)), torch.zeros(2, n, 4))
+
+
+def test_an_image_is_computed_once_and_again_when_it_was_forgotten():
+    source = Source()
+    store = ImageStore(axes_of((2, 3, 3), False), 4, 2, torch.float32, source)
+    store.positions(torch.tensor([*rows_of(7), 5, *rows_of(11)]))
+    assert source.computed == []  # positions need sizes alone
+    tokens = torch.tensor([*rows_of(7), *rows_of(9), *rows_of(7)])
+    assert store.rows(tokens).embeddings()[:, 0].tolist() == [7.0] * 4 + [9.0] * 12 + [7.0] * 4
+    assert source.computed == [7, 9]
+    counts = store.take_counts()
+    assert counts[:3] == (2, 16, 0) and counts.seconds > 0
+    store.rows(torch.tensor(rows_of(9))).features(0)
+    assert store.take_counts()[:3] == (1, 12, 1)
+    store.use(7)
+    store.trim(store[7].bytes)  # the one that was used last stays
+    assert list(store) == [7]
+    store.trim(0)
+    assert not store
+    store.rows(torch.tensor(rows_of(9))).embeddings()
+    assert source.computed == [7, 9, 9]
