@@ -13,7 +13,8 @@ class ImageRef:
     """An image of a prompt before it is decoded.
 
     `digest`: SHA-256 of its bytes, hexadecimal. `width`, `height`: pixels as a viewer shows it (turned by EXIF).
-    `source`: the path of its file; None: the bytes are in the data, `blob` says which of the set's.
+    `source`: the path of its file; None: the bytes are in the data, `blob` says which of the set's. `sent`: they came
+    from a client or an environment.
     """
 
     digest: str
@@ -21,6 +22,7 @@ class ImageRef:
     height: int
     source: str | None = None
     blob: int | None = None
+    sent: bool = False
 
     @property
     def name(self) -> str:
@@ -46,6 +48,11 @@ class Pixels:
 def content_key(digest: str) -> int:
     """47 bits of a hexadecimal hash, at least 1."""
     return int(digest[:16], 16) % ((1 << KEY_BITS) - 1) + 1
+
+
+def sha256_of(data: bytes) -> str:
+    """SHA-256, hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
 
 
 def content_digest(*parts: bytes) -> str:
