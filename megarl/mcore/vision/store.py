@@ -264,8 +264,11 @@ def _replacer(chunk):
 
 
 def _adder(chunk, number: int):
-    """The hook of the layer with this index. Rows come with the micro-batch or step, not from the module: a layer that is computed again in
-    backward sees its own micro-batch."""
+    """The hook of the layer with this index.
+
+    Rows come with the micro-batch or step, not from the module: a layer that is computed again in backward sees its own
+    micro-batch.
+    """
 
     def add(layer, args, kwargs, output):
         context, packing = kwargs.get("inference_context"), kwargs.get("packed_seq_params")
