@@ -4,6 +4,7 @@ The tower is all of the folder's model but its language model. An image is compu
 number of threads, its numbers could have other bits.
 """
 
+import copy
 import functools
 import hashlib
 import json
@@ -85,7 +86,7 @@ class Tower:
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of what an image's rows depend on beside its pixels, hexadecimal: the tower's weights and config."""
-        found = hashlib.sha256(json.dumps([ATTENTION, self.config.vision_config.to_dict()], default=str).encode())
+        found = hashlib.sha256(json.dumps([ATTENTION, self.folder.config["vision_config"]], sort_keys=True).encode())
         for name, tensor in sorted(self._module.state_dict().items()):
             found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -109,7 +110,8 @@ class Tower:
         """The model without its language model. UsageError if a tensor is missing or has another shape."""
         with source.parameters_on_meta(), initialization.no_init_weights():
             try:
-                module = self._kind._from_config(self.config, dtype=torch.float32, attn_implementation=ATTENTION)
+                config = copy.deepcopy(self.config)  # transformers notes the precision in it
+                module = self._kind._from_config(config, dtype=torch.float32, attn_implementation=ATTENTION)
             except Exception as error:  # whatever a class of transformers raises
                 raise self.folder.error(f"config.json: transformers cannot build it ({error})") from None
         module.model.language_model = module.lm_head = None

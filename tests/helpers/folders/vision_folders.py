@@ -195,17 +195,15 @@ def model_of(folder: VisionFolder, flags: str = ""):
     return role, groups, model, weights
 
 
-@functools.cache
-def program_folder() -> Path:
-    """Folder with `model`, a small Qwen3-VL with a tokenizer, a chat template and an image processor, and
-    `pictures.jsonl`, whose lines have pictures of three sizes; the test process makes it once."""
+def write_program_folder(rank: int, folder: Path):
+    """Writes `model`, a small Qwen3-VL with a tokenizer, a chat template and an image processor, and prompts with
+    pictures of three sizes: pictures.jsonl, and answered.jsonl with responses."""
     from tests.helpers.programs import write_lines
     from tests.helpers.texts import picture_prompts
 
-    folder = Path(tempfile.mkdtemp(prefix="vision-"))
-    model = picture_prompts.write_folder(
-        folder / "model", "qwen3_vl", size={"longest_edge": 16384, "shortest_edge": 1024}
-    )
+    folder.mkdir(parents=True)
+    sizes = {"longest_edge": 16384, "shortest_edge": 1024}
+    model = picture_prompts.write_folder(folder / "model", "qwen3_vl", size=sizes)
     config = json.loads((model / "config.json").read_text())
     vocabulary = {"vocab_size": 512, "num_hidden_layers": 2, "eos_token_id": 2}
     place = {"image_token_id": config["image_token_id"]}
@@ -216,4 +214,4 @@ def program_folder() -> Path:
         content = [{"type": "image", "image": f"{i % 5}.png"}, {"type": "text", "text": f"the picture {i}"}]
         rows.append({"prompt": [{"role": "user", "content": content}], "answer": str(i % 5)})
     write_lines(folder / "pictures.jsonl", rows)
-    return folder
+    write_lines(folder / "answered.jsonl", [row | {"response": row["answer"]} for row in rows])
