@@ -96,7 +96,8 @@ DATA = {
                  (4, "--role-map actor=0;reward=1-3;rollout=0 --reward-workers 1"))),
     "pictures": _of_pictures(
         layouts=(TWO, TP2_SEQUENCE, PP2, CP2, (3, "--role-map actor=0;reference=1;reward=1;rollout=2"),
-                 (3, "--role-map actor=0-1;reward=2;rollout=2 --actor-tensor-model-parallel-size 2")),
+                 (3, "--role-map actor=0-1;reference=0;reward=2;rollout=2 --actor-tensor-model-parallel-size 2"
+                  " --rollout-tensor-model-parallel-size 1")),
         moved=(TWO, TP2_SEQUENCE)),
     "pictures, partial": _of_pictures(PARTIAL), "pictures, a lag": _of_pictures(ALL_AHEAD, 2),
     "pictures, a critic": _of_pictures("--advantage gae --critic-lr 1e-3", layouts=(TWO,)),
