@@ -4,23 +4,27 @@ Every rank can compute an image from its bytes, alone and so to the same bits. I
 first; ranks that are sent the responses get their images with them (`megarl.comm.image_exchange`).
 """
 
+import contextlib
 from typing import Any
 
 import torch
 
 from megarl.arguments import RoleSettings, RunConfig
 from megarl.checkpoint.resume import IMAGES
+from megarl.comm import image_exchange
 from megarl.comm.role_mesh import RoleGroups
+from megarl.comm.step_batch import ROLLOUT, StepBatch
 from megarl.data.conversations import Encoder
 from megarl.data.images.book import Images
 from megarl.data.images.ids import image_ids
 from megarl.errors import UsageError, warn_as_first
 from megarl.mcore import device
 from megarl.mcore.any_model.tower import Tower
-from megarl.mcore.vision.store import Image, ImageStore, attach
+from megarl.mcore.vision.store import Image, ImageCounts, ImageStore, attach
+from megarl.mcore.weights.hf.folder import HFFolder
 from megarl.trainers.setup import images_of
 
-READERS = ("actor", "rollout", "critic", "reference", "teacher")  # roles that read the policy's tokens
+READERS = ("actor", "critic", "reference", "teacher")  # roles with models that read the policy's tokens
 GB = 10**9
 
 
@@ -48,78 +52,89 @@ class RunImages:
     def __init__(self, config: RunConfig, encoder: Encoder):
         """Checks that every model of the run that reads the prompts has a tower for their images. UsageError."""
         assert encoder.images is not None
-        self._settings, self._images, self._encoder = config.settings, encoder.images, encoder
-        self._stores: dict[tuple, ImageStore] = {}  # by tower and precision
+        self._settings, self._images = config.settings, encoder.images
+        self._stores: dict[tuple[str, torch.dtype], ImageStore] = {}  # by tower and precision
         _check(config)
-        self._towers = {role.name: self._tower(role) for role in config.with_models() if role.name in READERS}
-        self._actor = next(iter(self._towers.values()))
+        self._towers: dict[str, Tower] = {}  # by folder
+        for role in config.with_models():
+            folder = self._folder(role)
+            if str(folder.path) not in self._towers:
+                self._check_processor(role, folder, encoder)
+                self._towers[str(folder.path)] = Tower(folder)
+            self._tower(role).store(role.megatron.params_dtype)  # UsageError for other axes
+        self._policy = self._tower(config.roles["actor"])
 
     @staticmethod
     def of(config: RunConfig, encoder: Encoder) -> "RunImages | None":
-        """Those of a run; None: its prompts have none, so that its models are read and computed without a tower."""
+        """Those of a run; None: its prompts have none, so that its models are computed without a tower."""
         return RunImages(config, encoder) if encoder.images is not None and len(encoder.images) else None
 
-    def _tower(self, role: RoleSettings) -> Tower:
-        folder = role.hf_model.folder if role.hf_model is not None else None
-        if folder is None:
-            raise UsageError(f"{role.name}: --hf-model is missing: prompts have images, whose tower its folder has")
-        found = images_of(folder, self._encoder.tokenizer, self._settings)
+    @staticmethod
+    def _folder(role: RoleSettings) -> HFFolder:
+        if role.hf_model is None:
+            raise UsageError(f"{role.name}: --hf-model is missing: prompts have images, and its folder the tower")
+        return role.hf_model.folder
+
+    def _check_processor(self, role: RoleSettings, folder: HFFolder, encoder: Encoder):
+        found = images_of(folder, encoder.tokenizer, self._settings)
         if found is None or found.fingerprint != self._images.fingerprint:
-            raise folder.error(f"the {role.name} reads the policy's images, and needs the same image processor")
-        tower = Tower(folder)
-        tower.store(role.megatron.params_dtype)  # UsageError for other axes
-        return tower
+            raise folder.error(f"the {role.name} reads the policy's images: it needs the same image processor")
+
+    def _tower(self, role: RoleSettings) -> Tower:
+        return self._towers[str(self._folder(role).path)]
+
+    def _key(self, role: RoleSettings) -> tuple[str, torch.dtype]:
+        """Equal for roles that read the same numbers."""
+        return self._tower(role).digest if len(self._towers) > 1 else "", role.megatron.params_dtype
 
     def attach(self, role: RoleSettings, model):
-        """Has a role's model read images of its store; the chunks on this rank, None: none is here."""
+        """Has a role's model on this rank read images of its store. `model`: None: it is on other ranks."""
         for chunk in model or ():
-            if chunk.images is None and hasattr(chunk, "decoder"):
-                attach(chunk, self._store(self._towers[role.model_role], role.megatron.params_dtype))
+            key = self._key(role)
+            if key not in self._stores:
+                tower = self._tower(role)
+                self._stores[key] = tower.store(key[1], TowerSource(self._images, tower))
+            attach(chunk, self._stores[key])
 
-    def _store(self, tower: Tower, dtype: torch.dtype) -> ImageStore:
-        """One of all models with the same tower and precision."""
-        is_only = len({str(each.path) for each in self._towers.values()}) == 1
-        key = "" if is_only else tower.digest, dtype
-        if key not in self._stores:
-            self._stores[key] = tower.store(dtype, TowerSource(self._images, tower))
-        return self._stores[key]
+    def dispatch(self, batch: StepBatch, roles: dict[str, RoleSettings]):
+        """Sends the images of responses to the roles that were sent these. A collective of the world."""
+        source = roles["actor"]
+        for name in (name for name in ("actor", "reference", "teacher", "critic") if name in batch.mesh.roles):
+            if self._key(roles[name]) != self._key(source):
+                continue  # it has a tower of its own
+            pending, store = batch.pending_sends(ROLLOUT, name), self._stores.get(self._key(source))
+            with batch.exchange_phase(ROLLOUT, name) if store is not None else contextlib.nullcontext():
+                image_exchange.send(batch.mesh, store, batch[ROLLOUT], ROLLOUT, name, batch.dp_assignment, pending)
 
-    @property
     def facts(self) -> dict[str, Any]:
         """What a checkpoint's manifest says: the tower, and what made the pixels. Reads the tower."""
-        return {"tower": self._actor.digest, **self._images.processor.facts}
+        return {"tower": self._policy.digest, **self._images.processor.facts}
 
     def check_resumed(self, manifest: dict[str, Any], load: str):
-        """UsageError for a checkpoint of a run with another tower; a warning for other pixels."""
-        before, now = manifest.get(IMAGES), self.facts
+        """UsageError for a checkpoint of a run with another tower; a warning for another processor."""
+        before, now = manifest.get(IMAGES), self.facts()
         if before is None:
             return
         if before["tower"] != now["tower"]:
-            raise UsageError(
-                f"--hf-model {self._actor.path}: its vision tower is not that of the checkpoint of --load {load} "
-                f"({now['tower'][:12]}, before {before['tower'][:12]})"
+            raise self._policy.folder.error(
+                f"its vision tower is not the one of the checkpoint of --load {load}, whose images had other rows"
             )
-        if changed := [
-            f"{name} {now[name]} (before: {before.get(name)})" for name in now if now[name] != before.get(name)
-        ]:
-            warn_as_first([f"--load {load}: images are made by another processor: {', '.join(changed)}"])
+        changed = [name for name in now if now[name] != before.get(name)]
+        if changed:
+            values = ", ".join(f"{name} {now[name]} (before: {before.get(name)})" for name in changed)
+            warn_as_first([f"--load {load}: images are made by another processor: {values}"])
 
-    def end_step(self, role_groups: RoleGroups) -> dict[str, float]:
-        """Metrics of the images that a role read since the last call, of all its replicas, on its ranks; forgets those
-        that do not fit in `--image-cache-gb`. A collective of the role."""
-        counts = torch.zeros(4, dtype=torch.float64)
+    def take_metrics(self, role_groups: RoleGroups) -> dict[str, float]:
+        """Metrics of the images that a role's models read since the last call. A collective of the role."""
+        counts = ImageCounts()
         for store in self._stores.values():
-            counts += torch.tensor(store.take_counts(), dtype=torch.float64)
+            counts = counts.plus(store.take_counts())
+        return counts.metrics(role_groups)
+
+    def trim(self):
+        """Forgets the images that do not fit in `--image-cache-gb`; called where no pass needs them."""
+        for store in self._stores.values():
             store.trim(self._settings.image_cache_gb * GB / len(self._stores))
-        if not role_groups.is_member:
-            return {}
-        images, tokens, hits, seconds = role_groups.dp_all_reduce(counts.to(device.device())).tolist()
-        return {
-            "images/count": int(images),
-            "images/tokens": int(tokens),
-            "images/cache_hits": int(hits),
-            "time/tower_s": seconds,
-        }
 
 
 def _check(config: RunConfig):
@@ -129,10 +144,12 @@ def _check(config: RunConfig):
         if role.megatron.model_folder is not None:
             raise UsageError(f"{role.name}: --model-source transformers does not go with images in prompts")
         if role.name not in READERS:
-            raise UsageError(f"{role.name}: a model that reads prompts by its own template does not go with images")
+            raise UsageError(f"{role.name}: its model reads prompts by a template of its own; images do not go with it")
     if device.has_cuda():
         raise UsageError("prompts have images: on a CUDA device they are not supported yet")
     if s.mtp_drafts or s.predicts:
         raise UsageError("multi-token prediction (--mtp-drafts, --mtp-train) does not go with images in prompts")
+    if s.rollout_server is not None:
+        raise UsageError(f"--rollout-server {s.rollout_server}: does not go with images in prompts")
     if s.environment is not None:
         raise UsageError(f"--environment {s.environment}: does not go with images in prompts yet")

@@ -157,3 +157,14 @@ def check_rewards(save: Path):
             own = [each["reward_values"][name] for each in rows if name in each["reward_values"]]
             assert len(own) == 8 and row[f"reward/{name}/mean"] == pytest.approx(sum(own) / len(own))
         assert row[f"reward/{OF_ONE_FILE}/failures"] == 0 and row["actor/grad_norm"] > 0
+
+
+def check_pictures(save):
+    """Each step has read images, the rollout's log-probs are the training's, and samples name the images."""
+    for line in (save / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        assert row["images/count"] > 0 and row["images/tokens"] >= 4 * row["images/count"]
+        assert row.get("rollout/logprob_gap_max", 0.0) <= 1e-5
+    if (save / "samples").exists():
+        for path in (save / "samples").iterdir():
+            assert all("[image " in json.loads(line)["prompt"] for line in path.read_text().splitlines())

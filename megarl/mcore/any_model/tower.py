@@ -4,6 +4,7 @@ The tower is all of the folder's model but its language model. An image is compu
 number of threads, its numbers could have other bits.
 """
 
+import copy
 import functools
 import hashlib
 import json
@@ -47,7 +48,7 @@ class Tower:
 
     def __init__(self, folder: HFFolder):
         """Reads config.json. UsageError for a folder whose family is not one of `FAMILIES`, or that is no model."""
-        self._folder, kind = folder, folder.config.get("model_type")
+        self.folder, kind = folder, folder.config.get("model_type")
         if kind not in FAMILIES:
             allowed = ", ".join(FAMILIES)
             raise folder.error(f"model_type {kind!r}: images need a vision tower of {allowed}")
@@ -76,7 +77,7 @@ class Tower:
         rotated = int(head * parameters.get("partial_rotary_factor", 1))
         sections = parameters.get("mrope_section", self._axes.default)
         if len(sections) != 3 or sum(sections) != rotated // 2:
-            raise self._folder.error(
+            raise self.folder.error(
                 f"config.json: mrope_section {sections}: allowed are three numbers whose sum is {rotated // 2}"
             )
         axes = axes_of(tuple(sections), self._axes.is_interleaved)
@@ -85,7 +86,7 @@ class Tower:
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of what an image's rows depend on beside its pixels, hexadecimal: the tower's weights and config."""
-        found = hashlib.sha256(json.dumps([ATTENTION, self.config.vision_config.to_dict()], default=str).encode())
+        found = hashlib.sha256(json.dumps([ATTENTION, self.folder.config["vision_config"]], sort_keys=True).encode())
         for name, tensor in sorted(self._module.state_dict().items()):
             found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -109,11 +110,12 @@ class Tower:
         """The model without its language model. UsageError if a tensor is missing or has another shape."""
         with source.parameters_on_meta(), initialization.no_init_weights():
             try:
-                module = self._kind._from_config(self.config, dtype=torch.float32, attn_implementation=ATTENTION)
+                config = copy.deepcopy(self.config)  # transformers notes the precision in it
+                module = self._kind._from_config(config, dtype=torch.float32, attn_implementation=ATTENTION)
             except Exception as error:  # whatever a class of transformers raises
-                raise self._folder.error(f"config.json: transformers cannot build it ({error})") from None
+                raise self.folder.error(f"config.json: transformers cannot build it ({error})") from None
         module.model.language_model = module.lm_head = None
-        reader = FolderReader(self._folder)
+        reader = FolderReader(self.folder)
         for name, tensor in module.state_dict(keep_vars=True).items():
             owner, _, own = name.rpartition(".")
             values = self._read(reader, name, tensor)
@@ -125,11 +127,11 @@ class Tower:
         return module.eval()
 
     def _read(self, reader: FolderReader, name: str, tensor: Tensor) -> Tensor:
-        weights = self._folder.weights
+        weights = self.folder.weights
         stored = next((each for each in (name, name.removeprefix("model.")) if each in weights), None)
         if stored is None or weights[stored].shape != tuple(tensor.shape):
             problem = "is missing" if stored is None else f"has the shape {weights[stored].shape}"
-            raise self._folder.error(f"{name} {problem}; its vision tower needs it with {tuple(tensor.shape)}")
+            raise self.folder.error(f"{name} {problem}; its vision tower needs it with {tuple(tensor.shape)}")
         values = torch.empty(tensor.shape)
         for part in slices_of(tuple(tensor.shape), ELEMENTS):
             values[part] = reader[stored][part]

@@ -249,7 +249,7 @@ def attach(chunk, store: ImageStore):
         chunk.embedding.register_forward_hook(_replacer(chunk), with_kwargs=True)
     for layer in chunk.decoder.layers:
         if layer.layer_number <= store.layers:
-            layer.register_forward_hook(_adder(chunk), with_kwargs=True)
+            layer.register_forward_hook(_adder(chunk, layer.layer_number - 1), with_kwargs=True)
 
 
 def _replacer(chunk):
@@ -263,9 +263,12 @@ def _replacer(chunk):
     return replace
 
 
-def _adder(chunk):
-    """A layer's hook. Rows come with the micro-batch or step, not from the module: a layer that is computed again in
-    backward sees its own micro-batch."""
+def _adder(chunk, number: int):
+    """The hook of the layer with this index.
+
+    Rows come with the micro-batch or step, not from the module: a layer that is computed again in backward sees its own
+    micro-batch.
+    """
 
     def add(layer, args, kwargs, output):
         context, packing = kwargs.get("inference_context"), kwargs.get("packed_seq_params")
@@ -274,7 +277,7 @@ def _adder(chunk):
             return output
         hidden, *rest = output
         rows = _of_rank(rows, chunk, hidden)
-        added = rows.features(layer.layer_number - 1).unsqueeze(1).to(hidden.dtype)
+        added = rows.features(number).unsqueeze(1).to(hidden.dtype)
         return (hidden.index_add(0, rows.at, added), *rest)
 
     return add

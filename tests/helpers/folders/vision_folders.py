@@ -5,6 +5,7 @@ placeholder that is text has no type of its own.
 """
 
 import functools
+import json
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -95,11 +96,12 @@ def inputs_of(prompt: list, images: dict[str, Pixels], more: list[int] | tuple[i
     return found
 
 
-def module_of(kind: str):
-    """A model of a family with random weights that make its logits large, and its folder's class of transformers."""
+def module_of(kind: str, more_text: dict | None = None, more_vision: dict | None = None, more_ids: dict | None = None):
+    """A model of transformers' class of a family, with random weights that make its logits large."""
     import transformers
 
     family, vision, text, ids = KINDS[kind]
+    text, vision, ids = text | (more_text or {}), vision | (more_vision or {}), ids | (more_ids or {})
     config = getattr(transformers, f"{family}Config")(text_config=BASE | text, vision_config=dict(vision), **ids)
     config.text_config.tie_word_embeddings = config.tie_word_embeddings = False
     config.text_config.eos_token_id = 2
@@ -191,3 +193,25 @@ def model_of(folder: VisionFolder, flags: str = ""):
     for chunk in model:
         attach(chunk, store)
     return role, groups, model, weights
+
+
+def write_program_folder(rank: int, folder: Path):
+    """Writes `model`, a small Qwen3-VL with a tokenizer, a chat template and an image processor, and prompts with
+    pictures of three sizes: pictures.jsonl, and answered.jsonl with responses."""
+    from tests.helpers.programs import write_lines
+    from tests.helpers.texts import picture_prompts
+
+    folder.mkdir(parents=True)
+    sizes = {"longest_edge": 16384, "shortest_edge": 1024}
+    model = picture_prompts.write_folder(folder / "model", "qwen3_vl", size=sizes)
+    config = json.loads((model / "config.json").read_text())
+    vocabulary = {"vocab_size": 512, "num_hidden_layers": 2, "eos_token_id": 2}
+    place = {"image_token_id": config["image_token_id"]}
+    module_of("qwen3_vl", vocabulary, {"patch_size": 16, "depth": 2}, place).save_pretrained(model)
+    rows = []
+    for i, (width, height) in enumerate([(64, 64), (96, 64), (64, 96), (64, 64)] * 3):
+        (folder / f"{i % 5}.png").write_bytes(picture_prompts.encoded(picture_prompts.picture(width, height, i % 5)))
+        content = [{"type": "image", "image": f"{i % 5}.png"}, {"type": "text", "text": f"the picture {i}"}]
+        rows.append({"prompt": [{"role": "user", "content": content}], "answer": str(i % 5)})
+    write_lines(folder / "pictures.jsonl", rows)
+    write_lines(folder / "answered.jsonl", [row | {"response": row["answer"]} for row in rows])

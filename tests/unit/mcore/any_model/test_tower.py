@@ -37,8 +37,10 @@ def test_rows_are_those_of_transformers(kind):
 
 
 def test_the_digest_names_the_weights(tmp_path):
-    folder = copied(tmp_path)
+    folder, used = copied(tmp_path), Tower(HFFolder(vision_folders.folder_of("qwen3_vl").path))
     before = Tower(HFFolder(folder)).digest
+    used.compute(vision_folders.folder_of("qwen3_vl").images["A"])
+    assert used.digest == before
     assert before == Tower(HFFolder(vision_folders.folder_of("qwen3_vl").path)).digest and len(before) == 64
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] += 1  # of the language model

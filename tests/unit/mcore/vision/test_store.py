@@ -19,9 +19,9 @@ def rows_of(key: int) -> list[int]:
 
 def small_store(layers: int = 2) -> ImageStore:
     store = ImageStore(axes_of((2, 3, 3), False), 4, layers, torch.float32)
-    for key in SIZES:
+    for key, size in SIZES.items():
         n = len(rows_of(key))
-        store.put(key, Image(SIZES[key], torch.randn(n, 4), torch.randn(layers, n, 4)))
+        store.put(key, Image(size, torch.randn(n, 4), torch.randn(layers, n, 4)))
     return store
 
 
