@@ -5,6 +5,7 @@ are made of bytes when somebody asks for a key, as often as it asks: an image th
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ class Images:
         self._processor, self.max_images = processor, max_images
         self._known: dict[str, tuple[ImageRef, ReadBytes]] = {}
         self._digests: dict[int, str] = {}  # hash of an image's bytes, by key
+        self._uses: Counter[str] = Counter()  # of those that were sent, by the same hash
         self._lock = threading.Lock()
 
     def __reduce__(self):
@@ -63,20 +65,26 @@ class Images:
                 self._known.setdefault(ref.digest, (ref, read))
 
     def add_bytes(self, data: bytes) -> ImageRef:
-        """Makes an image known that somebody has sent; it is decoded confined. UsageError as `size_of`."""
+        """Makes an image known that somebody has sent, until `forget`; it is decoded confined. UsageError as `size_of`,
+        and without a processor."""
+        processor = self.processor
         ref = ImageRef(sha256_of(data), *size_of(data), sent=True)
-        self.processor.tokens(ref.width, ref.height)
+        processor.tokens(ref.width, ref.height)
         self.add([ref], lambda _: data)
+        with self._lock:
+            self._uses[ref.digest] += 1
         return ref
 
-    def forget(self, digests: Iterable[str]):
-        """Forgets images that were sent."""
+    def forget(self, refs: Iterable[ImageRef]):
+        """Ends one use of each of these images that were sent; those without another use are no longer known."""
         with self._lock:
-            for digest in digests:
-                ref, _ = self._known.get(digest, (None, None))
-                if ref is not None and ref.sent:
-                    del self._known[digest]
-                    del self._digests[self.key(ref)]
+            for ref in refs:
+                self._uses[ref.digest] -= 1
+                if self._uses[ref.digest] <= 0:
+                    del self._uses[ref.digest]
+                    if self._known[ref.digest][0].sent:
+                        del self._known[ref.digest]
+                        del self._digests[self.key(ref)]
 
     def key(self, ref: ImageRef) -> int:
         """What names an image among tokens."""

@@ -2,10 +2,12 @@
 
 import hashlib
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from megarl.data.images.ids import KEY_BITS
+
+if TYPE_CHECKING:  # flags import this module, and need no numbers
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Pixels:
     rows in the token stream. `key`: 47 bits that name it there. `digest`: all of the hash whose bits the key is.
     """
 
-    values: np.ndarray
+    values: "np.ndarray"
     grid: tuple[int, int, int]
     tokens: int
     key: int
