@@ -20,6 +20,7 @@ SEVERAL, STUDENTS = "with several --teachers, in steps with such tokens", ("trai
 SIBLING = "with --teacher-context sibling"
 EVALUATED = ("train_rl", "evaluate")
 FP16 = "with --fp16"
+PICTURED, PICTURING = "if prompts have images", ("train_rl", "train_sft")
 STALE = "with --generation-lag or --partial-rollouts"
 IN_TRAINING = "in training with --eval-prompts, every --eval-interval steps"
 
@@ -84,6 +85,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                " an evicted request, with its response so far, again", "with --rollout-prefix-caching"),
         Metric("rollout/reused_tokens", "tokens", "prompt tokens that were already in the cache",
                "with --rollout-prefix-caching"),
+    ),
+    "Images": (
+        Metric("images/count", "images", "distinct images whose rows were read, of each replica: by the engine, or by"
+               " the model in train_sft", PICTURED, PICTURING),
+        Metric("images/tokens", "tokens", "rows of these images", PICTURED, PICTURING),
+        Metric("images/cache_hits", "images", "those of them that were computed before", PICTURED, PICTURING),
+        Metric("time/tower_s", "s", "seconds in which vision towers computed, of all replicas", PICTURED, PICTURING),
     ),
     "Mixtures": (
         Metric("mixture/<file>/prompts", "prompts", "prompts of a file of the mixture that the run has drawn so far",
@@ -331,6 +339,7 @@ OF_CLOCK = ("_per_s", "/sync_s", "/slot_wait_s", "environment/step_s", "/waiting
 OF_QUEUES = ("rollout/lead", "weights/staged_bytes")  # how full they are: by the clock, and empty after a resume
 OF_ORDER = (  # what a cache has lost or not: the order of requests decides
     "rollout/prefill_tokens", "rollout/reused_tokens", "judge/prompt_tokens", "judge/reused_tokens",
+    "images/cache_hits",
 )  # fmt: skip
 # What happened to processes, and is mended: it changes nothing else.
 OF_ACCIDENTS = ("environment/restarts", "environment/timeouts", "environment/journalled_steps")

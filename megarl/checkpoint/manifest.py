@@ -163,6 +163,7 @@ ENTRIES: dict[str, Any] = {
     "lora": Each({"factors": dict, "base": dict}), "kept_for": str,
     "best": (None, _is_best),
     "reward": (None, {"count": is_plain_number, "mean": is_plain_number, "squares": is_plain_number}),
+    "images": lambda value: fits(value, {"tower": _is_digest}) and fits(value, Each((None, str, is_plain_number))),
     "waiting_groups": {"complete": is_count, "unfinished": is_count, "samples_per_prompt": is_count,
                        "fields": [str]},
     "rounds": [_is_round], "replicas": lambda value: is_whole(value, 1, MAX_SIZE), "layers": (None, [is_count]),

@@ -34,7 +34,7 @@ _NOT_NUMBERS = set(
     keep_best best_metric offload train_iters deterministic save overwrite save_interval async_save keep_last
     keep_every on_save_failure load load_changed_data kernels replay_schedule save_rollouts load_rollouts
     debug_train_only debug_rollout_only profile_steps profile_memory trackers tracker_project tracker_run
-    tracker_folder tracker_offline
+    tracker_folder tracker_offline images_column images_folder image_cache_gb max_images
     """.split()
 )
 _LEARNING = tuple(
@@ -45,6 +45,7 @@ _LEARNING = tuple(
 )
 _MOMENTS, _BY_BYTES = ("exp_avg_dtype", "exp_avg_sq_dtype"), {4: "fp32", 2: "bf16"}
 PROMPTS, EVAL_PROMPTS, EVALS = "prompts", "eval_prompts", "evals "  # sets in DATA; a name of --evals follows the last
+IMAGES = "images"  # entry of the manifest, of a run whose prompts have images: its tower and what made the pixels
 SCHEDULES, OPTIMIZERS = "schedules", "optimizers"  # entries of the manifest: role -> `schedule_flags`, `state_flags`
 _MULTIPLIERS = ("lr_multipliers", "weight_decay_multipliers")
 _WARMUP = ("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init")

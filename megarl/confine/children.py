@@ -22,11 +22,12 @@ from megarl.child_process import parent
 from megarl.confine import compute_only
 
 _MEMORY = 1 << 30  # bytes of address space that the work may add
-_MAX_RESULT = 1 << 22  # bytes
 
 
 class Answers(Protocol):
-    """What a process does with its requests."""
+    """What a process does with its requests. `max_result`: bytes that a child may report."""
+
+    max_result: int
 
     def warm_up(self):
         """Imports what all requests need."""
@@ -160,7 +161,7 @@ class Children:
         events.register(self._caller, 0)  # only its hang-up
         with contextlib.suppress(OSError):
             child.connection.sendall(json.dumps(item).encode() + b"\n")
-            while len(content) < _MAX_RESULT and not content.endswith(b"\n"):
+            while len(content) < self._answers.max_result and not content.endswith(b"\n"):
                 ready = dict(events.poll(max(0.0, (deadline - time.monotonic()) * 1000)))
                 if self._caller in ready:
                     os._exit(0)

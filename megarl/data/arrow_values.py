@@ -88,6 +88,8 @@ class Converters:
                 inner = feature.get("feature") if isinstance(feature, dict) else None
             item = self.of(kind.value_field, inner, f"{path}[]")
             return _present(lambda value: [item(each) for each in value])
+        if holds_bytes(self._arrow, kind):  # of images: no other column of bytes is asked for
+            return _present(bytes)
         if types.is_float32(kind) or types.is_float16(kind):
             return _present(_short_float("float32" if types.is_float32(kind) else "float16"))
         for test, convert in (

@@ -14,6 +14,8 @@ import jinja2.utils
 
 from megarl import probe
 from megarl.data import message_forms
+from megarl.data.images.book import Images
+from megarl.data.images.marks import MARK as IMAGE_MARK
 from megarl.data.special_tokens import MARK, Marks, encode_around_special, pattern_of
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
@@ -100,10 +102,16 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, tokenizer: Tokenizer, flag: str = "--chat-template", options: TemplateOptions = NO_OPTIONS
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        flag: str = "--chat-template",
+        options: TemplateOptions = NO_OPTIONS,
+        images: Images | None = None,
     ):
-        self.tokenizer, self.flag, self.source, self.options = tokenizer, flag, source, options
-        self._marks = Marks(tokenizer.special)
+        """`images`: those that marks in contents may name; None: such marks are text."""
+        self.tokenizer, self.flag, self.source, self.options, self.images = tokenizer, flag, source, options, images
+        self._marks = Marks(tokenizer.special if images is None else [*tokenizer.special, IMAGE_MARK])
         self._pattern = pattern_of(tokenizer.special)
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         environment.filters["tojson"] = message_forms.to_json
@@ -121,7 +129,7 @@ class ChatTemplate:
             raise UsageError(f"{flag}: the template contains U+FDD0, a Unicode noncharacter; remove it")
 
     def __reduce__(self):
-        return type(self), (self.source, self.tokenizer, self.flag, self.options)
+        return type(self), (self.source, self.tokenizer, self.flag, self.options, self.images)
 
     def render(
         self,
@@ -135,8 +143,15 @@ class ChatTemplate:
         functions that the assistant may call. `values`: variables that go before those of the options.
         """
         of_content, of_thoughts, of_calls = self._forms
-        messages = [of_calls(of_content(of_thoughts(message))) for message in messages]
-        return self._rendered(messages, add_generation_prompt, tools, values)
+        shown = [of_calls(of_content(of_thoughts(message))) for message in messages]
+        if self.images is None:
+            return self._rendered(shown, add_generation_prompt, tools, values)
+        with_parts = map(self.images.with_parts, messages)
+        shown = [
+            each if isinstance(each["content"], list) else plain for each, plain in zip(with_parts, shown, strict=True)
+        ]
+        rendered = self._rendered(shown, add_generation_prompt, tools, values)
+        return self.images.in_places(rendered, messages, self.flag)
 
     @functools.cached_property
     def _forms(self) -> tuple[message_forms.Form, message_forms.Form, message_forms.Form]:
@@ -191,6 +206,11 @@ class ChatTemplate:
 
     def encode(self, rendered: str) -> list[int]:
         """Ids of a rendered text: encoded at once if it has no marks, else segment by segment around special tokens."""
+        if self.images is not None and IMAGE_MARK in rendered:
+            return self.images.encode(rendered, self._encode)
+        return self._encode(rendered)
+
+    def _encode(self, rendered: str) -> list[int]:
         if MARK not in rendered:
             return self.tokenizer.encode_template(rendered)
 
@@ -201,8 +221,10 @@ class ChatTemplate:
 
     def encode_batch(self, rendered: Sequence[str]) -> list[list[int]]:
         """`encode` of each rendered text."""
-        whole = iter(self.tokenizer.encode_template_batch([text for text in rendered if MARK not in text]))
-        return [self.encode(text) if MARK in text else next(whole) for text in rendered]
+        alone = [MARK in text or (self.images is not None and IMAGE_MARK in text) for text in rendered]
+        texts = [text for text, is_alone in zip(rendered, alone, strict=True) if not is_alone]
+        whole = iter(self.tokenizer.encode_template_batch(texts))
+        return [self.encode(text) if is_alone else next(whole) for text, is_alone in zip(rendered, alone, strict=True)]
 
     def encode_following(self, pairs: Iterable[tuple[str, str]]) -> list[list[int]]:
         """For each (before, text): ids of `text` to append to the ids of `before`. They are the tail of the ids of
@@ -224,7 +246,11 @@ class ChatTemplate:
 
 
 def load_template(
-    value: str | None, tokenizer: Tokenizer, flag: str = "--chat-template", options: TemplateOptions = NO_OPTIONS
+    value: str | None,
+    tokenizer: Tokenizer,
+    flag: str = "--chat-template",
+    options: TemplateOptions = NO_OPTIONS,
+    images: Images | None = None,
 ) -> ChatTemplate | None:
     """The template that `--chat-template` selects: None, "tokenizer" (the tokenizer's own) or a Jinja file's path."""
     if value is None:
@@ -232,13 +258,15 @@ def load_template(
     if value == "tokenizer":
         if not tokenizer.template:
             raise UsageError(f"{flag} tokenizer: the tokenizer has no chat template; give a Jinja file")
-        return probed(tokenizer.template, tokenizer, f"{flag} tokenizer", options)
+        return probed(tokenizer.template, tokenizer, f"{flag} tokenizer", options, images)
     with reading(f"{flag} {value}", missing='no such file; allowed: "tokenizer" or a Jinja file'):
         source = read_text(value, MAX_BYTES)
-    return probed(source, tokenizer, f"{flag} {value}", options)
+    return probed(source, tokenizer, f"{flag} {value}", options, images)
 
 
-def probed(source: str, tokenizer: Tokenizer, flag: str, options: TemplateOptions) -> ChatTemplate:
+def probed(
+    source: str, tokenizer: Tokenizer, flag: str, options: TemplateOptions, images: Images | None = None
+) -> ChatTemplate:
     """The template, after a child process has rendered a message with it in bounded time and memory."""
 
     def render():
@@ -248,7 +276,7 @@ def probed(source: str, tokenizer: Tokenizer, flag: str, options: TemplateOption
 
     if not probe.ends(render):
         raise UsageError(f"{flag}: the template takes more than {probe.limits()}, for one message")
-    return ChatTemplate(source, tokenizer, flag, options)
+    return ChatTemplate(source, tokenizer, flag, options, images)
 
 
 def _with_aliases(message: Mapping[str, Any]) -> Mapping[str, Any]:

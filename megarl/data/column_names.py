@@ -55,8 +55,8 @@ UNREAD = {
     "enable_thinking": _OF_ALL_LINES,
     "history": "write the earlier turns as messages",
     "context": "write it into the prompt",
-    **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), "megarl reads text alone"),
-    "objects": "megarl reads text alone",
+    **dict.fromkeys(("images", "image"), "the model has no vision tower, or no chat template"),
+    **dict.fromkeys(("videos", "video", "audios", "audio", "objects"), "megarl reads text and images"),
 }
 # The same, of responses in a column of their own: thoughts that stand beside them.
 UNREAD_THOUGHTS = dict.fromkeys(THOUGHTS, "write the thoughts into the response, or as messages")

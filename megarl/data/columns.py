@@ -14,6 +14,7 @@ from typing import Any
 from megarl.data import column_names
 from megarl.data.arrow_values import Struct, TimeText
 from megarl.data.column_names import LABELLED, NAMES, REWARD, RL, SFT
+from megarl.data.images import forms
 from megarl.data.messages import THOUGHTS, content_of, message_error
 from megarl.data.prompt import check_fields, present_fields
 from megarl.data.sources import printable
@@ -36,6 +37,7 @@ class Columns:
     chosen: str | None = None
     rejected: str | None = None
     desirable: str | None = None
+    images: str | None = None
 
     @property
     def named(self) -> dict[str, str]:
@@ -59,11 +61,12 @@ class Columns:
 class ColumnMap:
     """Which columns of a table are fields, which become metadata, and its rows as fields."""
 
-    def __init__(self, table: Table, columns: Columns, where: str):
-        """Raises UsageError if a column that the user names does not exist, or no column is a needed field."""
-        self.purpose, self._table = columns.purpose, table
+    def __init__(self, table: Table, columns: Columns, where: str, images: forms.ImageTable | None = None):
+        """Raises UsageError if a column that the user names does not exist, or no column is a needed field. `images`:
+        of the files; None: images are not read."""
+        self.purpose, self._table, self._images = columns.purpose, table, images
         self.columns: dict[str, str] = {}  # field -> name of its column
-        for field, names in NAMES[columns.purpose].items():
+        for field, names in (NAMES[columns.purpose] | ({} if images is None else {"images": forms.NAMES})).items():
             if wanted := columns.named.get(field):
                 if not self._has(wanted):
                     raise UsageError(f"--{field}-column {wanted}: {where}: has no such column; {_found(table)}")
@@ -91,6 +94,8 @@ class ColumnMap:
 
     def _has(self, name: str) -> bool:
         outer, dot, inner = name.partition(".")
+        if self._images is not None and name in self._table.left_out:
+            return True  # images, or messages with images inside
         return name in self._table.columns or bool(dot) and inner.split(".")[0] in self._table.names_in(outer)
 
     def _find_unread(self) -> dict[str, str]:
@@ -105,7 +110,7 @@ class ColumnMap:
     def _choose_conversation_or_parts(self, columns: Columns):
         """A conversation is whole: beside `messages` only what no message says, unless the user names parts of it."""
         if "messages" in self.columns and not {"prompt", "response"} & set(columns.named):
-            kept = ("messages", "system", "tools", "teacher")
+            kept = ("messages", "system", "tools", "teacher", "images")
             self.columns = {name: self.columns[name] for name in kept if name in self.columns}
         else:
             self.columns.pop("messages", None)
@@ -113,7 +118,8 @@ class ColumnMap:
     @property
     def needed(self) -> list[str]:
         """Names of the columns to read."""
-        names = [name if name in self._table.columns else name.split(".")[0] for name in self.columns.values()]
+        whole = {*self._table.columns, *self._table.left_out}
+        names = [name if name in whole else name.split(".")[0] for name in self.columns.values()]
         unread = [name for name in self._unread if name in self._table.columns]  # a nested column is read above
         return list(dict.fromkeys([*names, *self.extras, *unread]))
 
@@ -122,7 +128,8 @@ class ColumnMap:
         parts = [f"{field} from {printable(name)}" for field, name in self.columns.items()]
         if self.extras:
             parts.append(f"metadata from {_listed(self.extras)}")
-        left_out = _listed(self._table.left_out) if self.purpose == RL else ""
+        unread = [name for name in self._table.left_out if name not in self.columns.values()]
+        left_out = _listed(unread) if self.purpose == RL else ""
         return ", ".join(parts) + (f"; left out, as they hold bytes: {left_out}" if left_out else "")
 
     def warnings(self) -> list[str]:
@@ -134,8 +141,8 @@ class ColumnMap:
             if count
         ]
 
-    def fields(self, row: dict[str, Any], where: str) -> dict[str, Any]:
-        """The fields of a row, checked; UsageError, which begins with `where`, for a wrong one."""
+    def fields(self, row: dict[str, Any], where: str, path: str = "") -> dict[str, Any]:
+        """The fields of a row, checked; UsageError, which begins with `where`, for a wrong one. `path`: of its file."""
         self.rows += 1
         unread = self._unread.keys() - self.columns.values()
         self.unread.update(name for name in unread if _without_nulls(row.get(name)) not in (None, "", [], {}))
@@ -148,8 +155,12 @@ class ColumnMap:
                     raise UsageError(
                         f"{printable(self.columns[field])} is a time; what its text was is not known: save it as text"
                     )
+            given = found.pop("images", None)
             for field in {"prompt", "messages"} & set(found):
                 found[field] = _messages(found[field])
+            if self._images is not None:
+                found |= self._images.line(found, _without_nulls(given), path)
+            numbers = found.pop("images", None)
             if "tools" in found:
                 found["tools"] = _tools(found["tools"], self.columns["tools"])
             if self.purpose == RL:
@@ -163,10 +174,10 @@ class ColumnMap:
             raise UsageError(f"{where}: {error}") from None
         found = present_fields(found)
         check_fields(found, where, {field: printable(name) for field, name in self.columns.items()})
-        return found
+        return found | ({} if numbers is None else {"images": numbers})
 
     def _value(self, row: dict[str, Any], name: str) -> Any:
-        if name in self._table.columns:
+        if name in self._table.columns or name in self._table.left_out:
             return row.get(name)
         for part in name.split("."):
             row = row.get(part) if isinstance(row, dict) else None

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.data.chat import NO_OPTIONS, ChatTemplate, TemplateOptions, load_template, probed
+from megarl.data.images.book import Images, cut_at_borders
 from megarl.data.messages import Message, MessageKey, conversation_of, template_message
 from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import Tokenizer
@@ -57,7 +58,13 @@ class Encoder:
     def fingerprint(self) -> tuple:
         """Tokenizer, template and flag, as values that differ where the tokens or the errors differ."""
         template = self.template and (self.template.source, self.template.options)
-        return self.tokenizer.fingerprint, template, self.flag, self.prefix_ids
+        of_images = () if self.images is None else (self.images.fingerprint,)
+        return self.tokenizer.fingerprint, template, self.flag, self.prefix_ids, *of_images
+
+    @property
+    def images(self) -> Images | None:
+        """The images that prompts may have; None: the model's folder has no tower, or there is no template."""
+        return None if self.template is None else self.template.images
 
     def prompt(self, prompt: Prompt) -> list[int]:
         """The tokens that the policy continues; with a template they end with the opening of the assistant's turn."""
@@ -194,7 +201,8 @@ class Encoder:
         if not cut:
             return ids, 0
         kept = 1 if max_length > 1 and ids[0] == self.tokenizer.bos_id else 0
-        return ids[:kept] + ids[cut + kept :], cut
+        end = cut_at_borders(ids, cut + kept)
+        return ids[:kept] + ids[end:], end - kept
 
 
 def build_encoder(
@@ -204,17 +212,18 @@ def build_encoder(
     folder: str | None = None,
     options: TemplateOptions = NO_OPTIONS,
     bos: str = "auto",
+    images: Images | None = None,
 ) -> Encoder:
     """The encoder of a role: `chat_template` is the value of `--chat-template` (see `load_template`), or "none".
     `folder`: flag and path of the model's Hugging Face folder, whose tokenizer gives the default template. `bos`: value
-    of `--bos`.
+    of `--bos`. `images`: those that prompts may have.
     """
     if bos == "always" and tokenizer.bos_id is None:
         raise UsageError(f"--{flag_prefix}bos always: the tokenizer has no BOS")
     prefix: Sequence[int] = {"auto": tokenizer.prefix_ids, "always": (tokenizer.bos_id,), "never": ()}[bos]
     if chat_template is None and folder is not None and tokenizer.template:
         where = f"{folder}: chat template"
-        return Encoder(tokenizer, probed(tokenizer.template, tokenizer, where, options), where, prefix)
+        return Encoder(tokenizer, probed(tokenizer.template, tokenizer, where, options, images), where, prefix)
     chat_template = None if chat_template == "none" else chat_template
     flag = f"--{flag_prefix}chat-template"
-    return Encoder(tokenizer, load_template(chat_template, tokenizer, flag, options), flag, prefix)
+    return Encoder(tokenizer, load_template(chat_template, tokenizer, flag, options, images), flag, prefix)

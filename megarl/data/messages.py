@@ -40,7 +40,8 @@ def _error(message: Any, which: str) -> str | None:
         if name == "content" and isinstance(value, list):
             parts = [part for part in value if isinstance(part, dict)]
             if media := [part["type"] for part in parts if part.get("type") in MEDIA]:
-                return f"the content of {which} has a part of the type {media[0]}; megarl reads text alone"
+                needed = "text and images, these with a folder that has a vision tower and with a chat template"
+                return f"the content of {which} has a part of the type {media[0]}; megarl reads {needed}"
             texts = [part for part in parts if part.get("type") == "text" and isinstance(part.get("text"), str)]
             if len(texts) < len(value):
                 return f'the content of {which} must be a string, or a list of {{"type": "text", "text": "…"}}'

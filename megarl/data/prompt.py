@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.data.images.marks import readable, shown
+from megarl.data.images.pixels import ImageRef
 from megarl.data.messages import (
     Message,
     MessageKey,
@@ -55,11 +57,13 @@ class Prompt:
     environment: str | None = None
     teacher_prompt: str | list[Message] | None = None  # what a teacher reads instead of `prompt`
     teacher: str | None = None  # the name of its teacher
+    images: tuple[ImageRef, ...] = ()  # whose marks are in its texts
     column_names: dict[str, str] | None = field(default=None, compare=False)  # in its file, by field
 
     @property
     def key(self) -> str | tuple[MessageKey, ...]:
-        """The prompt as a hashable value: its text, or its messages (`messages.key_of`)."""
+        """The prompt as a hashable value: its text, or its messages (`messages.key_of`). Texts with other images differ
+        in their marks."""
         return self.prompt if isinstance(self.prompt, str) else key_of(self.prompt)
 
     @property
@@ -71,12 +75,13 @@ class Prompt:
     def columns(self) -> dict[str, Any]:
         """What a reward may read of the row, by the names of its file: metadata, and answer, task and tools; the prompt
         is there as `prompt`, too."""
-        fields = {"prompt": self.prompt, "answer": self.answer, "task": self.task, "tools": self.tools}
+        prompt = shown(self.prompt) if self.images else self.prompt
+        fields = {"prompt": prompt, "answer": self.answer, "task": self.task, "tools": self.tools}
         names = self.column_names or {}
         named = {names.get(name, name): value for name, value in fields.items() if value is not None}
         inner = [name for name in named if "." in name]  # the outer column is in the metadata
         columns = {name: value for name, value in named.items() if name not in inner}
-        return {"prompt": self.prompt, **columns, **(self.metadata or {})}
+        return {"prompt": prompt, **columns, **(self.metadata or {})}
 
     @property
     def conversation(self) -> list[Message]:
@@ -86,7 +91,7 @@ class Prompt:
     @property
     def text(self) -> str:
         """The prompt as readable text, for samples and logs."""
-        return text_of(self.conversation)
+        return readable(text_of(self.conversation))
 
 
 def parse_line(line: str, where: str) -> dict[str, Any]:

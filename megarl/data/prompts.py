@@ -10,12 +10,14 @@ import itertools
 import json
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megarl.data import node_files
 from megarl.data.columns import Columns
+from megarl.data.images.book import Images
+from megarl.data.images.forms import NO_IMAGES, ImageTable, SharedImages
 from megarl.data.line_files import read_files
 from megarl.data.messages import text_of
 from megarl.data.mixture import NO_ENTRY, MixtureEntry, is_mixture, read_mixture, shares, whole_weights
@@ -47,7 +49,7 @@ class PromptFiles:
     `value`: what the user gave for `flag`. `starts`: number of each file's first line. `verbatim`: one file that is
     read as it is, so that its bytes are the lines'. `notes`: what was recognised in the files, for the user.
     `entries`: of a mixture; `firsts`: number of each entry's first line. `columns`: of each file, the names
-    of its columns by field.
+    of its columns by field. `images`: of all lines; a line has the numbers of its own.
     """
 
     flag: str
@@ -59,6 +61,7 @@ class PromptFiles:
     entries: tuple[MixtureEntry, ...] = ()
     firsts: tuple[int, ...] = ()
     columns: tuple[dict[str, str], ...] = dataclasses.field(default=(), compare=False)
+    images: SharedImages = dataclasses.field(default=NO_IMAGES, compare=False, repr=False)
 
 
 class PromptSet:
@@ -70,6 +73,7 @@ class PromptSet:
         self._lines, self._source, self._kept = lines, source, kept
         self.flag, self.path, self.notes = source.flag, source.value, source.notes
         self.entries = source.entries  # of a mixture
+        self.images = source.images  # of all files' lines
 
     def __len__(self) -> int:
         return len(self._lines if self._kept is None else self._kept)
@@ -81,7 +85,13 @@ class PromptSet:
             fields.setdefault("environment", environment)
         columns = self._source.columns
         names = columns[bisect.bisect_right(self._source.starts, self._line(index)) - 1] if columns else {}
-        return Prompt(index=index, **fields, column_names=names)
+        images = tuple(self._source.images[number] for number in fields.pop("images", ()))
+        return Prompt(index=index, **fields, images=images, column_names=names)
+
+    def images_of(self, index: int) -> list[dict[str, Any]]:
+        """The images of a prompt for rewards: `bytes` of the file, `width` and `height`."""
+        images = self[index].images if len(self.images) else ()
+        return [{"bytes": self.images.read(ref), "width": ref.width, "height": ref.height} for ref in images]
 
     def __iter__(self) -> Iterator[Prompt]:
         return (self[index] for index in range(len(self)))
@@ -287,27 +297,43 @@ def prompt_tokens(prompt: Prompt, encoder: Encoder, max_prompt_length: int | Non
     if not ids:
         raise UsageError("the prompt becomes no token")
     if max_prompt_length is not None and len(ids) > max_prompt_length:
-        raise TooLong(f"the prompt has {len(ids)} tokens; --max-prompt-length allows {max_prompt_length}{TooLong.CURE}")
+        rows = sum(token < 0 for token in ids)
+        of_images = f", {rows} of them of images, which --image-max-pixels makes fewer" if rows else ""
+        raise TooLong(
+            f"the prompt has {len(ids)} tokens{of_images}; --max-prompt-length allows {max_prompt_length}{TooLong.CURE}"
+        )
     return ids
 
 
-def load_prompts(value: str, flag: str = "--prompts", columns: Columns = Columns()) -> PromptSet:
+def load_prompts(
+    value: str,
+    flag: str = "--prompts",
+    columns: Columns = Columns(),
+    images: Images | None = None,
+    images_folder: str | None = None,
+) -> PromptSet:
     """Reads and checks every line or row of the files that `value` names (`sources.find_files`).
 
     One rank of a node does it for all. Blank lines may follow the last prompt of a JSON file.
 
     `flag`: names its option in error messages. `columns`: what the prompts are read for, and the columns that the user
-    names. UsageError: with file and line for the first bad line or row; for a file that is missing, damaged, not UTF-8,
-    without prompts, or without a column that is needed.
+    names. `images`: learns those of the lines; None: they are not read. `images_folder`: of their paths; None: that of
+    each data file. UsageError: with file and line for the first bad line or row; for a file that is missing, damaged,
+    not UTF-8, without prompts, or without a column that is needed.
     """
     entries = read_mixture(value, flag, columns.purpose) if is_mixture(value) else ()
     found = [find_files(entry.prompts, f"{flag} {value}: {entry.name}:") for entry in entries]
     files = tuple(itertools.chain.from_iterable(found)) if entries else find_files(value, flag)
 
     def key() -> tuple:
-        return "prompts", flag, value, columns, [(file, node_files.identity(file)) for file in files]
+        of_images = None if images is None else (images.fingerprint, images_folder)
+        return "prompts", flag, value, columns, of_images, [(file, node_files.identity(file)) for file in files]
 
-    arrays = node_files.arrays(key, lambda: read_files(files, value, flag, columns))
+    table = None if images is None else ImageTable(images, images_folder)
+    arrays = node_files.arrays(key, lambda: read_files(files, value, flag, columns, table))
+    shared = SharedImages(arrays)
+    if images is not None:
+        images.add(shared, shared.read)
     about = json.loads(arrays["about"].tobytes())
     starts = [*about["starts"], len(arrays["offsets"]) - 1]
     firsts = [starts[sum(map(len, found[:i]))] for i in range(len(found) + 1)]
@@ -316,7 +342,7 @@ def load_prompts(value: str, flag: str = "--prompts", columns: Columns = Columns
             raise UsageError(f"{flag} {value}: {entry.name}: the files hold no prompt")
     notes = (*about["notes"], *shares(entries, firsts, f"{flag} {value}"))
     found_at = PromptFiles(flag, value, files, tuple(about["starts"]), about["verbatim"], notes, entries)
-    source = dataclasses.replace(found_at, firsts=tuple(firsts[:-1]), columns=tuple(about["columns"]))
+    source = dataclasses.replace(found_at, firsts=tuple(firsts[:-1]), columns=tuple(about["columns"]), images=shared)
     return PromptSet(Ragged.of_arrays(arrays), source)
 
 

@@ -16,7 +16,7 @@ class Ragged:
 
     @classmethod
     def of_rows(cls, rows: Iterable[list]) -> "Ragged":
-        """Rows of int32 numbers, which are taken one by one."""
+        """Rows of int32 numbers, of int64 if a number needs it, which are taken one by one."""
         builder = RaggedBuilder()
         for row in rows:
             builder.add(row)
@@ -60,8 +60,14 @@ class RaggedBuilder:
         self._offsets = array.array("q", [0])
 
     def add(self, row: list):
-        self._values.extend(row)
+        try:
+            self._values.extend(row)
+        except OverflowError:  # ids of images
+            del self._values[self._offsets[-1] :]
+            self._values = array.array("q", self._values)
+            self._values.extend(row)
         self._offsets.append(len(self._values))
 
     def build(self) -> Ragged:
-        return Ragged(np.frombuffer(self._values, self._dtype), np.frombuffer(self._offsets, np.int64))
+        dtype = {"i": np.int32, "q": np.int64, "B": self._dtype}[self._values.typecode]
+        return Ragged(np.frombuffer(self._values, dtype), np.frombuffer(self._offsets, np.int64))

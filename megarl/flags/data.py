@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from megarl.data import TOKENIZERS
 from megarl.flags.conditions import EVALUATES, Broken, FlagContext, on
-from megarl.flags.fields import ALL, DATA, GENERATING, PAIRS, TRAINING, flag, one_of, parses, positive
+from megarl.flags.fields import ALL, DATA, GENERATING, PAIRS, TRAINING, flag, not_negative, one_of, parses, positive
 from megarl.flags.preferences import LABELS
 from megarl.plain_files import ALLOWED, parse_named_paths
 
@@ -51,6 +51,18 @@ class Data:
     """column of the worse responses; default: rejected"""
     desirable_column: str | None = flag(None, programs="preference", when=LABELS)
     """column that says whether a response is desirable; default: desirable or label"""
+    # Images.
+    images_column: str | None = flag(None, programs=DATA)
+    """column of the images of each line, also inside another one (a.b); default: images or image"""
+    images_folder: str | None = flag(None, programs=DATA)
+    """folder in which paths of images begin, and outside of which no image is read; default: that of each data file"""
+    image_max_pixels: int | None = positive(None, programs=ALL)
+    """pixels of an image after its processor has made it smaller, so a bound of its tokens; default: what the model's
+    folder says"""
+    max_images: int = positive(8, programs=ALL)
+    """maximum number of images of a prompt"""
+    image_cache_gb: float = not_negative(4.0, programs=ALL)
+    """host memory for embeddings of images that later steps may need, GB"""
     # Tokenizer and chat template.
     tokenizer_type: str = one_of("SentencePieceTokenizer", tuple(TOKENIZERS), programs=ALL, roles=("reward", "teacher"))
     """tokenizer class: SentencePieceTokenizer or HuggingFaceTokenizer"""

@@ -28,7 +28,8 @@ class Sample:
     after the last), and its `reward`. Without an environment the response is the only turn.
 
     `columns` has all that the prompt's row holds, by the names of its file: `metadata`, and `prompt` and `answer` as
-    the file calls them.
+    the file calls them. `images` has the prompt's images in order: `bytes` of the file, `width` and `height`; texts
+    have `[image 640×480 sha:12ab34cd]` in their places.
     """
 
     prompt: str
@@ -40,6 +41,7 @@ class Sample:
     tokens: int = 0
     turns: list[dict[str, Any]] = field(default_factory=list)
     columns: dict[str, Any] = field(default_factory=dict)
+    images: list[dict[str, Any]] = field(default_factory=list)
 
 
 def only_turn(response: str) -> list[dict[str, Any]]:

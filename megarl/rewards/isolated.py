@@ -45,6 +45,8 @@ class Isolated:
 class Scorer:
     """The `children.Answers` of the warm process: scores with the functions of a verifier's module."""
 
+    max_result = 1 << 22
+
     def __init__(self, module: ModuleType):
         self._module = module
 

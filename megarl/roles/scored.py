@@ -2,6 +2,7 @@
 samples file, with what verifiers, judges and people read.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from megarl.algorithms.packed import turn_numbers
 from megarl.arguments import Settings
 from megarl.batch import Batch
+from megarl.data.images.marks import shown
+from megarl.data.messages import conversation_of
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
@@ -73,7 +76,11 @@ class ReadResponses(NamedTuple):
         texts = list(zip((prompts[line] for line in batch.prompt_ids.tolist()), responses, strict=True))
         turns = turns_of(batch, tokenizer) if has_turns else [only_turn(response) for response in responses]
         columns = zip(texts, turns, batch.finished.tolist(), batch.response_lengths.tolist(), strict=True)
-        samples = [sample_of(prompt, of_response, ends, tokens) for (prompt, _), of_response, ends, tokens in columns]
+        images_of = functools.cache(prompts.images_of)
+        samples = [
+            sample_of(prompt, of_response, ends, tokens, images_of(prompt.index))
+            for (prompt, _), of_response, ends, tokens in columns
+        ]
         rows = [_row(number, each) for number, each in zip(batch.sequence_ids.tolist(), samples, strict=True)]
         if has_turns:
             for row, sample, response in zip(rows, samples, responses, strict=True):
@@ -96,12 +103,15 @@ def failed_rows(batch: Batch, valid: Tensor, prompts: PromptSet) -> list[dict]:
     return [_row(number, sample) | more for number, sample in samples]
 
 
-def sample_of(prompt: Prompt, turns: list[dict[str, Any]], finished: bool, tokens: int) -> Sample:
-    """The sample of a response for verifiers. `turns`: of the response; [] if its environment failed."""
+def sample_of(
+    prompt: Prompt, turns: list[dict[str, Any]], finished: bool, tokens: int, images: list[dict] | None = None
+) -> Sample:
+    """The sample of a response for verifiers. `turns`: of the response; [] if its environment failed. `images`: of the
+    prompt, as `PromptSet.images_of` gives them."""
     return Sample(
         prompt=prompt.text, response=turns[-1]["text"] if turns else "", answer=prompt.answer,
-        metadata=prompt.metadata, finished=finished, messages=prompt.conversation, tokens=tokens, turns=turns,
-        columns=prompt.columns,
+        metadata=prompt.metadata, finished=finished, messages=conversation_of(shown(prompt.key)), tokens=tokens,
+        turns=turns, columns=prompt.columns, images=images or [],
     )  # fmt: skip
 
 

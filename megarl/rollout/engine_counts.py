@@ -8,6 +8,7 @@ from megarl.mcore import device
 from megarl.mcore.inference.engine import RolloutEngine
 from megarl.mcore.inference.reusable_blocks import PrefillCounts
 from megarl.mcore.inference.speculative_decode import DecodeCounts
+from megarl.mcore.vision.store import ImageCounts
 
 
 class EngineCounts:
@@ -16,27 +17,33 @@ class EngineCounts:
     def __init__(self, settings: Settings, role_groups: RoleGroups):
         self._settings, self._role_groups = settings, role_groups
         self._decoded, self._prefilled = DecodeCounts(), PrefillCounts()
+        self._images: ImageCounts | None = None
 
     def add(self, engine: RolloutEngine, is_training: bool):
         """Counts what the engine did since the last call, if it was for training."""
         decoded, prefilled = engine.take_decode_counts(), engine.take_prefill_counts()
+        images = engine.take_image_counts()
         if is_training:
+            self._images = images if self._images is None or images is None else self._images.plus(images)
             self._decoded = self._decoded.plus(decoded)
             self._prefilled = self._prefilled.plus(prefilled)
 
     def take_metrics(self) -> dict[str, float]:
-        """The metrics `rollout/…` of all replicas; {} without drafts and prefix caching. A collective of the role."""
+        """The metrics `rollout/…` and `images/…` of all replicas; {} without drafts, prefix caching and images. A
+        collective of the role."""
         s, role_groups = self._settings, self._role_groups
         drafts = s.speculative_rollout or s.mtp_drafts
+        images, self._images = self._images, None
+        of_images = {} if images is None else images.metrics(role_groups)
         if not (drafts or s.rollout_prefix_caching):
-            return {}
+            return of_images
         counts = [*self._decoded, *self._prefilled]
         self._decoded, self._prefilled = DecodeCounts(), PrefillCounts()
         table = torch.zeros(len(role_groups.replicas), len(counts), dtype=torch.int64, device=device.device())
         table[role_groups.dp_rank] = torch.tensor(counts)
         table = role_groups.dp_all_reduce(table)
         *decoded, read, reused = table.sum(0).tolist()
-        total, found = DecodeCounts._make(decoded), {}
+        total, found = DecodeCounts._make(decoded), of_images
         if drafts:
             found |= {
                 "rollout/decode_steps": int(table[:, 0].max()),

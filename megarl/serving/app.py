@@ -8,7 +8,6 @@ from fastapi import FastAPI
 from starlette.responses import FileResponse, Response
 
 from megarl.serving import responses, schemas
-from megarl.serving.chat_core import offered, template_messages
 from megarl.serving.completions import complete
 from megarl.serving.context import ServingContext
 from megarl.serving.error_answers import JSONResponse, RequestError, add_error_handlers, invalid
@@ -99,9 +98,7 @@ async def _tokenized(context: ServingContext, request: schemas.TokenizeRequest) 
     if request.prompt is not None:
         (tokens,) = await context.encode_texts([request.prompt], request.add_special_tokens)
     else:
-        tools = offered([tool.function for tool in request.tools or ()])
-        messages = template_messages(request.messages or [])
-        tokens = await context.encode_chat(messages, tools, request.chat_template_kwargs)
+        tokens, _ = await context.encode_messages(request)
     names = [context.vocabulary.token(token)[0] for token in tokens] if request.return_token_strs else None
     return {"count": len(tokens), "max_model_len": context.max_length, "tokens": tokens, "token_strs": names}
 

@@ -1,13 +1,13 @@
 """OpenAI's chat completions, for the server and for agents: a request as chat templates read it, and its answer."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megarl.data.messages import template_message, with_tool_names
 from megarl.serving.answers import OpenAIAnswer
 from megarl.serving.error_answers import invalid
-from megarl.serving.schemas import AssistantMessage, ChatCompletionRequest, check_json
+from megarl.serving.schemas import AssistantMessage, ChatCompletionRequest, ImagePart, check_json
 
 
 def conversation(request: ChatCompletionRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
@@ -35,7 +35,26 @@ def joined_text(content: Any) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
 
 
+def image_urls(messages: Sequence[Any]) -> list[str]:
+    """The URLs of the images in messages of a validated request."""
+    contents = [message.content for message in messages if isinstance(message.content, list)]
+    return [part.image_url.url for content in contents for part in content if isinstance(part, ImagePart)]
+
+
+def with_marks(messages: Sequence[Any], marks: Iterable[str]) -> list[Any]:
+    """Messages in which the images are `marks`, in order; texts beside an image follow each other as in templates."""
+    waiting, found = iter(marks), []
+    for message in messages:
+        if image_urls([message]):
+            parts = (next(waiting) if isinstance(part, ImagePart) else part.text for part in message.content)
+            message = message.model_copy(update={"content": "".join(parts)})
+        found.append(message)
+    return found
+
+
 def _message(number: int, message: Any) -> dict[str, Any]:
+    if image_urls([message]):
+        raise invalid(f"messages: message {number} has an image, which is not read here", "messages")
     fields = message.model_dump(include={"role", "content", "name", "tool_call_id"})
     if isinstance(message, AssistantMessage):
         fields["reasoning_content"] = message.reasoning_content or message.reasoning or None

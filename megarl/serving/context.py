@@ -1,6 +1,7 @@
 """What all endpoints share: configuration, tokenizer, pool of replicas, the checks of prompts and lengths."""
 
 import asyncio
+import base64
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,12 +9,18 @@ from typing import Any
 from starlette.responses import Response
 
 from megarl.data.detokenizer import Vocabulary
+from megarl.data.images.decoding import MAX_BYTES, decode_confined
+from megarl.data.images.forms import source_of
+from megarl.data.images.marks import mark_of
+from megarl.data.images.pixels import ImageRef
 from megarl.errors import UsageError
 from megarl.serving.answers import start_stream
+from megarl.serving.chat_core import image_urls, offered, template_messages, with_marks
 from megarl.serving.configuration import FrontendConfig
 from megarl.serving.error_answers import JSONResponse, RequestError, echo, invalid
 from megarl.serving.middleware import ServerMetrics
 from megarl.serving.replica_pool import ReplicaPool
+from megarl.serving.schemas import ChatCompletionRequest, TokenizeRequest
 from megarl.tool_formats import FORMATS
 from megarl.tool_formats.thinking_budget import ThoughtReader
 
@@ -67,6 +74,46 @@ class ServingContext:
         """The text of ids, without special tokens."""
         decode = self.encoder.tokenizer.decode
         return await asyncio.to_thread(decode, ids) if len(ids) > _LONG_TEXT else decode(ids)
+
+    async def encode_messages(self, request: ChatCompletionRequest | TokenizeRequest) -> tuple[list[int], list[str]]:
+        """(ids of a request's conversation with the opening of the assistant's turn, its images as replicas read them).
+
+        Images are decoded once in a confined process. RequestError 400 for a wrong one, and if the template fails.
+        """
+        messages, choice = request.messages or [], getattr(request, "tool_choice", None)
+        tools, values = offered([tool.function for tool in request.tools or ()], choice), request.chat_template_kwargs
+        if not (urls := image_urls(messages)):
+            return await self.encode_chat(template_messages(messages), tools, values), []
+        try:
+            read = await asyncio.to_thread(self._read_images, urls)
+        except UsageError as error:
+            raise invalid(f"messages: {error}", "messages") from None
+        assert self.encoder.images is not None
+        refs: list[ImageRef] = []
+        try:
+            refs += map(self.encoder.images.add_bytes, read)
+            marked = template_messages(with_marks(messages, map(mark_of, refs)))
+            tokens = await self.encode_chat(marked, tools, values)
+        except UsageError as error:
+            raise invalid(f"messages: {error}", "messages") from None
+        finally:
+            self.encoder.images.forget(refs)
+        return tokens, [base64.b64encode(data).decode() for data in dict.fromkeys(read)]
+
+    def _read_images(self, urls: Sequence[str]) -> list[bytes]:
+        """The bytes of images that the confined process could decode. UsageError."""
+        images = self.encoder.images
+        if images is None:
+            raise UsageError("has images; this server's model has no vision tower, or no chat template")
+        images.processor  # noqa: B018  # UsageError: there is none
+        if len(urls) > images.max_images:
+            raise UsageError(f"has {len(urls)} images; this server allows {images.max_images}")
+        read = [source_of(url, None)[0] for url in urls]
+        if sum(map(len, read)) > MAX_BYTES:
+            raise UsageError(f"has {sum(map(len, read)):,} bytes of images; allowed: at most {MAX_BYTES:,}")
+        for data in dict.fromkeys(read):
+            decode_confined(data)
+        return read
 
     async def encode_chat(
         self,

@@ -23,6 +23,7 @@ class Generate(NamedTuple):
     top_logprobs: int
     routes: bool
     id: int = 0
+    images: Sequence[str] = ()  # that the prompt's tokens name, base64 of their bytes
 
 
 class ScorePrompt(NamedTuple):

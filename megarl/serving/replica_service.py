@@ -8,7 +8,7 @@ step: before each step they agree what it does.
 import base64
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.detokenizer import StopMatcher, Vocabulary
+from megarl.data.images.book import Images
+from megarl.data.images.pixels import ImageRef
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
 from megarl.mcore import device
@@ -45,8 +47,10 @@ class ReplicaService:
         vocab_size: int,
         label: str,
         tokenizer: Tokenizer,
+        images: Images | None = None,
     ):
-        """`engine`: paused, without requests; `model`: its model, for scores; `label`: name of the weights."""
+        """`engine`: paused, without requests; `model`: its model, for scores; `label`: name of the weights; `images`:
+        that its model reads; None: none."""
         self.engine, self.model, self.role_groups, self.frontend = engine, model, role_groups, frontend
         self.vocab_size, self.label = vocab_size, label
         self._matcher: Callable[[tuple[str, ...]], StopMatcher] = functools.lru_cache(64)(
@@ -57,6 +61,8 @@ class ReplicaService:
         self._scores: deque[messages.ScorePrompt] = deque()
         self._controls: deque[messages.Control] = deque()  # not done yet
         self._routes_wanted: set[int] = set()
+        self._images = images
+        self._images_of: dict[int, list[ImageRef]] = {}  # those that requests have sent
         self._is_stopped = self._is_draining = False
         self._reported_blocks = engine.rollout_engine.free_blocks
 
@@ -137,6 +143,8 @@ class ReplicaService:
             fits = f"prompt and max_tokens are {length} tokens; at most {max_length} fit"
             self._send([messages.RequestUpdate(asked.id, error=fits if asked.prompt else "an empty prompt")])
             return
+        if asked.images and not self._take_images(asked):
+            return
         options: dict[str, Any] = {"stops": self._matcher(tuple(asked.stops))} if asked.stops else {}
         if asked.thinking is not None:
             limit, tokens, form = asked.thinking
@@ -149,11 +157,31 @@ class ReplicaService:
             self._routes_wanted.add(asked.id)
         self._waiting.append((asked.id, request))
 
+    def _take_images(self, asked: messages.Generate) -> bool:
+        """Makes a request's images known until it ends; the HTTP process has decoded them once."""
+        refs: list[ImageRef] = self._images_of.setdefault(asked.id, [])
+        try:
+            if self._images is None:
+                raise UsageError("this replica reads no images")
+            refs += map(self._images.add_bytes, map(base64.b64decode, asked.images))
+        except UsageError as error:
+            self._forget_images([asked.id])
+            self._send([messages.RequestUpdate(asked.id, error=str(error))])
+            return False
+        return True
+
+    def _forget_images(self, numbers: Iterable[int]):
+        for number in numbers:
+            if refs := self._images_of.pop(number, None):
+                assert self._images is not None
+                self._images.forget(refs)
+
     def _abort(self, numbers: set[int]):
         self._waiting = deque(item for item in self._waiting if item[0] not in numbers)
         self._scores = deque(each for each in self._scores if each.id not in numbers)
         self._routes_wanted -= numbers
         self.engine.abort(numbers)
+        self._forget_images(numbers)
 
     def _send(self, updates: list[messages.RequestUpdate], version: int | None = None):
         """Sends what there is of requests. `version`: of the policy; None: the one that the engine has now."""
@@ -167,6 +195,7 @@ class ReplicaService:
             return
         self._reported_blocks = free
         self._send([self._update_of(chunk) for chunk in chunks], chunks[0].version if chunks else None)
+        self._forget_images(chunk.number for chunk in chunks if chunk.finish_reason)
 
     def _update_of(self, chunk: TokenChunk) -> messages.RequestUpdate:
         number, tokens, logprobs, top, finish, routes, _ = chunk

@@ -18,6 +18,7 @@ from megarl.serving.error_answers import echo
 from megarl.tool_formats.written_calls import inside
 
 MAX_TEXT_LENGTH = 2**24  # characters
+MAX_IMAGE_LENGTH = 2**25  # characters of a data: URL; `decoding.MAX_BYTES` is the limit of the image
 MAX_TOKENS = 2**24
 MAX_PROMPTS = 4096
 
@@ -179,7 +180,23 @@ class TextPart(CacheFields):
     text: Text
 
 
-Content = Text | Annotated[list[TextPart], Field(min_length=1, max_length=1024)]
+class ImageUrl(StrictModel):
+    """An image; `url` is a data: URL, since nothing is fetched. `detail` changes nothing."""
+
+    url: Annotated[str, Field(min_length=1, max_length=MAX_IMAGE_LENGTH)]
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class ImagePart(CacheFields):
+    """A part of a message's content that is an image."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+TextContent = Text | Annotated[list[TextPart], Field(min_length=1, max_length=1024)]
+Content = Text | Annotated[list[Part], Field(min_length=1, max_length=1024)]
 
 
 class FunctionCall(StrictModel):

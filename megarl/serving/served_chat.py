@@ -8,7 +8,7 @@ from megarl.data.detokenizer import Vocabulary
 from megarl.serving import sampling
 from megarl.serving.answer_text import AnswerDelta, AnswerProgress, AnswerText, ToolCallParser, has_opened_thoughts
 from megarl.serving.answers import Parts, finite
-from megarl.serving.chat_core import ChatAnswer, chat_part, conversation, delta_of
+from megarl.serving.chat_core import ChatAnswer, chat_part, delta_of, offered
 from megarl.serving.context import ServingContext
 from megarl.serving.error_answers import invalid
 from megarl.serving.replica_pool import Submission
@@ -20,20 +20,18 @@ async def chat(context: ServingContext, request: ChatCompletionRequest) -> Respo
     context.check_model(request.model)
     if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs: needs logprobs true", "top_logprobs")
-    messages, tools = conversation(request)
-    prompt = await context.encode_chat(messages, tools, request.chat_template_kwargs)
-    context.check_prompt(prompt, "messages")
-    return await context.respond(ServedChat(context, request, prompt, tools), request.stream)
+    prompt, images = await context.encode_messages(request)
+    context.check_prompt([token for token in prompt if token >= 0], "messages")
+    return await context.respond(ServedChat(context, request, prompt, images), request.stream)
 
 
 class ServedChat(ChatAnswer):
-    """The answer to one request, after its prompt's tokens; `tools`: that it may call; None: none."""
+    """The answer to one request, after its prompt's tokens; `images`: those among them, as replicas read them."""
 
-    def __init__(
-        self, context: ServingContext, request: ChatCompletionRequest, prompt: list[int], tools: list[dict] | None
-    ):
+    def __init__(self, context: ServingContext, request: ChatCompletionRequest, prompt: list[int], images: list[str]):
         super().__init__(context.config.model_name, request, sampling.choices(context, request))
-        self._context, self._tools, self._session = context, tools, request.session
+        self._context, self._session = context, request.session
+        self._tools = offered([tool.function for tool in request.tools or ()], request.tool_choice)
         self._rules, self.prompt_tokens = sampling.stop_rules(context, request), len(prompt)
         self._opened = has_opened_thoughts(context.form, context.vocabulary, prompt)
         top = request.top_logprobs or 0
@@ -43,7 +41,7 @@ class ServedChat(ChatAnswer):
         else:
             length = context.response_length(prompt, request.max_tokens)
         self._requests = [
-            sampling.generation(context, request, prompt, length, key, top)
+            sampling.generation(context, request, prompt, length, key, top)._replace(images=images)
             for key in sampling.stream_keys(request.seed, 1, self._count)
         ]
 

@@ -18,6 +18,7 @@ from megarl.rollout.response_ends import ResponseEnds, check_ends, thinking_budg
 from megarl.rollout.rollout import Rollout
 from megarl.trainers.environment_inputs import check_environment_flags, check_environments
 from megarl.trainers.evaluator import Evaluations, check_names
+from megarl.trainers.image_inputs import RunImages
 from megarl.trainers.policy import PolicyInputs
 from megarl.trainers.prompt_inputs import read_encoded_prompts
 from megarl.trainers.reward_factory import RewardFactory
@@ -46,7 +47,7 @@ class EvaluationInputs(PolicyInputs):
         check_ends(s, self.tokenizer)
         self.thinking = thinking_budget_of(s, self.encoder)
         self.prompt_sets, tokens_of = read_encoded_prompts(s, self.encoder)
-        self.tokens = tokens_of
+        self.tokens, self.images = tokens_of, RunImages.of(config, self.encoder)
         check_names(self.prompt_sets, s.eval_samples)
         check_environments(s, self.encoder, self.prompt_sets)
         self.reward_factory.check(*self.prompt_sets.values())
@@ -59,6 +60,8 @@ class EvaluationInputs(PolicyInputs):
             ends = ResponseEnds(s, self.tokenizer)
             return RemoteRollout(s, mesh, self._server, ends, timers, episodes, self.thinking)
         model = self.load(mesh["actor"])
+        if self.images is not None:
+            self.images.attach(self.config.roles["actor"], model)
         role = self.rollout_role()
         return Rollout(s, role, mesh, model, self.tokenizer, timers, episodes=episodes, thinking=self.thinking)
 

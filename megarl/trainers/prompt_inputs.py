@@ -1,5 +1,6 @@
 """The prompt sets of a program: `--prompts` and `--eval-prompts`, read with the columns of its flags."""
 
+from pathlib import Path
 from typing import TextIO
 
 from megarl.arguments import Settings
@@ -25,12 +26,31 @@ def read_prompts(settings: Settings, purpose: str, encoder: Encoder) -> dict[str
     columns = Columns(
         purpose=purpose, prompt=s.prompt_column, answer=s.answer_column, response=s.response_column,
         messages=s.messages_column, chosen=s.chosen_column, rejected=s.rejected_column, desirable=s.desirable_column,
+        images=s.images_column,
     )  # fmt: skip
     values = {PROMPTS: s.prompts, EVAL_PROMPTS: s.eval_prompts}
     values |= {f"{EVALS}{name}": path for name, path in (parse_named_paths(s.evals) if s.evals else {}).items()}
     flags = _FLAGS | {name: f"--{name}" for name in values if name not in _FLAGS}
-    found = {name: load_prompts(value, flags[name], columns) for name, value in values.items() if value}
+    check_images_flags(s, encoder)
+    found = {
+        name: load_prompts(value, flags[name], columns, encoder.images, s.images_folder)
+        for name, value in values.items()
+        if value
+    }
     return {name: prompts.note_special_tokens(encoder) for name, prompts in found.items()}
+
+
+def check_images_flags(settings: Settings, encoder: Encoder):
+    """UsageError for flags of images with a model that reads none, and for a folder that is none."""
+    s = settings
+    given = {"--images-column": s.images_column, "--images-folder": s.images_folder}
+    for flag, value in given.items():
+        if value is not None and encoder.images is None:
+            raise UsageError(f"{flag} {value}: needs --hf-model with a vision tower, and a chat template")
+    if s.images_folder is not None and not Path(s.images_folder).is_dir():
+        raise UsageError(f"--images-folder {s.images_folder}: no such folder")
+    if encoder.images is not None and s.images_column is not None:
+        encoder.images.processor  # noqa: B018  # UsageError: the folder has none
 
 
 def read_encoded_prompts(settings: Settings, encoder: Encoder) -> tuple[dict[str, PromptSet], dict[str, Ragged]]:

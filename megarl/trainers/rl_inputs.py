@@ -16,6 +16,7 @@ from megarl.serving.configuration import check_server_flags, frontend_config
 from megarl.trainers.environment_inputs import check_environment_flags, check_environments, sessions_of
 from megarl.trainers.evaluator import check_best_metric, check_names, held_out
 from megarl.trainers.generation_lag import check_lead, read_schedule
+from megarl.trainers.image_inputs import RunImages
 from megarl.trainers.prompt_inputs import PROMPTS, read_encoded_prompts
 from megarl.trainers.reward_factory import RewardFactory
 from megarl.trainers.setup import build_role_encoder, check_training_flags, check_vocabulary
@@ -45,6 +46,7 @@ class RLInputs:
         check_ends(s, encoder.tokenizer)
         self.thinking = thinking_budget_of(s, encoder)
         self.prompt_sets, tokens_of = read_encoded_prompts(s, encoder)
+        self.images = RunImages.of(config, encoder)
         self.prompts, self.prompt_tokens = self.prompt_sets[PROMPTS], tokens_of[PROMPTS]
         self.eval_prompts, self.eval_tokens = held_out(self.prompt_sets), held_out(tokens_of)
         check_names(self.eval_prompts, s.eval_samples)
@@ -70,6 +72,8 @@ class RLInputs:
                 for role in saved
             }
             self.resume, self.manifest = resume.check_resume("train_rl", config, self.data, shapes)
+            if self.images is not None:
+                self.images.check_resumed(self.manifest, s.load)
             _check_stored_reference(s, config.roles, self.manifest)
             waiting_groups.check(self.manifest, s, "prompts" in resume.changed_data(self.manifest, self.data))
         self.schedule = read_schedule(config, self.data, self.resume, self.manifest)

@@ -4,7 +4,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator
 
-from megarl.arguments import RunConfig
+from megarl.arguments import RoleSettings, RunConfig
 from megarl.checkpoint import folders, resume
 from megarl.checkpoint.resume import PROMPTS
 from megarl.comm.step_batch import StepBatch
@@ -113,6 +113,7 @@ class RLTrainer(Trainer):
         self.teacher.plan_refreshes(mesh, policy)
         self.advantages = AdvantageComputer(s, config.estimator, mesh["actor"], timers)
         self.rollout = self._build_rollout(timers)
+        self._attach_images(roles)
         states = {name: model.router_state for name, model in self._models().items()}
         states |= {f"teacher {number}": state for number, state in enumerate(self.teacher.router_states)}
         self.routing_replay = RoutingReplay(
@@ -122,6 +123,16 @@ class RLTrainer(Trainer):
         if self.events.evaluates:
             prompts, tokens = inputs.eval_prompts, inputs.eval_tokens
             self.evaluator = Evaluations(s, mesh, self.rollout, self.reward, prompts, tokens, timers)
+
+    def _attach_images(self, roles: dict[str, RoleSettings]):
+        """Has the models on this rank read the images of prompts, if they have any."""
+        if self.images is None:
+            return
+        for name, model in self._models().items():
+            self.images.attach(roles[name], model.model)
+        for of_teacher in self.teacher.frozen_models:
+            self.images.attach(of_teacher.role, of_teacher.model)
+        self.images.attach(roles["actor"], self.rollout.model)
 
     def _build_rollout(self, timers: Timers) -> Rollout | SavedRollout:
         s, mesh = self.settings, self.mesh
@@ -222,6 +233,8 @@ class RLTrainer(Trainer):
         self.flush(wait=False)  # prints earlier steps that all ranks have ended by now
         batch.dispatch("actor", "reward", "reference", "teacher", "critic")
         self.routing_replay.send_routes(batch)
+        if self.images is not None:
+            self.images.dispatch(batch, self.config.roles)
 
     def serve(self, step: int):
         """Answers requests that have come from outside, with `--serve-policy`. Collective."""

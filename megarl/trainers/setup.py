@@ -18,7 +18,9 @@ from megarl.comm import role_mesh
 from megarl.data import node_files
 from megarl.data.chat import TemplateOptions
 from megarl.data.conversations import Encoder, build_encoder
-from megarl.data.tokenizers import build_tokenizer
+from megarl.data.images.book import Images
+from megarl.data.images.processor import read_processor
+from megarl.data.tokenizers import Tokenizer, build_tokenizer
 from megarl.errors import CHECKS_FIRST, UsageError, warn_as_first
 from megarl.faults import heartbeat, run_lock
 from megarl.flags import role_flags
@@ -26,6 +28,7 @@ from megarl.flags.debug import parse_step_range
 from megarl.mcore import device, kernel_choice
 from megarl.mcore.config import kernel_rules, optimizer_flags, recurrent_rules
 from megarl.mcore.kernels import native
+from megarl.mcore.weights.hf.folder import HFFolder
 from megarl.observe.profiler import StepProfiler
 from megarl.observe.timers import Timers
 from megarl.observe.trackers import check_installed
@@ -86,7 +89,17 @@ def build_role_encoder(role: arguments.RoleSettings, settings: arguments.Setting
     values, date = role.chat_template_kwargs, role.chat_template_date
     own_options = prefix("chat_template_kwargs") or prefix("chat_template_date")
     options = TemplateOptions.of_flags(values, date, own_options)
-    return build_encoder(tokenizer, role.chat_template, prefix("chat_template"), where, options, role.bos)
+    images = images_of(folder, tokenizer, settings)
+    return build_encoder(tokenizer, role.chat_template, prefix("chat_template"), where, options, role.bos, images)
+
+
+def images_of(folder: HFFolder | None, tokenizer: Tokenizer, settings: arguments.Settings) -> Images | None:
+    """The images that prompts of a model may have; None: it has no vision tower, so columns of images are not read."""
+    s = settings
+    if folder is None or "vision_config" not in folder.config:
+        return None
+    where = f"{folder.flag} {folder.path}"
+    return Images(read_processor(folder.path, folder.config, tokenizer, where, s.image_max_pixels), s.max_images)
 
 
 @functools.cache

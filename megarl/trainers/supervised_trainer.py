@@ -22,6 +22,7 @@ from megarl.observe.timers import Timers
 from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers import setup
 from megarl.trainers.exports import export
+from megarl.trainers.image_inputs import RunImages
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS, read_prompts
 from megarl.trainers.teacher_inputs import find_teachers, teachers_of_lines
 from megarl.trainers.trainer import Trainer
@@ -63,6 +64,8 @@ class SupervisedTrainer(Trainer, abc.ABC):
             self.trainable_model.keep_average(self.settings.ema_decay)
         self.order = inputs.prompt_sets[PROMPTS].order(self.settings.seed)
         self.metrics: dict[str, float] = {}
+        if self.images is not None:
+            self.images.attach(self.role, self.trainable_model.model)
         if inputs.pretrained:
             self.trainable_model.load_pretrained(inputs.pretrained)
         if inputs.resume:
@@ -138,6 +141,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
                 **self.trainable_model.update_metrics([update], names, prefix),
                 "perf/tokens": int(total),
                 **self.trainable_model.router_state.metrics("router"),
+                **({} if self.images is None else self.images.take_metrics(self.role_groups)),
             }
         if self.settings.ema_decay is not None:
             with self.timers.phase(self.trained_role, "average"):
@@ -272,6 +276,7 @@ class SupervisedInputs:
         self.vocab_size = role.model_vocab_size(encoder.tokenizer.vocab_size)
         self.teachers = find_teachers(config, encoder)
         prompt_sets = read_prompts(s, trainer.purpose, encoder)
+        self.images = RunImages.of(config, encoder)
         examples = {name: trainer.read(prompts, encoder, config) for name, prompts in prompt_sets.items()}
         lines = {name: teachers_of_lines(found.prompts, config, encoder) for name, found in examples.items()}
         self.prompt_sets = {name: prompts for name, (prompts, _) in lines.items()}
@@ -288,3 +293,5 @@ class SupervisedInputs:
             shapes = {role.name: factors.resume_shapes(role, self.vocab_size, role.has_scalar_head)}
             self.resume, self.manifest = resume.check_resume(trainer.program, config, self.data, shapes)
             trainer.check_resumed(config, self)
+            if self.images is not None:
+                self.images.check_resumed(self.manifest, s.load)

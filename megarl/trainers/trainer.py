@@ -44,12 +44,12 @@ class Trainer(abc.ABC):
         """
         Args:
             inputs: of the program; `data` are the `resume.data_fingerprints`, `resume` and `manifest` the checkpoint,
-                None and {} without one, `prompt_sets` the sets of prompts by setting.
+                None and {} without one, `prompt_sets` the sets of prompts by setting, `images` as of `RunImages.of`.
             best_metric: as of `BestCheckpoint`.
         """
         self.config, self.settings = config, config.settings
         self.mesh, self.timers = mesh, timers
-        self.inputs = inputs
+        self.inputs, self.images = inputs, inputs.images
         self.events = events_of(config, inputs.manifest.get("step", 0))
         self.checkpoints = CheckpointWriter(self.folder, mesh, self.settings) if self.events.saves else None
         self.step = 0  # the last one that this rank has begun to end
@@ -157,6 +157,8 @@ class Trainer(abc.ABC):
             self.step = max(self.step, ending)
             for model in self.trained_models():
                 model.begin_step(self.step)
+            if self.images is not None:
+                self.images.trim()
             with self._profiler.step(iteration) if self._profiler else contextlib.nullcontext():
                 yield iteration
 
@@ -207,6 +209,7 @@ class Trainer(abc.ABC):
             "best": self.best.state_dict(),
             "kept_for": "interval" if is_due else "best",
             **factors.manifest_entry(self.config.roles),
+            **({} if self.images is None or self.mesh.rank else {resume.IMAGES: self.images.facts()}),
         }
 
     def restore_progress(self, order: PromptOrder | MixtureOrder | None):

@@ -110,6 +110,19 @@ def _save(rank: int, kind: str, path: Path):
 
 
 OF_TRANSFORMERS = "gemma2", "gemma4_text", "qwen3_moe", "lfm2", "bamba"
+
+
+def _pictures(name: str) -> str:
+    """Flags of a model with a vision tower and of prompts with pictures, made as of `_of_transformers`."""
+    from tests.helpers.folders import vision_folders
+
+    if not (folder() / "pictures").exists():
+        run_world(vision_folders.write_program_folder, 1, folder() / "pictures")
+    model = folder() / "pictures" / "model"
+    tokens = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}"
+    return f"--hf-model {model} {tokens} --prompts {folder() / 'pictures' / name}.jsonl"
+
+
 MAKERS: dict[str, Callable[[], Path | str]] = {
     "heldout": lambda: inputs() / "heldout.jsonl",
     "heldout_pairs": lambda: preferences() / "heldout-preferences.jsonl",
@@ -124,6 +137,7 @@ MAKERS: dict[str, Callable[[], Path | str]] = {
     "eight": lambda: _mixture("eight", many=f"{inputs()}/train.jsonl", few=f"{_few(6)}\n  samples-per-prompt: 8"),
     "rewards": _rewards, "labelled": _labelled, "hinted": _hinted, "teacher": _teacher, "teachers": _teachers,
     **{kind: functools.partial(_of_transformers, kind) for kind in OF_TRANSFORMERS},
+    "pictures": lambda: _pictures("pictures"), "answered_pictures": lambda: _pictures("answered"),
     "judge": _judge, "template": _template, "thinkers": thinkers,
 }  # fmt: skip
 

@@ -171,3 +171,14 @@ def check_choice(save: Path, has_stale_tokens: bool = False):
         seen = [number for each in rows for number in range(1, PROMPT + each["length"])]
         assert sum(min(number, KEYS) for number in seen) < 0.9 * sum(seen)
         assert row["actor/grad_norm"] > 0 and (has_stale_tokens or row["rollout/logprob_gap_max"] == 0.0)
+
+
+def check_pictures(save):
+    """Each step has read images, the rollout's log-probs are the training's, and samples name the images."""
+    for line in (save / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        assert row["images/count"] > 0 and row["images/tokens"] >= 4 * row["images/count"]
+        assert row.get("rollout/logprob_gap_max", 0.0) <= 1e-5
+    if (save / "samples").exists():
+        for path in (save / "samples").iterdir():
+            assert all("[image " in json.loads(line)["prompt"] for line in path.read_text().splitlines())

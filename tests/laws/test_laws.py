@@ -50,12 +50,12 @@ OTHERWISE = re.compile(
 RESUMED = (
     "adaptive kl, epochs", "waiting groups", "partial rollouts, a filter", "lag, reward of the trained ranks", "pools",
     "average of factors", "drafts", "refresh of other ranks", "frozen, rates, sgd", "shared turns over rounds, late",
-    "chosen keys that layers share",
+    "chosen keys that layers share", "pictures",
 )  # fmt: skip
 ALSO_ELSEWHERE = [("adaptive kl, epochs", *TP2)]
 LAID_OUT = [
     ("ppo", *DISJOINT), ("mixture", *TWO), ("grouped reward", *TWO), ("rewards by file", *TWO),
-    ("carried turns", *FEATURES["carried turns"].layouts[1]),
+    ("carried turns", *FEATURES["carried turns"].layouts[1]), ("pictures", *FEATURES["pictures"].layouts[-1]),
 ]  # fmt: skip
 KILLED = (
     "waiting groups", "partial rollouts", "lag", "lag, partial rollouts", "pools", "mixture", "average of factors",

@@ -61,4 +61,4 @@ def test_prompts_with_images_are_refused(tmp_path):
     parts = [{"type": "image", "image": "x.png"}, {"type": "text", "text": "What is it?"}]
     write_lines(tmp_path / "prompts.jsonl", [{"prompt": [{"role": "user", "content": parts}], "answer": "2"}])
     status, _, others = check(command, "sft")
-    assert status == 2 and "has a part of the type image; megarl reads text alone" in others.splitlines()[-1], others
+    assert status == 2 and "has images; --hf-model" in others.splitlines()[-1], others

@@ -26,6 +26,7 @@ from megarl.mcore.config.optimizer_flags import MODULE as PREFIX
 from megarl.mcore.kernels.batch_invariance import is_exact
 from megarl.mcore.kernels.linear import logits_with, matmul
 from megarl.mcore.parallel.fsdp import whole
+from megarl.mcore.vision.store import ImageStore
 
 ADAPTER = "adapter."  # of the names of low-rank factors
 SOFTCAP = "final_logit_softcapping"
@@ -91,6 +92,7 @@ class AnyChunk(MegatronModule):
     pre_process = post_process = True
     model_type = vp_stage = None
     mtp_process = False
+    images: ImageStore | None = None
 
     def __init__(self, config, args, pg_collection, value_head: nn.Module | None = None):
         """Builds the module without values: import or a weight transfer fills it.

@@ -61,7 +61,7 @@ class Source(NamedTuple):
         """
         config = copy.deepcopy(self.config)
         experts = "eager" if attention_name == "eager" else rows.NAME
-        with _parameters_on_meta(), initialization.no_init_weights(), one_line_errors(self.kind, "be built"):
+        with parameters_on_meta(), initialization.no_init_weights(), one_line_errors(self.kind, "be built"):
             module = self.kind._from_config(
                 config, dtype=dtype, attn_implementation=attention_name, experts_implementation=experts
             )
@@ -201,7 +201,7 @@ def check_length(source: Source, longest: int, error: Callable[[str], UsageError
 
 
 @contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Context in which new modules have their parameters on the meta device, and their buffers where they say."""
     register = nn.Module.register_parameter
 

@@ -47,6 +47,8 @@ class PackedLayout(PackedSeqParams):
     # the core attention, which rotates queries and keys; None: no rotary embeddings, or those of a latent attention.
     rotations: tuple | None = field(default=None, init=False)
     key_reads: Any = field(default=None, init=False)  # a `KeyReads` in models whose queries choose keys
+    images: Any = field(default=None, init=False)  # `ImageRows` of this rank's tokens, if layers add features
+    axis_positions: Tensor | None = field(default=None, init=False)  # [3, T/c] of `ImageStore`; None: `positions`
 
     @property
     def next_tokens(self) -> Tensor:

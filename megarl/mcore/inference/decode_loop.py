@@ -31,6 +31,8 @@ class DecodeLoopEngine(DynamicInferenceEngine):
     def add_request(self, request_id: int, prompt: list[int], sampling_params=None):
         """Same as Megatron's, but the prompt stays in the host's memory, where steps are planned without waits."""
         c, tokens = self.context, torch.tensor(prompt, dtype=torch.int64)
+        if c.image_positions is not None:
+            c.image_positions.begin(request_id, tokens)
         request = DynamicInferenceRequest(
             request_id=request_id,
             prompt_tokens=tokens,

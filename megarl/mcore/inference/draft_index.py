@@ -83,6 +83,13 @@ class DraftIndex:
         return hashes | np.uint64(1), hashes >> self._shift
 
 
+def folded(tokens: Sequence[int]) -> np.ndarray:
+    """Tokens as int32; rows of images, which are negative, as numbers below `NO_TOKEN` that differ as they do."""
+    ids = np.asarray(tokens, np.int64)
+    mixed = (ids.astype(np.uint64) * _MIXER >> np.uint64(34)).astype(np.int64)
+    return np.where(ids < 0, NO_TOKEN - 1 - mixed, ids).astype(np.int32)
+
+
 class DraftSequences:
     """Up to a number of sequences, each with the guesses of its next tokens that were made last."""
 
@@ -116,7 +123,7 @@ class DraftSequences:
         if request_id >= len(self._row_of):
             self._row_of = np.resize(self._row_of, 2 * request_id)
         self._row_of[request_id] = row
-        self._tokens[row, MAX_CONTEXT : MAX_CONTEXT + size] = prompt
+        self._tokens[row, MAX_CONTEXT : MAX_CONTEXT + size] = folded(prompt)
         self.prompt_keys[row] = hash(tuple(prompt)) & ((1 << 64) - 1)
         self.lengths[row], self._indexed[row] = size, max(size, 1)
         self.guess_counts[row] = 0

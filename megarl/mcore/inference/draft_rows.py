@@ -72,6 +72,7 @@ def begin_step(context, tokens: Tensor, counts: Tensor, groups: Groups, padded: 
     ids = c.token_to_input_ids[:n][requests]
     ids[place > 0] = tokens
     c.token_to_input_ids[:total] = ids
+    c.token_to_input_ids[total:padded] = 0  # padding is no row of an image that is gone
     _set_tokens(c, _blocks(c, requests, positions), positions, padded)
     c.padded_active_token_count = padded
     c.transfer_bookkeeping_to_gpu()

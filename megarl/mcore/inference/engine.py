@@ -42,6 +42,7 @@ from megarl.mcore.model.forward_pass import eval_mode
 from megarl.mcore.model.prediction_layer import PredictionLayer
 from megarl.mcore.model.recurrent_mixer import RecurrentMixer
 from megarl.mcore.moe.router import moe_layers_of
+from megarl.mcore.vision.store import ImageCounts
 
 for _signal in (signal.SIGTERM, signal.SIGINT):
     faulthandler.unregister(_signal)  # Megatron's coordinator, imported above, prints a stack at every exit
@@ -172,6 +173,7 @@ class RolloutEngine:
             self.controller.predict_for_others = drafts.predict_for_others
         self.context.request_of = self.engine.get_request
         self._prefill_counts = PrefillCounts()  # when they were taken last
+        self._image_counts = ImageCounts()
         self.engine.suspend()
         model.train(was_training)
 
@@ -235,12 +237,18 @@ class RolloutEngine:
     ) -> Iterator[GenerationSession]:
         """Context in which the engine runs; arguments as in `generate`; `stops`: of requests without own ones."""
         self.engine.resume()
+        images = self.model.images
+        self.context.read_images(images)
+        if images is not None:
+            images.take_counts()  # of training
         try:
             with eval_mode(self.model), self._cache_present(), prepacked_weights(self.model, self.prediction):
                 self.engine.device_decode.begin()
                 yield GenerationSession(self, end_ids, settings, routes, stops)
         finally:
             self.engine.suspend()
+            if images is not None:
+                self._image_counts = self._image_counts.plus(images.take_counts())
 
     def _run_until_finished(
         self,
@@ -308,6 +316,11 @@ class RolloutEngine:
         reused = self.engine._prefill_tokens_skipped + c.prefix_cache_prefill_skipped_tokens
         self._prefill_counts = now = PrefillCounts(c.read_tokens, reused)
         return PrefillCounts(now.read - before.read, now.reused - before.reused)
+
+    def take_image_counts(self) -> ImageCounts | None:
+        """Returns what was read of images since the last call; None: prompts have none."""
+        counts, self._image_counts = self._image_counts, ImageCounts()
+        return None if self.model.images is None else counts
 
     @property
     def empty_routes(self) -> Tensor:

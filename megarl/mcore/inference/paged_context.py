@@ -22,6 +22,7 @@ from megarl.mcore.inference.draft_rows import DraftRows
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.model.decoder_layer import Rotation, StepPlan
 from megarl.mcore.model.pipeline_layout import indexer_pattern, layers_of_chunk
+from megarl.mcore.vision.store import ImageRows, ImageStore, RequestPositions
 
 if TYPE_CHECKING:
     from megarl.mcore.inference.device_decode import DeviceStep
@@ -50,6 +51,8 @@ class PagedContext(DynamicInferenceContext):
         self._read_before = self.lifetime_prefill_token_count = 0
         self._frequencies: Tensor | None = None
         self._rotations: list[Rotation] = []  # of all positions: one, or two if layers with a window have another
+        self._images: ImageStore | None = None
+        self.image_positions: RequestPositions | None = None  # if images have positions in three axes
         self._model_config = model_config
         self._backend = backends.load(model_config)
         self._attend, self._window = self._backend.PagedAttention(), window_of(model_config)
@@ -88,7 +91,15 @@ class PagedContext(DynamicInferenceContext):
         self._plan, self.only_decodes, self._is_prepared = None, False, self.num_prefill_requests == 0
         if is_prepared:
             return self.transfer_bookkeeping_to_gpu()
-        return super().initialize_attention_state(**kwargs)
+        super().initialize_attention_state(**kwargs)
+        if self._images is not None:  # rows of padding may have ids of images that are gone
+            for tokens in (self.token_to_input_ids, self.gpu_view.token_to_input_ids):
+                tokens[self.active_token_count : self.padded_active_token_count] = 0
+
+    def read_images(self, store: ImageStore | None):
+        """Begins a session, in which images of requests are taken from a store; None: requests have none."""
+        self._images = store
+        self.image_positions = None if store is None or store.axes is None else RequestPositions(store)
 
     def keep_hidden(self, hidden: Tensor, frequencies: Tensor | None):
         """Keeps a step's hidden states [T, 1, H] after the final norm, and its frequencies, for drafts from them."""
@@ -115,9 +126,30 @@ class PagedContext(DynamicInferenceContext):
         states = self._states_of_step(len(slot_mapping), dedup)
         dedup = dedup and PrefillDedup(*(x.to(slot_mapping.device) for x in dedup))
         positions = view.token_to_position_in_request[tokens].long()
-        positions = positions if dedup is None else positions[dedup.kept_tokens]
+        images = self._image_rows(dedup)
+        if self.image_positions is not None:
+            positions = self.image_positions.at(positions.cpu(), self._requests_of_rows()).to(positions.device)
+        positions = positions if dedup is None else positions[..., dedup.kept_tokens]
         rotations = self._rotations_at(positions, frequencies)
-        return StepPlan(slot_mapping, dedup, rotations, reads, self.layer_caches(), self._attend, **states)
+        return StepPlan(
+            slot_mapping, dedup, rotations, reads, self.layer_caches(), self._attend, **states, images=images
+        )
+
+    def _requests_of_rows(self) -> Tensor:
+        """[T] int64 id of the request of each row of the step; −1: padding."""
+        active = self.of_step
+        ids = self.request_ids[active].long()
+        if self.draft_rows is not None:
+            rows = ids[self.draft_rows.requests]
+        else:
+            rows = ids.repeat_interleave(self.request_query_lengths[active].long())
+        return torch.nn.functional.pad(rows, (0, self.padded_active_token_count - len(rows)), value=-1)
+
+    def _image_rows(self, dedup: PrefillDedup | None) -> ImageRows | None:
+        if self._images is None or not self._images.layers:
+            return None
+        tokens = self.gpu_view.token_to_input_ids[: self.padded_active_token_count]
+        return self._images.rows(tokens if dedup is None else tokens[dedup.kept_tokens])
 
     def layer_caches(self) -> tuple[Tensor, ...]:
         """The cache of each layer of this rank."""
@@ -189,7 +221,8 @@ class PagedContext(DynamicInferenceContext):
         if self._frequencies is None or len(frequencies) > len(self._frequencies):
             self._frequencies = frequencies
             self._rotations = Rotation.by_kind(frequencies, self._model_config, self.params_dtype)
-        rotations = [rotation.at(positions) for rotation in self._rotations]
+        axes = None if self._images is None else self._images.axes
+        rotations = [rotation.at(positions, axes) for rotation in self._rotations]
         return rotations[0], rotations[-1]
 
     def _reads(self) -> tuple[PrefillDedup | None, tuple]:

@@ -32,6 +32,7 @@ from megarl.mcore.moe.layer import MixtureLayer
 from megarl.mcore.recurrence.rule import AnyInputs
 from megarl.mcore.recurrence.runs import AnyRuns
 from megarl.mcore.recurrence.states import States
+from megarl.mcore.vision.store import ImageRows
 
 
 class Rotation(NamedTuple):
@@ -56,13 +57,21 @@ class Rotation(NamedTuple):
             for kind in rotary.kinds(config)
         ]
 
-    def at(self, positions: Tensor) -> "Rotation":
-        """Returns the rotation of positions [T]."""
-        return Rotation(self.cosines[positions], self.sines[positions])
+    def at(self, positions: Tensor, axes: Tensor | None = None) -> "Rotation":
+        """Returns the rotation of positions [T], or [3, T] with `axes`: [r] which of the three turns each channel."""
+        if positions.dim() == 1:
+            return Rotation(self.cosines[positions], self.sines[positions])
+        return Rotation(*(_of_axes(table[positions], axes) for table in self))
 
     def apply_(self, heads: Tensor):
         """Rotates [T, G, heads, D] in place; the bits equal those in training."""
         rotate_(heads, self.cosines, self.sines)
+
+
+def _of_axes(turns: Tensor, axes: Tensor) -> Tensor:
+    """[3, …, r] by axis -> […, r], each channel of its own axis."""
+    time, height, width = turns
+    return torch.where(axes == 0, time, torch.where(axes == 1, height, width))
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,7 @@ class StepPlan:
     # What the rows give to the states, by layer; if some rows may be dropped, the states take them after the step.
     drafted: dict[int, AnyInputs] | None = None
     key_reads: list = field(default_factory=list)  # a `KeyReads` in models whose queries choose keys
+    images: ImageRows | None = None  # of the tokens that are computed, if layers add features to them
 
     def store(self, heads: Tensor, rotation: Rotation | None, cache: Tensor):
         """Rotates heads [T, G, R + 2, D] in place, of which the last two are keys and values, and writes these two to

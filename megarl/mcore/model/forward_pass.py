@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.inference.utils import InferenceMode
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megarl.mcore import device
 from megarl.mcore.attention import backends
@@ -89,8 +90,14 @@ def run_chunk(
     taps = model.config.linear_conv_kernel_dim if recurs else None
     plan, window = backends.load(model.config).plan_attention, window_of(model.config)
     packing = pack_sequences(lengths, pg_collection.cp, tensor_ranks, routing, shared, window, plan, taps)
+    axes = None if model.images is None else model.images.packed_positions(tokens, lengths)
     tokens = tokens if packing.held is None else tokens.index_select(0, packing.held)
     padded = torch.cat([tokens, tokens.new_zeros(packing.padding)])
+    if axes is not None:
+        axes = axes if packing.held is None else axes.index_select(1, packing.held)
+        packing.axis_positions = pad(axes, (0, packing.padding)).index_select(1, packing.token_indices)
+    if model.images is not None and model.images.layers:
+        packing.images = model.images.rows(padded[packing.token_indices])
     next_tokens = torch.cat([padded[1:], padded[:1]])
 
     def process(hidden_states, output_layer, output_weight, **_):
@@ -127,7 +134,8 @@ class TokenScorer:
         options = _head_options(output_layer, model, self.temperature, self.vocab_size)
         scored = None if self.mask is None else scored_tokens(self.mask, packing)
         rows = None if scored is None or len(targets) <= MIN_ROWS else scored.rows
-        row_targets = targets if rows is None else targets[rows]
+        is_text = None if model.images is None else targets >= 0
+        row_targets = (targets if rows is None else targets[rows]).clamp(min=0)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.only_distills):
             logprobs, entropy, square_sums = head_scores(hidden, weight, row_targets, options, rows, self.squares)
 
@@ -135,6 +143,7 @@ class TokenScorer:
             if scored is not None:
                 requested = score.index_select(0, scored.requested_of_scored)
                 score = score.new_zeros(len(targets)).index_copy(0, scored.requested, requested)
+            score = score if is_text is None else score.where(is_text, 0.0)  # rows of images have no log-prob
             return align_to_tokens(gather_stream(score, packing), packing)
 
         if not self.teachers:
@@ -194,7 +203,8 @@ def top_scores(chunk, tokens: Tensor, lengths: Tensor, temperature: float, vocab
 
     def processor(hidden, output_layer, weight, targets, packing, model):
         options = _head_options(output_layer, model, temperature, vocab_size)
-        logprobs = head_scores(hidden, weight, targets, options, squares=False).logprobs
+        logprobs = head_scores(hidden, weight, targets.clamp(min=0), options, squares=False).logprobs
+        logprobs = logprobs.where(targets >= 0, 0.0)  # rows of images have none
 
         def aligned(values: Tensor) -> Tensor:
             return align_to_tokens(gather_stream(values, packing), packing)

@@ -26,10 +26,13 @@ from megarl.mcore.model.prediction_layer import PredictionLayer
 from megarl.mcore.model.rotary_embeddings import Rotary
 from megarl.mcore.model.weight_table import padded_vocab_size
 from megarl.mcore.parallel.fsdp import shard
+from megarl.mcore.vision.store import ImageStore
 
 
 class ModelChunk(GPTModel):
     """Megatron's model with rotary embeddings by each token's position, so a packed stream may be cut anywhere."""
+
+    images: ImageStore | None = None  # that `vision.store.attach` gave it
 
     def forward(self, input_ids, position_ids, attention_mask, inference_context=None, **kwargs):
         """Same as Megatron's; a step of the rollout engine runs the layers' fast path."""
@@ -53,7 +56,9 @@ class ModelChunk(GPTModel):
             return (embedded, frequencies[positions, 0], *rest)
         # Megatron's attention then rotates nothing: the core attention does, by one kernel for all of a layer.
         by_position = Rotation.by_kind(frequencies.squeeze(1), self.config, self.config.params_dtype)
-        rotations = [rotation.at(positions) for rotation in by_position]
+        axes = packed_seq_params.axis_positions
+        at = (positions, None) if axes is None else (axes, self.images.axes)
+        rotations = [rotation.at(*at) for rotation in by_position]
         packed_seq_params.rotations = rotations[0], rotations[-1]
         return (embedded, None, *rest)
 

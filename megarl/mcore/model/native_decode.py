@@ -45,7 +45,8 @@ def run_decode_layers(block: TransformerBlock, hidden: Tensor | None, context, f
 def _supports(block: TransformerBlock, plan: StepPlan) -> bool:
     reads = plan.reads[0]
     only_decodes = reads.only_decodes and isinstance(reads.decodes[0], NativeDecodes)
-    return only_decodes and plan.dedup is None and bool(_weights(block))
+    # The last chunk of a prompt that is read in several may be one row of an image, which looks like a decode.
+    return only_decodes and plan.dedup is None and plan.images is None and bool(_weights(block))
 
 
 def _run(block: TransformerBlock, hidden: Tensor, plan: StepPlan) -> Tensor:

@@ -234,10 +234,11 @@ def openai_client(server: Served) -> openai.OpenAI:
 # -- the application without leaders and without a process -------------------------------------------------------------
 
 
-def without_leaders(folder) -> ServingContext:
-    """The state of a server to which no leader has come."""
-    path = small_tokenizers.chatml(folder / "tokenizer")
-    encoder = Encoder(build_tokenizer("HuggingFaceTokenizer", path))
+def without_leaders(folder, encoder: Encoder | None = None) -> ServingContext:
+    """The state of a server to which no leader has come. `encoder`: None: of a tokenizer without a template."""
+    if encoder is None:
+        path = small_tokenizers.chatml(folder / "tokenizer")
+        encoder = Encoder(build_tokenizer("HuggingFaceTokenizer", path))
     return ServingContext(FrontendConfig(encoder, 100, 100, vocab_size=304))
 
 

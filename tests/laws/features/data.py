@@ -7,16 +7,20 @@ from tests.laws.features.feature import (
     AHEAD,
     ALL_AHEAD,
     COARSE,
+    CP2,
     DYNAMIC,
+    FACTORS,
     FOUR,
     FREE_REWARD,
     GRPO,
     MANY_REWARDS,
     OWN_EXPERTS,
     PARTIAL,
+    PP2,
     ROLLOUT_APART,
     TP2,
     TP2_APART,
+    TP2_SEQUENCE,
     TURNS,
     TWO,
     Feature,
@@ -42,6 +46,15 @@ def _of_sizes(flags: str, ranks: int = 1, layout: Layout = TWO, **more) -> Featu
     return Feature(
         f"{SIZES} {flags}", ranks, layouts=(layout,), moved=(layout,), numbers=0, check=plug_ins.check_sizes, **more
     )
+
+
+# Each prompt of `{pictures}` has a picture; a policy of few layers on a folder with a vision tower.
+PICTURES = (f"{{pictures}} {GRPO} {GRADED} --lr 1e-4 --kl-coefficient 0.05 --max-prompt-length 80"
+            " --max-tokens-per-microbatch 200 --rollout-buffer-gb 0.01 --prompts-per-step 4")  # fmt: skip
+
+
+def _of_pictures(flags: str = "", ranks: int = 1, **more) -> Feature:
+    return Feature(f"{PICTURES} {flags}", ranks, warm_start=False, check=plug_ins.check_pictures, **more)
 
 
 REWARD_APART = (3, "--role-map actor=0;reward=0;rollout=1-2")
@@ -81,6 +94,18 @@ DATA = {
         BY_FILE, steps=2, resumed=1, check=plug_ins.check_rewards, numbers=0,
         layouts=(TWO, FOUR, TP2_APART,
                  (4, "--role-map actor=0;reward=1-3;rollout=0 --reward-workers 1"))),
+    "pictures": _of_pictures(
+        layouts=(TWO, TP2_SEQUENCE, PP2, CP2, (3, "--role-map actor=0;reference=1;reward=1;rollout=2"),
+                 (3, "--role-map actor=0-1;reference=0;reward=2;rollout=2 --actor-tensor-model-parallel-size 2"
+                  " --rollout-tensor-model-parallel-size 1")),
+        moved=(TWO, TP2_SEQUENCE)),
+    "pictures, partial": _of_pictures(PARTIAL), "pictures, a lag": _of_pictures(ALL_AHEAD, 2),
+    "pictures, a critic": _of_pictures("--advantage gae --critic-lr 1e-3", layouts=(TWO,)),
+    "pictures, a full cache": _of_pictures("--image-cache-gb 0 --rollout-prefix-caching --speculative-rollout"),
+    "pictures, factors": _of_pictures(FACTORS),
+    "pictures of sft": Feature(
+        "{answered_pictures} --max-prompt-length 80 --max-tokens-per-microbatch 200 --global-batch-size 4", 1, "sft",
+        warm_start=False, layouts=(TWO, TP2_SEQUENCE, PP2, CP2), check=plug_ins.check_pictures),
     "sizes": _of_sizes(""),
     "sizes, four": _of_sizes("", layout=FOUR),
     "sizes, TP2": _of_sizes("", layout=TP2),

@@ -62,8 +62,8 @@ def test_a_column_that_changes_the_prompt_and_is_not_read_is_named(suffix, kind,
 def test_images_in_bytes_are_named_in_every_program(tmp_path):
     for kind in ROW_OF:
         prompts = with_column(tmp_path, "parquet", kind, images=[{"bytes": b"x", "path": None}])
-        assert prompts.notes[-1].endswith("images changes the prompt and is not read, in 2 of 2 rows; megarl reads "
-                                          "text alone")  # fmt: skip
+        why = "in 2 of 2 rows; the model has no vision tower, or no chat template"
+        assert prompts.notes[-1].endswith(f"images changes the prompt and is not read, {why}")
 
 
 @pytest.mark.parametrize("purpose", NAMES)

@@ -1,9 +1,12 @@
 """What a replica makes of messages, with an engine that only remembers them; whole servers are in tests/programs."""
 
+import base64
 from types import SimpleNamespace
 
+from megarl.mcore.inference.generation import TokenChunk
 from megarl.serving import replica_messages as said
 from megarl.serving.replica_service import ReplicaService
+from tests.helpers.texts.picture_prompts import encoded, encoder_of, picture, write_folder
 
 GENERATE = said.Generate([1, 2], -5, 9, 0.5, False, 0, 1.0, 0.0, [2], [], None, 1, False, 7)
 
@@ -93,3 +96,26 @@ def test_aborted_scores_are_not_computed():
     replica, engine, frontend = service([said.ScorePrompt([1], 1.0, 0, 4), said.Abort([4])], [said.Control("stop")])
     replica.run()
     assert frontend.told == [] and engine.aborted == {4}
+
+
+def test_images_of_a_request_are_known_until_it_ends(tmp_path):
+    images = encoder_of(write_folder(tmp_path / "model")).images
+    data = encoded(picture(80, 64, 3))
+    (ref,) = [images.add_bytes(data)]
+    prompt, key = images.ids(ref)[:4], images.key(ref)
+    images.forget([ref])
+    asked = GENERATE._replace(prompt=prompt, images=[base64.b64encode(data).decode()])
+    bad = asked._replace(id=9, images=["AAAA"])
+    replica, engine, frontend = service([asked, bad, said.Abort([4])], [said.Control("stop")])
+    replica._images, seen = images, []
+    engine.add = lambda number, request: seen.append((number, images.pixels(key).key))
+    replica.open()
+    replica.run()
+    assert seen == [(7, key)] and "not PNG" in frontend.told[1].updates[0].error and len(images) == 1
+    replica._report([TokenChunk(7, [5], [-1.0])])
+    assert len(images) == 1
+    replica._report([TokenChunk(7, [5], [-1.0], finish_reason="stop")])
+    assert len(images) == 0
+    other, _, told = service([asked], [said.Control("stop")])
+    other.run()
+    assert told.told[0].updates[0].error == "this replica reads no images"

@@ -1,0 +1,178 @@
+"""The images that a process knows: from marks in texts to ids among tokens, and from ids to pixels.
+
+Ids depend on an image's bytes, its size and the folder's processor, so prompts become tokens without decoding. Pixels
+are made of bytes when somebody asks for a key, as often as it asks: an image that was forgotten is no error.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from megarl.data.images.decoding import decode, decode_confined, size_of
+from megarl.data.images.ids import image_ids, key_of
+from megarl.data.images.marks import MARK, PATTERN, mark_of
+from megarl.data.images.pixels import ImageRef, Pixels, content_key, sha256_of
+from megarl.data.images.processor import ImageProcessor
+from megarl.errors import UsageError
+
+ReadBytes = Callable[[ImageRef], bytes]
+
+
+class Images:
+    """Images by the hash of their bytes, and by the key that their ids have.
+
+    `processor`: of the model's folder, or the reason why there is none, which `need` raises. A copy for another process
+    knows no image.
+    """
+
+    def __init__(self, processor: ImageProcessor | str, max_images: int = 8):
+        """`max_images`: of a prompt."""
+        self._processor, self.max_images = processor, max_images
+        self._known: dict[str, tuple[ImageRef, ReadBytes]] = {}
+        self._digests: dict[int, str] = {}  # hash of an image's bytes, by key
+        self._uses: Counter[str] = Counter()  # of those that were sent, by the same hash
+        self._lock = threading.Lock()
+
+    def __reduce__(self):
+        return type(self), (self._processor, self.max_images)
+
+    @property
+    def processor(self) -> ImageProcessor:
+        """UsageError: the folder has none."""
+        if isinstance(self._processor, str):
+            raise UsageError(f"has images; {self._processor}")
+        return self._processor
+
+    @property
+    def fingerprint(self) -> str:
+        """Differs where ids or errors differ."""
+        return repr((self._processor, self.max_images))
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(self, refs: Iterable[ImageRef], read: ReadBytes):
+        """Makes images known. `read`: gives the bytes of one of them. UsageError if two have one key."""
+        for ref in refs:
+            key = self.key(ref)
+            with self._lock:
+                if self._digests.setdefault(key, ref.digest) != ref.digest:
+                    raise UsageError(
+                        f"the images sha:{ref.digest} and sha:{self._digests[key]} have the same key {key:#x}; leave "
+                        "one of them out"
+                    )
+                self._known.setdefault(ref.digest, (ref, read))
+
+    def add_bytes(self, data: bytes) -> ImageRef:
+        """Makes an image known that somebody has sent, until `forget`; it is decoded confined. UsageError as `size_of`,
+        and without a processor."""
+        processor = self.processor
+        ref = ImageRef(sha256_of(data), *size_of(data), sent=True)
+        processor.tokens(ref.width, ref.height)
+        self.add([ref], lambda _: data)
+        with self._lock:
+            self._uses[ref.digest] += 1
+        return ref
+
+    def forget(self, refs: Iterable[ImageRef]):
+        """Ends one use of each of these images that were sent; those without another use are no longer known."""
+        with self._lock:
+            for ref in refs:
+                self._uses[ref.digest] -= 1
+                if self._uses[ref.digest] <= 0:
+                    del self._uses[ref.digest]
+                    if self._known[ref.digest][0].sent:
+                        del self._known[ref.digest]
+                        del self._digests[self.key(ref)]
+
+    def key(self, ref: ImageRef) -> int:
+        """What names an image among tokens."""
+        return content_key(self.processor.digest(ref.digest))
+
+    def tokens(self, ref: ImageRef) -> int:
+        """Its rows there."""
+        return self.processor.tokens(ref.width, ref.height)
+
+    def ids(self, ref: ImageRef) -> list[int]:
+        """Its ids there."""
+        return image_ids(self.key(ref), self.tokens(ref))
+
+    def of_token(self, token: int) -> ImageRef | None:
+        """The image that an id is a row of; None: it is unknown."""
+        found = self._known.get(self._digests.get(key_of(token), ""))
+        return None if found is None else found[0]
+
+    def bytes_of(self, ref: ImageRef) -> bytes:
+        """The bytes of a known image. UsageError: the file is another one now."""
+        data = self._known[ref.digest][1](ref)
+        if sha256_of(data) != ref.digest:
+            raise UsageError(f"image {ref.source}: has changed since the data were read")
+        return data
+
+    def pixels(self, key: int) -> Pixels:
+        """What the tower reads of the image with a key. UsageError: unknown, changed, or damaged."""
+        ref, _ = self._known.get(self._digests.get(key, ""), (None, None))
+        if ref is None:
+            raise UsageError(f"the image with the key {key:#x} is in none of the run's data")
+        try:
+            data = self.bytes_of(ref)
+            return self.processor.pixels((decode_confined if ref.sent else decode)(data), ref.digest)
+        except UsageError as error:
+            raise UsageError(f"{ref.name} {ref.source or ''}: {error}") from None
+
+    # -- texts ---------------------------------------------------------------------------------------------------------
+
+    def found(self, text: str) -> list[ImageRef]:
+        """The images whose marks are in a text, in order."""
+        return [self._known[match[1]][0] for match in PATTERN.finditer(text) if match[1] in self._known]
+
+    def with_parts(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message whose content has images, with its content as parts. What the assistant says has none."""
+        content = message.get("content")
+        if not isinstance(content, str) or MARK not in content or message["role"] == "assistant":
+            return message
+        parts, start = [], 0
+        for match in PATTERN.finditer(content):
+            if match[1] not in self._known:
+                continue
+            parts += [{"type": "text", "text": content[start : match.start()]}] if match.start() > start else []
+            parts.append({"type": "image"})
+            start = match.end()
+        parts += [{"type": "text", "text": content[start:]}] if start < len(content) else []
+        return {**message, "content": parts} if any(part["type"] == "image" for part in parts) else message
+
+    def in_places(self, rendered: str, messages: Sequence[Mapping[str, Any]], flag: str) -> str:
+        """A rendered text with the marks of the messages' images in the places that the template wrote for them.
+
+        In contents the placeholder's string is marked as text, so each that is left is the template's.
+        """
+        refs = [
+            ref
+            for message in messages
+            if isinstance(message["content"], str) and message["role"] != "assistant"
+            for ref in self.found(message["content"])
+        ]
+        if not refs:
+            return rendered
+        first, *others = rendered.split(self.processor.placeholder)
+        if len(others) != len(refs):
+            raise UsageError(
+                f"{flag}: the template writes {len(others)} {self.processor.placeholder} for {len(refs)} images"
+            )
+        return first + "".join(mark_of(ref) + text for ref, text in zip(refs, others, strict=True))
+
+    def encode(self, rendered: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """Ids of a text of `in_places`; `encode` gives those of text with placeholders."""
+        refs = iter(self.found(rendered))
+        placeholder = self.processor.placeholder
+        (place,) = encode(placeholder)
+        ids = encode(PATTERN.sub(lambda _: placeholder, rendered))
+        return [i for each in ids for i in (self.ids(next(refs)) if each == place else (each,))]
+
+
+def cut_at_borders(ids: Sequence[int], cut: int) -> int:
+    """How many of the first ids to leave out, at least `cut`, so that no image loses only some of its rows."""
+    while 0 < cut < len(ids) and ids[cut] < 0 and ids[cut - 1] - 1 == ids[cut]:
+        cut += 1
+    return cut

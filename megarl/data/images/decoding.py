@@ -1,0 +1,152 @@
+"""Bytes of an image as pixels: the header first, limits before anything is decoded, a confined process if asked.
+
+Decoding costs what a header says, not what a file weighs: a PNG of 16 KB may ask for 366 MiB. Pillow reads what is
+known by its first bytes, PNG, JPEG, WebP, GIF (the first frame) and BMP, and none of its other formats.
+`python -m megarl.data.images.decoding FD DOOR NAME` is the warm process that decodes in confined children.
+"""
+
+import base64
+import io
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+from megarl.confine import children, warm_process
+from megarl.errors import UsageError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+MAX_BYTES, MAX_PIXELS, MAX_SIDE = 20 << 20, 50_000_000, 32_768
+MAX_RATIO = 200  # of the sides: the processors of Qwen and GLM refuse more
+_SECONDS = 10.0  # of processor time that decoding an image may take
+_MAGIC = {"PNG": b"\x89PNG\r\n\x1a\n", "JPEG": b"\xff\xd8\xff", "WEBP": b"RIFF", "GIF": b"GIF8", "BMP": b"BM"}
+_TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270",
+          7: "TRANSVERSE", 8: "ROTATE_90"}  # fmt: skip
+_SWAPPED = (5, 6, 7, 8)  # those that exchange width and height
+_ORIENTATION = 0x0112
+_SHOWN = 160  # characters of a reason
+
+
+class Decoded(NamedTuple):
+    """An image as a viewer shows it: `rgb` has 3 · width · height bytes, by rows."""
+
+    width: int
+    height: int
+    rgb: bytes
+
+
+def size_of(data: bytes) -> tuple[int, int]:
+    """(width, height) as a viewer shows them, from the header. UsageError: no image that is read, or beyond limits."""
+    with _opened(data)[0] as image:
+        return _turned_size(image)
+
+
+def decode(data: bytes) -> Decoded:
+    """RGB pixels: turned as EXIF says, palettes and alpha over white, 16 bits scaled to 8. UsageError as `size_of`, and
+    for damaged data."""
+    from PIL import Image
+
+    image, kind = _opened(data)
+    try:
+        turn = _turn(image)
+        if image.mode.startswith("I;16") or image.mode in ("I", "F"):  # Pillow would clip 40,000 to 255
+            image = image.convert("F").point(lambda value: value * (255 / 65535)).convert("L")
+        if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        image = image.convert("RGB")
+        if turn in _TURNS:
+            image = image.transpose(Image.Transpose[_TURNS[turn]])
+        return Decoded(*image.size, image.tobytes())
+    except Exception as error:  # Pillow raises many kinds
+        raise _refused(f"{kind} that cannot be decoded", error) from None
+
+
+def decode_confined(data: bytes) -> Decoded:
+    """`decode` in a confined process: for bytes of clients and environments. UsageError also if that dies."""
+    size = size_of(data)
+    try:
+        request = {"data": base64.b64encode(data).decode(), "size": size}
+        found = warm_process.ask("megarl.data.images.decoding", "images", request)
+    except warm_process.NoAnswer as error:
+        raise UsageError(str(error)[:_SHOWN]) from None
+    return Decoded(*size, base64.b64decode(found["rgb"]))
+
+
+def _opened(data: bytes) -> tuple["Image.Image", str]:
+    """An image whose header is read and whose pixels are not, and its kind."""
+    from PIL import Image
+
+    Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit warns at 89 million, and comes after ours
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"an image of {len(data):,} bytes; allowed: at most {MAX_BYTES:,}")
+    kind = next((name for name, magic in _MAGIC.items() if data.startswith(magic)), None)
+    is_packed = kind == "BMP" and struct.unpack("<I", data[30:34].ljust(4, b"\0"))[0] not in (0, 3)
+    if kind is None or kind == "WEBP" and data[8:12] != b"WEBP" or is_packed:
+        raise UsageError(f"not PNG, JPEG, WebP, GIF or plain BMP; it begins with {data[:8]!r}")
+    try:
+        image = Image.open(io.BytesIO(data), formats=[kind])
+        frames = getattr(image, "n_frames", 1) if kind in ("PNG", "WEBP") else 1
+        width, height = image.size
+    except Exception as error:
+        raise _refused(f"{kind} that Pillow cannot open", error) from None
+    longer, shorter = max(width, height), min(width, height)
+    if width * height > MAX_PIXELS or longer > MAX_SIDE or longer > MAX_RATIO * shorter:
+        raise UsageError(
+            f"{width} × {height} pixels; allowed: {MAX_PIXELS:,} in all, {MAX_SIDE:,} a side, sides of {MAX_RATIO} to 1"
+        )
+    if frames > 1:
+        raise UsageError(f"{kind} of {frames} frames; allowed: one")
+    return image, kind
+
+
+def _refused(what: str, error: Exception) -> UsageError:
+    return UsageError(f"{what}: {type(error).__name__} {' '.join(str(error).split())}"[:_SHOWN])
+
+
+def _turn(image: "Image.Image") -> int:
+    from PIL import Image
+
+    try:
+        return Image.Image.getexif(image).get(_ORIENTATION, 1)  # of PNG the class's own decodes the whole first
+    except Exception:  # EXIF without sense turns nothing
+        return 1
+
+
+def _turned_size(image: "Image.Image") -> tuple[int, int]:
+    return image.size[::-1] if _turn(image) in _SWAPPED else image.size
+
+
+class Decoder:
+    """The `children.Answers` of the warm process."""
+
+    max_result = 4 * MAX_PIXELS + 4096  # base64 of RGB
+
+    def warm_up(self):
+        """Imports Pillow's readers."""
+        from PIL import Image
+
+        Image.init()
+
+    def work(self, item: dict) -> dict:
+        """{"rgb": base64 of the pixels} of {"data": base64 of an image, "size": of its header}."""
+        found = decode(base64.b64decode(item["data"]))
+        return {"rgb": base64.b64encode(found.rgb).decode(), "size": [found.width, found.height]}
+
+    def checked(self, result: dict) -> dict:
+        """The result, if it is as long as it says."""
+        width, height = map(int, result["size"])
+        if len(result["rgb"]) != 4 * width * height:  # 3 bytes are 4 characters
+            raise ValueError("other pixels than it says")
+        return {"rgb": str(result["rgb"]), "size": [width, height]}
+
+    def answer(self, request: dict, within: children.Children) -> dict:
+        """{"rgb"} of the size that the caller knows, or {"problem": why there is none}."""
+        found = within.in_own_child(request, _SECONDS)
+        if found.get("size", request["size"]) != request["size"]:
+            return {"problem": f"its header says {request['size']}, its pixels are {found['size']}"}
+        return found
+
+
+if __name__ == "__main__":
+    children.main(lambda name: Decoder())

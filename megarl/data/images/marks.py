@@ -1,0 +1,34 @@
+"""Images inside the text of messages: a mark says which image, so texts of prompts that differ in it are two.
+
+A mark has the hash of the image's bytes and its size. Only marks of images that a run knows are images (`book.py`); the
+same characters elsewhere are text, as is the placeholder of a model's family.
+"""
+
+import re
+from typing import Any
+
+from megarl.data.images.pixels import ImageRef
+
+# Unicode noncharacters, as those of `special_tokens`.
+MARK, _END = "\ufdd2", "\ufdd3"
+PATTERN = re.compile(f"{MARK}([0-9a-f]{{64}}):([0-9]+)x([0-9]+){_END}")  # digest, width, height
+
+
+def mark_of(ref: ImageRef) -> str:
+    return f"{MARK}{ref.digest}:{ref.width}x{ref.height}{_END}"
+
+
+def readable(text: str) -> str:
+    """A text with `[image 640×480 sha:12ab34cd]` for each mark."""
+    if MARK not in text:
+        return text
+    return PATTERN.sub(lambda found: f"[image {found[2]}×{found[3]} sha:{found[1][:8]}]", text)
+
+
+def shown(value: Any) -> Any:
+    """A value of JSON types, or of tuples, with all its strings `readable`."""
+    if isinstance(value, str):
+        return readable(value)
+    if isinstance(value, dict):
+        return {name: shown(each) for name, each in value.items()}
+    return type(value)(map(shown, value)) if isinstance(value, list | tuple) else value

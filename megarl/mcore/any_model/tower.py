@@ -1,0 +1,143 @@
+"""A folder's vision tower as transformers builds it, frozen: an image becomes rows for the language model.
+
+The tower is all of the folder's model but its language model. An image is computed alone: in a batch, or with another
+number of threads, its numbers could have other bits.
+"""
+
+import copy
+import functools
+import hashlib
+import json
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, initialization
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+from megarl.data.images.pixels import Pixels
+from megarl.mcore.any_model import source
+from megarl.mcore.vision.store import Image, ImageSource, ImageStore, axes_of
+from megarl.mcore.weights.hf.folder import ELEMENTS, FolderReader, HFFolder, slices_of
+
+ATTENTION = "sdpa"  # eager attention keeps a square of the patches of an image
+
+
+class Axes(NamedTuple):
+    """How the rotary channels of a family are divided among the axes of a position, in transformers' class of it."""
+
+    default: tuple[int, int, int]  # sections where config.json has none
+    is_interleaved: bool = False
+
+
+# By `model_type` of config.json: the families whose images were compared with transformers' own forward.
+FAMILIES = {
+    "qwen2_vl": Axes((16, 24, 24)),
+    "qwen2_5_vl": Axes((16, 24, 24)),
+    "qwen3_vl": Axes((24, 20, 20), is_interleaved=True),
+    "qwen3_vl_moe": Axes((24, 20, 20), is_interleaved=True),
+    "glm4v_moe": Axes((8, 12, 12)),
+    "qwen3_5": Axes((11, 11, 10), is_interleaved=True),
+    "qwen3_5_moe": Axes((11, 11, 10), is_interleaved=True),
+}
+
+
+class Tower:
+    """The tower of a folder: what it says of the language model's reading at once, its weights when they are needed."""
+
+    def __init__(self, folder: HFFolder):
+        """Reads config.json. UsageError for a folder whose family is not one of `FAMILIES`, or that is no model."""
+        self.folder, kind = folder, folder.config.get("model_type")
+        if kind not in FAMILIES:
+            allowed = ", ".join(FAMILIES)
+            raise folder.error(f"model_type {kind!r}: images need a vision tower of {allowed}")
+        try:
+            self.config: Any = CONFIG_MAPPING[kind].from_dict(dict(folder.config))
+        except Exception as error:  # whatever a class of transformers raises for a wrong entry
+            raise folder.error(f"config.json: transformers refuses it ({' '.join(str(error).split())})") from None
+        self._kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(self.config)]
+        self._axes = FAMILIES[kind]
+
+    @property
+    def layers(self) -> int:
+        """Layers of the language model that add features of images to their outputs."""
+        return len(getattr(self.config.vision_config, "deepstack_visual_indexes", None) or ())
+
+    def size(self, grid: tuple[int, int, int]) -> tuple[int, int, int]:
+        """The rows of an image of (t, h, w) patches in time, height and width."""
+        merge = self.config.vision_config.spatial_merge_size  # patches on each side of the square that becomes a row
+        return grid[0], grid[1] // merge, grid[2] // merge
+
+    def store(self, dtype: torch.dtype, source: ImageSource | None = None) -> ImageStore:
+        """An empty store for a language model of the folder in a precision. UsageError for sections of other axes."""
+        text = self.config.get_text_config()
+        parameters = text.rope_parameters
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        rotated = int(head * parameters.get("partial_rotary_factor", 1))
+        sections = parameters.get("mrope_section", self._axes.default)
+        if len(sections) != 3 or sum(sections) != rotated // 2:
+            raise self.folder.error(
+                f"config.json: mrope_section {sections}: allowed are three numbers whose sum is {rotated // 2}"
+            )
+        axes = axes_of(tuple(sections), self._axes.is_interleaved)
+        return ImageStore(axes, text.hidden_size, self.layers, dtype, source)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of what an image's rows depend on beside its pixels, hexadecimal: the tower's weights and config."""
+        found = hashlib.sha256(json.dumps([ATTENTION, self.folder.config["vision_config"]], sort_keys=True).encode())
+        for name, tensor in sorted(self._module.state_dict().items()):
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        return found.hexdigest()
+
+    def compute(self, pixels: Pixels) -> Image:
+        """The rows of one image, in fp32 on the host. ValueError if they are not as many as its ids."""
+        grid = torch.tensor([pixels.grid])
+        with torch.no_grad():
+            found = self._module.model.get_image_features(torch.from_numpy(pixels.values), grid, return_dict=True)
+        embeddings = _joined(found.pooler_output)
+        size = self.size(pixels.grid)
+        if not len(embeddings) == size[0] * size[1] * size[2] == pixels.tokens:
+            raise ValueError(f"an image of {pixels.tokens} tokens became {len(embeddings)} rows, of {size}")
+        features = [_joined(each) for each in getattr(found, "deepstack_features", None) or ()]
+        stacked = torch.stack(features) if features else embeddings.new_zeros(0, *embeddings.shape)
+        return Image(size, embeddings.contiguous(), stacked)
+
+    @functools.cached_property
+    def _module(self) -> PreTrainedModel:
+        """The model without its language model. UsageError if a tensor is missing or has another shape."""
+        with source.parameters_on_meta(), initialization.no_init_weights():
+            try:
+                config = copy.deepcopy(self.config)  # transformers notes the precision in it
+                module = self._kind._from_config(config, dtype=torch.float32, attn_implementation=ATTENTION)
+            except Exception as error:  # whatever a class of transformers raises
+                raise self.folder.error(f"config.json: transformers cannot build it ({error})") from None
+        module.model.language_model = module.lm_head = None
+        reader = FolderReader(self.folder)
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            owner, _, own = name.rpartition(".")
+            values = self._read(reader, name, tensor)
+            part = module.get_submodule(owner)
+            if isinstance(tensor, nn.Parameter):
+                part._parameters[own] = nn.Parameter(values, requires_grad=False)
+            else:
+                part._buffers[own] = values
+        return module.eval()
+
+    def _read(self, reader: FolderReader, name: str, tensor: Tensor) -> Tensor:
+        weights = self.folder.weights
+        stored = next((each for each in (name, name.removeprefix("model.")) if each in weights), None)
+        if stored is None or weights[stored].shape != tuple(tensor.shape):
+            problem = "is missing" if stored is None else f"has the shape {weights[stored].shape}"
+            raise self.folder.error(f"{name} {problem}; its vision tower needs it with {tuple(tensor.shape)}")
+        values = torch.empty(tensor.shape)
+        for part in slices_of(tuple(tensor.shape), ELEMENTS):
+            values[part] = reader[stored][part]
+        return values
+
+
+def _joined(rows: Tensor | tuple[Tensor, ...] | list[Tensor]) -> Tensor:
+    """[n, H] of one image, which transformers gives as a tensor or as a sequence of them."""
+    return rows if isinstance(rows, Tensor) else torch.cat(list(rows))

@@ -1,0 +1,287 @@
+"""What the language model gets of images, by their keys, and which tokens of a stream are theirs.
+
+A row of an image is a negative token id (`megarl.data.images.ids`). So whatever compares, hashes, copies or sends
+tokens tells images apart without knowing of them. Three places read the store: the embedding, the rotation, and the
+layers that add features (Qwen3-VL's deepstack, 2511.21631 §2).
+Shapes: T tokens, M of them rows of images, n rows of one image, H hidden size, K layers that add features.
+"""
+
+import math
+import time
+from collections import OrderedDict
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.data.images.ids import MAX_ROWS, ROW_BITS
+from megarl.mcore import device
+
+
+class Image(NamedTuple):
+    """What a tower makes of an image, on the host."""
+
+    size: tuple[int, int, int]  # rows in time, height and width; their product is n
+    embeddings: Tensor  # [n, H]
+    features: Tensor  # [K, n, H]
+
+    @property
+    def bytes(self) -> int:
+        return self.embeddings.nbytes + self.features.nbytes
+
+
+class ImageSource(Protocol):
+    """Where a store gets an image from that it does not have."""
+
+    def size(self, key: int) -> tuple[int, int, int]:
+        """As `Image.size`."""
+
+    def compute(self, key: int) -> Image:
+        """The image, in any precision."""
+
+
+class ImageCounts(NamedTuple):
+    """What a rank did with images: how many distinct ones, their rows, those that were there already, and seconds of
+    its tower."""
+
+    images: float = 0
+    tokens: float = 0
+    hits: float = 0
+    seconds: float = 0.0
+
+    def plus(self, other: "ImageCounts") -> "ImageCounts":
+        return ImageCounts(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def metrics(self, role_groups) -> dict[str, float]:
+        """The metrics of all replicas of a role. A collective of the role."""
+        counts = torch.tensor(self, dtype=torch.float64, device=device.device())
+        images, tokens, hits, seconds = role_groups.dp_all_reduce(counts).tolist()
+        whole = {"images/count": int(images), "images/tokens": int(tokens), "images/cache_hits": int(hits)}
+        return whole | {"time/tower_s": seconds}
+
+
+class ImageStore(OrderedDict[int, Image]):
+    """Images by key, those used last at the end, and how a model reads them."""
+
+    def __init__(
+        self, axes: Tensor | None, hidden: int, layers: int, dtype: torch.dtype, source: ImageSource | None = None
+    ):
+        """Begins empty.
+
+        Args:
+            axes: [r] which of the three positions of a token, in time, height and width, turns each rotated channel;
+                None: a token has one position, its index.
+            hidden: H.
+            layers: K, the first layers of the model.
+            dtype: of the model.
+            source: of images that are not here; None: they are an error.
+        """
+        super().__init__()
+        self.axes, self.hidden, self.layers, self.dtype = axes, hidden, layers, dtype
+        self._source, self._seconds = source, 0.0
+        self._used: dict[int, bool] = {}  # since the last `take_counts`: key -> whether it was here
+
+    def __missing__(self, key: int) -> Image:
+        if self._source is None:
+            raise RuntimeError(f"the image {key:#x} of a token stream is not in the store of this rank")
+        started = time.perf_counter()
+        self.put(key, self._source.compute(key))
+        self._seconds += time.perf_counter() - started
+        return self[key]
+
+    def put(self, key: int, image: Image):
+        """Keeps an image in the model's precision."""
+        self[key] = image._replace(embeddings=image.embeddings.to(self.dtype), features=image.features.to(self.dtype))
+
+    def use(self, key: int) -> Image:
+        """An image, which is then the one used last."""
+        self._used.setdefault(key, key in self)
+        image = self[key]
+        self.move_to_end(key)
+        return image
+
+    def trim(self, size: float):
+        """Forgets the images that were not used for longest until the others have at most so many bytes."""
+        held = sum(image.bytes for image in self.values())
+        while held > size:
+            held -= self.popitem(last=False)[1].bytes
+
+    def take_counts(self) -> ImageCounts:
+        """What was done since the last call."""
+        used, self._used, seconds, self._seconds = self._used, {}, self._seconds, 0.0
+        tokens = sum(math.prod(self._size(key)) for key in used)
+        return ImageCounts(len(used), tokens, sum(used.values()), seconds)
+
+    def _size(self, key: int) -> tuple[int, int, int]:
+        return self[key].size if key in self or self._source is None else self._source.size(key)
+
+    def rows(self, tokens: Tensor) -> "ImageRows | None":
+        """The rows of images among tokens [T]; None: there are none."""
+        at = (tokens < 0).nonzero().flatten()
+        return ImageRows(at, tokens[at].cpu(), self) if len(at) else None
+
+    def positions(self, tokens: Tensor) -> Tensor:
+        """[3, T] positions in time, height and width of one sequence [T] on the host: a function of its tokens alone.
+
+        The three of a text token are equal. The one after an image is one beyond the largest of the image (2409.12191
+        §2.1). An image begins at its row 0, so two without text between them are two.
+        """
+        numbers = -(tokens + 1)
+        is_first = (tokens < 0) & (numbers & (MAX_ROWS - 1) == 0)
+        spans, position, end = [], 0, 0
+        for first in is_first.nonzero().flatten().tolist():
+            size = self._size(int(numbers[first]) >> ROW_BITS)
+            spans.append((position + torch.arange(first - end)).expand(3, -1))
+            position += first - end
+            grid = torch.stack(torch.meshgrid(*map(torch.arange, size), indexing="ij"))
+            spans.append((position + grid.flatten(1))[:, : len(tokens) - first])
+            position, end = position + max(size[1:]), first + size[0] * size[1] * size[2]
+        spans.append((position + torch.arange(max(len(tokens) - end, 0))).expand(3, -1))
+        return torch.cat(spans, 1)
+
+    def packed_positions(self, tokens: Tensor, lengths: Tensor) -> Tensor | None:
+        """[3, T] positions of sequences [T] one after another, on the device; None: all are those of text."""
+        if self.axes is None or not (tokens < 0).any():
+            return None
+        sequences = tokens.cpu().split(lengths.tolist())
+        return torch.cat([self.positions(each) for each in sequences], 1).to(tokens.device)
+
+
+class ImageRows(NamedTuple):
+    """The rows of a stream that are of images."""
+
+    at: Tensor  # [M] int64 their places in the stream
+    ids: Tensor  # [M] int64 on the host
+    store: ImageStore
+
+    def of_rank(self, count: int, group) -> "ImageRows":
+        """Those of this rank's `count` tokens under sequence parallelism over a group, with their places there."""
+        start = dist.get_rank(group) * count
+        is_own = (self.at >= start) & (self.at < start + count)
+        return self._replace(at=self.at[is_own] - start, ids=self.ids[is_own.cpu()])
+
+    def embeddings(self) -> Tensor:
+        """[M, H] on the device."""
+        return self._gather(lambda image: image.embeddings)
+
+    def features(self, layer: int) -> Tensor:
+        """[M, H] on the device, of the layer with this index."""
+        return self._gather(lambda image: image.features[layer])
+
+    def _gather(self, part) -> Tensor:
+        numbers = -(self.ids + 1)
+        keys, rows = numbers >> ROW_BITS, numbers & (MAX_ROWS - 1)
+        found = torch.empty(len(keys), self.store.hidden, dtype=self.store.dtype)
+        for key in keys.unique().tolist():
+            is_own = keys == key
+            found[is_own] = part(self.store.use(key))[rows[is_own]]
+        return found.to(device.device(), non_blocking=True)
+
+
+class RequestPositions:
+    """Positions of the requests of an engine, by their ids: what `ImageStore.positions` says of their sequences."""
+
+    def __init__(self, store: ImageStore):
+        self._store = store
+        self._prompts: dict[int, Tensor] = {}  # id -> [3, P] positions of a prompt with images
+        self._shifts = torch.zeros(1, dtype=torch.int64)  # by id: position of a token after the prompt, less its index
+        self._lengths = torch.zeros(1, dtype=torch.int64)  # by id: P; 0: no image
+
+    def begin(self, request_id: int, prompt: Tensor):
+        """A request begins with a prompt [P] on the host. One that is evicted keeps the positions of its prompt."""
+        has_images = bool((prompt < 0).any())
+        if self._prompts.pop(request_id, None) is None and not has_images:
+            return
+        missing = request_id + 2 - len(self._shifts)  # the last place is that of padding
+        self._shifts, self._lengths = (
+            torch.nn.functional.pad(each, (0, max(missing, 0))) for each in (self._shifts, self._lengths)
+        )
+        self._shifts[request_id] = self._lengths[request_id] = 0
+        if has_images:
+            found = self._store.positions(torch.cat([prompt, prompt.new_zeros(1)]))
+            self._prompts[request_id] = found[:, :-1]
+            self._lengths[request_id] = len(prompt)
+            self._shifts[request_id] = found[0, -1] - len(prompt)
+
+    def shifts(self, requests: Tensor) -> Tensor:
+        """[T] what the position of a token after its prompt is more than its index. `requests`: [T] ids, −1: none."""
+        return self._shifts[requests.clamp(max=len(self._shifts) - 1)]
+
+    def at(self, indices: Tensor, requests: Tensor) -> Tensor:
+        """[3, T] positions of tokens, or [T] if the three are equal for all. `indices`, `requests`: [T] of the tokens
+        in their sequences, and the ids of these, −1: padding; on the host."""
+        shifted = indices + self.shifts(requests)
+        is_prompt = indices < self._lengths[requests.clamp(max=len(self._lengths) - 1)]
+        if not is_prompt.any():
+            return shifted
+        found = shifted.expand(3, -1).clone()
+        for request_id in requests[is_prompt].unique().tolist():
+            own = (is_prompt & (requests == request_id)).nonzero().flatten()
+            found[:, own] = self._prompts[request_id][:, indices[own]]
+        return found
+
+
+def axes_of(sections: tuple[int, int, int], is_interleaved: bool) -> Tensor:
+    """[r] axis (0 time, 1 height, 2 width) of each rotated channel, of which the sections have r/2 frequencies.
+
+    Plain (Qwen2-VL, GLM-4.5V): the first frequencies are of time, the next of height, the last of width. Interleaved
+    (Qwen3-VL, Qwen3.5): height and width have every third one, up to three times their section, time the others.
+    """
+    half = torch.zeros(sum(sections), dtype=torch.int64)
+    if is_interleaved:
+        for axis in (1, 2):
+            half[axis : 3 * sections[axis] : 3] = axis
+    else:
+        half[sections[0] : sections[0] + sections[1]] = 1
+        half[sections[0] + sections[1] :] = 2
+    return half.repeat(2)
+
+
+def attach(chunk, store: ImageStore):
+    """Has a model's chunk read the images of a store: its embedding, its rotations, and its first layers."""
+    if chunk.images is store:  # two roles may run one model
+        return
+    chunk.images = store
+    if chunk.pre_process:
+        # Rows of images stand on token 0, whose gradient then has exactly nothing of them.
+        chunk.embedding.word_embeddings.register_forward_pre_hook(lambda module, args: (args[0].clamp(min=0),))
+        chunk.embedding.register_forward_hook(_replacer(chunk), with_kwargs=True)
+    for layer in chunk.decoder.layers:
+        if layer.layer_number <= store.layers:
+            layer.register_forward_hook(_adder(chunk, layer.layer_number - 1), with_kwargs=True)
+
+
+def _replacer(chunk):
+    def replace(module, args, kwargs, embedded: Tensor) -> Tensor:
+        rows = chunk.images.rows((args[0] if args else kwargs["input_ids"]).flatten())
+        if rows is None:
+            return embedded
+        rows = _of_rank(rows, chunk, embedded)
+        return embedded.index_copy(0, rows.at, rows.embeddings().unsqueeze(1).to(embedded.dtype))
+
+    return replace
+
+
+def _adder(chunk, number: int):
+    """The hook of the layer with this index.
+
+    Rows come with the micro-batch or step, not from the module: a layer that is computed again in backward sees its own
+    micro-batch.
+    """
+
+    def add(layer, args, kwargs, output):
+        context, packing = kwargs.get("inference_context"), kwargs.get("packed_seq_params")
+        rows = packing.images if context is None else context.plan(kwargs.get("rotary_pos_emb")).images
+        if rows is None:
+            return output
+        hidden, *rest = output
+        rows = _of_rank(rows, chunk, hidden)
+        added = rows.features(number).unsqueeze(1).to(hidden.dtype)
+        return (hidden.index_add(0, rows.at, added), *rest)
+
+    return add
+
+
+def _of_rank(rows: ImageRows, chunk, hidden: Tensor) -> ImageRows:
+    return rows.of_rank(len(hidden), chunk.pg_collection.tp) if chunk.config.sequence_parallel else rows

@@ -1,0 +1,155 @@
+"""Images of a run: whether its models can read those of its prompts, the store that they share on a rank, and metrics.
+
+Every rank can compute an image from its bytes, alone and so to the same bits. It does so where the image is needed
+first; ranks that are sent the responses get their images with them (`megarl.comm.image_exchange`).
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+
+from megarl.arguments import RoleSettings, RunConfig
+from megarl.checkpoint.resume import IMAGES
+from megarl.comm import image_exchange
+from megarl.comm.role_mesh import RoleGroups
+from megarl.comm.step_batch import ROLLOUT, StepBatch
+from megarl.data.conversations import Encoder
+from megarl.data.images.book import Images
+from megarl.data.images.ids import image_ids
+from megarl.errors import UsageError, warn_as_first
+from megarl.mcore import device
+from megarl.mcore.any_model.tower import Tower
+from megarl.mcore.vision.store import Image, ImageCounts, ImageStore, attach
+from megarl.mcore.weights.hf.folder import HFFolder
+from megarl.trainers.setup import images_of
+
+READERS = ("actor", "critic", "reference", "teacher")  # roles with models that read the policy's tokens
+GB = 10**9
+
+
+class TowerSource:
+    """Computes images that a process knows with a tower."""
+
+    def __init__(self, images: Images, tower: Tower):
+        self._images, self._tower = images, tower
+
+    def size(self, key: int) -> tuple[int, int, int]:
+        """As of `ImageSource`; decodes nothing."""
+        ref = self._images.of_token(image_ids(key, 1)[0])
+        if ref is None:
+            raise RuntimeError(f"the image {key:#x} of a token stream is in none of the run's data")
+        return self._tower.size(self._images.processor.grid(ref.width, ref.height))
+
+    def compute(self, key: int) -> Image:
+        """As of `ImageSource`. UsageError: the image's file has changed, or is damaged."""
+        return self._tower.compute(self._images.pixels(key))
+
+
+class RunImages:
+    """The images of a run on this rank."""
+
+    def __init__(self, config: RunConfig, encoder: Encoder):
+        """Checks that every model of the run that reads the prompts has a tower for their images. UsageError."""
+        assert encoder.images is not None
+        self._settings, self._images = config.settings, encoder.images
+        self._stores: dict[tuple[str, torch.dtype], ImageStore] = {}  # by tower and precision
+        _check(config)
+        self._towers: dict[str, Tower] = {}  # by folder
+        for role in config.with_models():
+            folder = self._folder(role)
+            if str(folder.path) not in self._towers:
+                self._check_processor(role, folder, encoder)
+                self._towers[str(folder.path)] = Tower(folder)
+            self._tower(role).store(role.megatron.params_dtype)  # UsageError for other axes
+        self._policy = self._tower(config.roles["actor"])
+
+    @staticmethod
+    def of(config: RunConfig, encoder: Encoder) -> "RunImages | None":
+        """Those of a run; None: its prompts have none, so that its models are computed without a tower."""
+        return RunImages(config, encoder) if encoder.images is not None and len(encoder.images) else None
+
+    @staticmethod
+    def _folder(role: RoleSettings) -> HFFolder:
+        if role.hf_model is None:
+            raise UsageError(f"{role.name}: --hf-model is missing: prompts have images, and its folder the tower")
+        return role.hf_model.folder
+
+    def _check_processor(self, role: RoleSettings, folder: HFFolder, encoder: Encoder):
+        found = images_of(folder, encoder.tokenizer, self._settings)
+        if found is None or found.fingerprint != self._images.fingerprint:
+            raise folder.error(f"the {role.name} reads the policy's images: it needs the same image processor")
+
+    def _tower(self, role: RoleSettings) -> Tower:
+        return self._towers[str(self._folder(role).path)]
+
+    def _key(self, role: RoleSettings) -> tuple[str, torch.dtype]:
+        """Equal for roles that read the same numbers."""
+        return self._tower(role).digest if len(self._towers) > 1 else "", role.megatron.params_dtype
+
+    def attach(self, role: RoleSettings, model):
+        """Has a role's model on this rank read images of its store. `model`: None: it is on other ranks."""
+        for chunk in model or ():
+            key = self._key(role)
+            if key not in self._stores:
+                tower = self._tower(role)
+                self._stores[key] = tower.store(key[1], TowerSource(self._images, tower))
+            attach(chunk, self._stores[key])
+
+    def dispatch(self, batch: StepBatch, roles: dict[str, RoleSettings]):
+        """Sends the images of responses to the roles that were sent these. A collective of the world."""
+        source = roles["actor"]
+        for name in (name for name in ("actor", "reference", "teacher", "critic") if name in batch.mesh.roles):
+            if self._key(roles[name]) != self._key(source):
+                continue  # it has a tower of its own
+            pending, store = batch.pending_sends(ROLLOUT, name), self._stores.get(self._key(source))
+            with batch.exchange_phase(ROLLOUT, name) if store is not None else contextlib.nullcontext():
+                image_exchange.send(batch.mesh, store, batch[ROLLOUT], ROLLOUT, name, batch.dp_assignment, pending)
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint's manifest says: the tower, and what made the pixels. Reads the tower."""
+        return {"tower": self._policy.digest, **self._images.processor.facts}
+
+    def check_resumed(self, manifest: dict[str, Any], load: str):
+        """UsageError for a checkpoint of a run with another tower; a warning for another processor."""
+        before, now = manifest.get(IMAGES), self.facts()
+        if before is None:
+            return
+        if before["tower"] != now["tower"]:
+            raise self._policy.folder.error(
+                f"its vision tower is not the one of the checkpoint of --load {load}, whose images had other rows"
+            )
+        changed = [name for name in now if now[name] != before.get(name)]
+        if changed:
+            values = ", ".join(f"{name} {now[name]} (before: {before.get(name)})" for name in changed)
+            warn_as_first([f"--load {load}: images are made by another processor: {values}"])
+
+    def take_metrics(self, role_groups: RoleGroups) -> dict[str, float]:
+        """Metrics of the images that a role's models read since the last call. A collective of the role."""
+        counts = ImageCounts()
+        for store in self._stores.values():
+            counts = counts.plus(store.take_counts())
+        return counts.metrics(role_groups)
+
+    def trim(self):
+        """Forgets the images that do not fit in `--image-cache-gb`; called where no pass needs them."""
+        for store in self._stores.values():
+            store.trim(self._settings.image_cache_gb * GB / len(self._stores))
+
+
+def _check(config: RunConfig):
+    """UsageError for what does not go with images."""
+    s = config.settings
+    for role in config.with_models():
+        if role.megatron.model_folder is not None:
+            raise UsageError(f"{role.name}: --model-source transformers does not go with images in prompts")
+        if role.name not in READERS:
+            raise UsageError(f"{role.name}: its model reads prompts by a template of its own; images do not go with it")
+    if device.has_cuda():
+        raise UsageError("prompts have images: on a CUDA device they are not supported yet")
+    if s.mtp_drafts or s.predicts:
+        raise UsageError("multi-token prediction (--mtp-drafts, --mtp-train) does not go with images in prompts")
+    if s.rollout_server is not None:
+        raise UsageError(f"--rollout-server {s.rollout_server}: does not go with images in prompts")
+    if s.environment is not None:
+        raise UsageError(f"--environment {s.environment}: does not go with images in prompts yet")

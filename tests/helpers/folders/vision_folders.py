@@ -1,0 +1,217 @@
+"""Tiny random vision-language folders as transformers saves them, and what transformers computes from them.
+
+A prompt is a list of token ids and names of images. transformers reads a placeholder for each row of an image; a
+placeholder that is text has no type of its own.
+"""
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from megarl.data.images.ids import image_ids
+from megarl.data.images.pixels import Pixels, content_digest, content_key
+from tests.helpers.texts import small_tokenizers
+
+PLACEHOLDER = 100
+BASE = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+IDS = {"image_token_id": PLACEHOLDER, "video_token_id": 101, "vision_start_token_id": 102, "vision_end_token_id": 103}
+GLM_IDS = {"image_token_id": PLACEHOLDER, "video_token_id": 101, "image_start_token_id": 102,
+           "image_end_token_id": 103, "video_start_token_id": 104, "video_end_token_id": 105}  # fmt: skip
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 4, "num_heads": 2, "depth": 3,
+         "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64}  # fmt: skip
+DEEP = TOWER | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+INTERLEAVED = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+HALF = {"partial_rotary_factor": 0.5}
+DELTA = {"head_dim": 32, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 16,
+         "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "rope_parameters": INTERLEAVED | HALF | {"mrope_section": [4, 2, 2]}}  # fmt: skip
+GLM = {"head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+       "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+       "routed_scaling_factor": 1.5, "use_qk_norm": False, "rope_parameters": SECTIONS | HALF}  # fmt: skip
+PLAIN = {key: value for key, value in DEEP.items() if key != "deepstack_visual_indexes"}
+QWEN2 = {"embed_dim": 32, "hidden_size": 64, "patch_size": 4, "num_heads": 2, "depth": 2, "mlp_ratio": 2,
+         "spatial_merge_size": 2, "temporal_patch_size": 2}  # fmt: skip
+# By family: the beginning of transformers' classes, the tower, the language model, the tokens.
+KINDS = {
+    "qwen2_vl": ("Qwen2VL", QWEN2, {"rope_parameters": SECTIONS}, IDS),
+    "qwen2_5_vl": ("Qwen2_5_VL", TOWER | {"fullatt_block_indexes": [1], "window_size": 16},
+                   {"rope_parameters": SECTIONS}, IDS),
+    "qwen3_vl": ("Qwen3VL", DEEP, {"head_dim": 32, "rope_parameters": INTERLEAVED}, IDS),
+    "qwen3_vl_moe": ("Qwen3VLMoe", DEEP, EXPERTS | {"head_dim": 32, "rope_parameters": INTERLEAVED,
+                                                    "mlp_only_layers": []}, IDS),
+    "glm4v_moe": ("Glm4vMoe", TOWER | {"image_size": 32}, GLM, GLM_IDS),
+    "qwen3_5": ("Qwen3_5", PLAIN, DELTA, IDS),
+    "qwen3_5_moe": ("Qwen3_5Moe", PLAIN, DELTA | EXPERTS | {"shared_expert_intermediate_size": 32}, IDS),
+}  # fmt: skip
+GRIDS = {"A": (1, 4, 4), "B": (1, 4, 4), "C": (1, 4, 12), "D": (1, 8, 6)}
+# A and B are of one size; some prompts begin alike; one ends, one begins with an image; the last ones have none, but
+# the second a placeholder that is text.
+PROMPTS = [
+    [5, 6, 102, "A", 103, 7, 8, 9], [5, 6, 102, "B", 103, 7, 8, 9], [5, 6, 102, "A", 103, 7, 8, 9],
+    [102, "C", 103, 11, 102, "D", 103, 12, 13, 14], [102, "C", 103, 11, 102, "D", 103, 15], ["D", 103, "C"],
+    [21, 22, *range(30, 52), 102, "A", 103, 7], [40, 41, 42, 43, 44], [40, PLACEHOLDER, 41],
+]  # fmt: skip
+
+
+class VisionFolder(NamedTuple):
+    """A folder, its images by name, and for each of `PROMPTS` what transformers computes."""
+
+    path: Path
+    images: dict[str, Pixels]
+    greedy: list[list[int]]  # by `generate`
+    logprobs: list[torch.Tensor]  # of these tokens, by a plain forward
+
+    def tokens(self, prompt: list) -> list[int]:
+        """A prompt's token stream in megarl."""
+        return [token for item in prompt for token in (self._ids(item) if isinstance(item, str) else [item])]
+
+    def _ids(self, name: str) -> list[int]:
+        return image_ids(self.images[name].key, self.images[name].tokens)
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [self.tokens(prompt) for prompt in PROMPTS]
+
+
+def inputs_of(prompt: list, images: dict[str, Pixels], more: list[int] | tuple[int, ...] = ()) -> dict:
+    """Arguments of transformers' forward for a prompt and further tokens."""
+    names = [item for item in prompt if isinstance(item, str)]
+    ids = [t for item in prompt for t in ([PLACEHOLDER] * images[item].tokens if item in names else [item])]
+    types = [t for item in prompt for t in ([1] * images[item].tokens if item in names else [0])]
+    ids, types = [*ids, *more], types + [0] * len(more)
+    found = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.int64)}
+    if names:
+        found["pixel_values"] = torch.cat([torch.from_numpy(images[name].values) for name in names])
+        found["image_grid_thw"] = torch.tensor([images[name].grid for name in names])
+        found["mm_token_type_ids"] = torch.tensor([types])
+    return found
+
+
+def module_of(kind: str, more_text: dict | None = None, more_vision: dict | None = None, more_ids: dict | None = None):
+    """A model of transformers' class of a family, with random weights that make its logits large."""
+    import transformers
+
+    family, vision, text, ids = KINDS[kind]
+    text, vision, ids = text | (more_text or {}), vision | (more_vision or {}), ids | (more_ids or {})
+    config = getattr(transformers, f"{family}Config")(text_config=BASE | text, vision_config=dict(vision), **ids)
+    config.text_config.tie_word_embeddings = config.tie_word_embeddings = False
+    config.text_config.eos_token_id = 2
+    sharpness = 1.0 if "linear_conv_kernel_dim" in text else 1.5  # recurrent layers: so small that fp32 is precise
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "A_log" in name:
+                parameter.copy_(torch.empty_like(parameter).uniform_(0.01, 16).log())
+            elif "dt_bias" in name:
+                parameter.copy_(torch.empty_like(parameter).uniform_(-5, 1))
+            elif parameter.dim() >= 2:
+                scale = sharpness * (0.2 if "linear_attn.out_proj" in name else 1) * parameter.shape[-1] ** -0.5
+                parameter.copy_(torch.randn(parameter.shape) * scale)
+            else:
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+        # Never greedy: transformers' forward raises if a response has a placeholder beside an image.
+        model.lm_head.weight[PLACEHOLDER:106] = 0
+        model.lm_head.weight[0] = 0  # nor the token of padding, which has no gradient in transformers
+    return model
+
+
+def drawn_pixels(grid: tuple[int, int, int], width: int, seed: int) -> Pixels:
+    """An image of noise; `width`: numbers of a patch."""
+    values = np.random.default_rng(seed).standard_normal((grid[0] * grid[1] * grid[2], width)).astype(np.float32)
+    digest = content_digest(repr(grid).encode(), values.tobytes())
+    return Pixels(values, grid, grid[0] * grid[1] * grid[2] // 4, content_key(digest), digest)
+
+
+@functools.cache
+def folder_of(kind: str, count: int = 16) -> VisionFolder:
+    """The folder of a family, with greedy continuations of so many tokens; the test process makes it once."""
+    path = Path(tempfile.mkdtemp(prefix="vision-")) / kind
+    model = module_of(kind)
+    vision = model.config.vision_config
+    small_tokenizers.characters(path)
+    model.save_pretrained(path)
+    width = 3 * vision.temporal_patch_size * vision.patch_size**2
+    images = {name: drawn_pixels(grid, width, i) for i, (name, grid) in enumerate(GRIDS.items())}
+    model.generation_config.eos_token_id = None
+    greedy = [_greedy(model, prompt, images, count) for prompt in PROMPTS]
+    logprobs = [scored(model, prompt, images, more).detach() for prompt, more in zip(PROMPTS, greedy, strict=True)]
+    return VisionFolder(path, images, greedy, logprobs)
+
+
+def _greedy(model, prompt: list, images: dict[str, Pixels], count: int) -> list[int]:
+    """By `generate`. After a prompt that ends with an image it goes on from that row's three positions, other than the
+    forward: then by forwards."""
+    model.model.rope_deltas = None  # else that of the last prompt
+    found: list[int] = []
+    with torch.no_grad():
+        if not isinstance(prompt[-1], str):
+            given = inputs_of(prompt, images)
+            limits = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+            return model.generate(**given, **limits)[0, given["input_ids"].shape[1] :].tolist()
+        while len(found) < count:
+            model.model.rope_deltas = None
+            found.append(int(model(**inputs_of(prompt, images, found), use_cache=False).logits[0, -1].argmax()))
+    return found
+
+
+def scored(model, prompt: list, images: dict[str, Pixels], more: list[int]) -> torch.Tensor:
+    """Log-probs of the tokens after a prompt by a forward of transformers' model without a cache."""
+    model.model.rope_deltas = None
+    logits = model(**inputs_of(prompt, images, more), use_cache=False).logits[0].log_softmax(-1)
+    return logits[-len(more) - 1 : -1].gather(1, torch.tensor(more)[:, None])[:, 0]
+
+
+def store_of(folder: VisionFolder, dtype: torch.dtype = torch.float32):
+    """A store with the images of a folder."""
+    from megarl.mcore.any_model.tower import Tower
+    from megarl.mcore.weights.hf.folder import HFFolder
+
+    tower = Tower(HFFolder(folder.path))
+    store = tower.store(dtype)
+    for pixels in folder.images.values():
+        store.put(pixels.key, tower.compute(pixels))
+    return store
+
+
+def model_of(folder: VisionFolder, flags: str = ""):
+    """As `hf_layouts.build`, on a store with the folder's images."""
+    from megarl.mcore.vision.store import attach
+    from tests.helpers.folders import hf_layouts
+
+    role, groups, model, weights = hf_layouts.build(folder.path, flags, False)
+    store = store_of(folder, role.megatron.params_dtype)
+    for chunk in model:
+        attach(chunk, store)
+    return role, groups, model, weights
+
+
+def write_program_folder(rank: int, folder: Path):
+    """Writes `model`, a small Qwen3-VL with a tokenizer, a chat template and an image processor, and prompts with
+    pictures of three sizes: pictures.jsonl, and answered.jsonl with responses."""
+    from tests.helpers.programs import write_lines
+    from tests.helpers.texts import picture_prompts
+
+    folder.mkdir(parents=True)
+    sizes = {"longest_edge": 16384, "shortest_edge": 1024}
+    model = picture_prompts.write_folder(folder / "model", "qwen3_vl", size=sizes)
+    config = json.loads((model / "config.json").read_text())
+    vocabulary = {"vocab_size": 512, "num_hidden_layers": 2, "eos_token_id": 2}
+    place = {"image_token_id": config["image_token_id"]}
+    module_of("qwen3_vl", vocabulary, {"patch_size": 16, "depth": 2}, place).save_pretrained(model)
+    rows = []
+    for i, (width, height) in enumerate([(64, 64), (96, 64), (64, 96), (64, 64)] * 3):
+        (folder / f"{i % 5}.png").write_bytes(picture_prompts.encoded(picture_prompts.picture(width, height, i % 5)))
+        content = [{"type": "image", "image": f"{i % 5}.png"}, {"type": "text", "text": f"the picture {i}"}]
+        rows.append({"prompt": [{"role": "user", "content": content}], "answer": str(i % 5)})
+    write_lines(folder / "pictures.jsonl", rows)
+    write_lines(folder / "answered.jsonl", [row | {"response": row["answer"]} for row in rows])

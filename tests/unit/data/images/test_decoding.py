@@ -1,0 +1,142 @@
+"""Images of every kind as a viewer shows them; hostile ones, each one line, before memory is taken."""
+
+import random
+import struct
+import tracemalloc
+import zlib
+
+import pytest
+from PIL import Image
+
+from megarl.confine import compute_only
+from megarl.data.images import decoding
+from megarl.data.images.decoding import decode, decode_confined, size_of
+from megarl.errors import UsageError
+from tests.helpers.texts.picture_prompts import encoded, picture
+from tests.helpers.tiers import by_default
+
+
+def turned(kind: str, turn: int) -> bytes:
+    image = picture(64, 48)
+    exif = image.getexif()
+    exif[0x0112] = turn
+    return encoded(image, kind, exif=exif, **({"lossless": True} if kind == "WEBP" else {}))
+
+
+def header(width: int, height: int) -> bytes:
+    """A PNG whose header says a size, without pixels."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def frames(kind: str) -> bytes:
+    return encoded(picture(8, 8), kind, save_all=True, append_images=[picture(8, 8, 1), picture(8, 8, 2)])
+
+
+PLAIN = picture(64, 48)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "BMP"])
+def test_pixels_without_loss_are_those_of_the_picture(kind):
+    found = decode(encoded(PLAIN, kind, **({"lossless": True} if kind == "WEBP" else {})))
+    assert found == (64, 48, PLAIN.tobytes())
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("turn", by_default({n: n for n in range(1, 9)}, [3, 6]))
+def test_exif_turns_an_image_and_its_size(kind, turn):
+    from io import BytesIO
+
+    from PIL import ImageOps
+
+    data = turned(kind, turn)
+    expected = ImageOps.exif_transpose(Image.open(BytesIO(data))).convert("RGB")
+    assert decode(data) == (*expected.size, expected.tobytes()) and size_of(data) == expected.size
+    assert turn < 5 or expected.size == (48, 64)
+
+
+def test_colours_become_those_that_a_viewer_shows():
+    grey = decode(encoded(Image.new("I;16", (2, 2), 40000), "PNG")).rgb
+    assert set(grey) == {155}  # Pillow's own conversion clips to 255
+    clear = decode(encoded(Image.new("RGBA", (2, 2), (10, 20, 30, 0)), "PNG")).rgb
+    assert set(clear) == {255}  # over white, as qwen_vl_utils
+    assert set(decode(encoded(Image.new("P", (2, 2)), "PNG", transparency=0)).rgb) == {255}
+    assert len(decode(encoded(Image.new("CMYK", (2, 2)), "JPEG")).rgb) == 12
+    assert decode(frames("GIF"))[:2] == (8, 8)  # the first frame
+
+
+REFUSED = {
+    "text": (b"hello", "not PNG, JPEG, WebP, GIF or plain BMP; it begins with b'hello'"),
+    "nothing": (b"", "it begins with b''"),
+    "SVG": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "it begins with b'<svg xml'"),
+    "TIFF": (encoded(PLAIN, "TIFF"), "not PNG"),
+    "EPS": (b"%!PS-Adobe-3.0 EPSF-3.0\n", "not PNG"),
+    "PDF": (b"%PDF-1.7\n", "not PNG"),
+    "RIFF of sound": (b"RIFF\0\0\0\0WAVEfmt ", "not PNG"),
+    "BMP in runs": (encoded(PLAIN, "BMP")[:30] + struct.pack("<I", 1) + encoded(PLAIN, "BMP")[34:], "plain BMP"),
+    "cut PNG": (encoded(PLAIN)[:-400], "PNG that cannot be decoded"),
+    "cut JPEG": (encoded(PLAIN, "JPEG")[:700], "JPEG that cannot be decoded"),
+    "half a header": (encoded(PLAIN)[:20], "PNG that Pillow cannot open"),
+    "huge header": (header(2**31 - 1, 2**31 - 1), "pixels; allowed: 50,000,000 in all"),
+    "many pixels": (header(30000, 30000), "30000 × 30000 pixels"),
+    "long side": (header(40000, 1000), "32,768 a side"),
+    "ratio": (header(20000, 4), "sides of 200 to 1"),
+    "frames": (frames("WEBP"), "WEBP of 3 frames; allowed: one"),
+    "PNG with frames": (frames("PNG"), "PNG of 3 frames; allowed: one"),
+    "bytes": (b"\xff\xd8\xff" + bytes(decoding.MAX_BYTES), "bytes; allowed: at most 20,971,520"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_image_is_one_line(name):
+    data, needle = REFUSED[name]
+    with pytest.raises(UsageError) as failure:
+        decode(data)
+    assert needle in str(failure.value) and "\n" not in str(failure.value) and len(str(failure.value)) < 300
+
+
+def test_a_bomb_is_refused_by_its_header():
+    bomb = encoded(Image.new("1", (16000, 8000)))
+    assert len(bomb) < 40_000
+    size_of(encoded(PLAIN))  # imports
+    tracemalloc.start()
+    with pytest.raises(UsageError, match="16000 × 8000 pixels"):
+        decode(bomb)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_damaged_bytes_are_a_picture_or_one_line(kind):
+    data, chance, refused = encoded(picture(24, 16), kind), random.Random(kind), 0
+    for _ in range(60):
+        damaged = bytearray(data)
+        for _ in range(chance.randint(1, 8)):
+            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+        try:
+            found = decode(bytes(damaged))
+            assert len(found.rgb) == 3 * found.width * found.height
+        except UsageError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused
+
+
+@pytest.mark.skipif(compute_only.works() is not None, reason="this machine cannot confine a process")
+def test_sent_images_are_decoded_in_a_confined_process():
+    for data in (encoded(PLAIN), encoded(PLAIN, "JPEG"), encoded(PLAIN, "WEBP"), turned("JPEG", 6)):
+        assert decode_confined(data) == decode(data)
+    for name in ("cut JPEG", "TIFF", "huge header"):
+        with pytest.raises(UsageError, match=REFUSED[name][1][:20]):
+            decode_confined(REFUSED[name][0])
+
+
+def test_a_childs_result_is_checked():
+    checked = decoding.Decoder().checked
+    assert checked({"rgb": "AAAA" * 6, "size": [3, 2]})["size"] == [3, 2]
+    with pytest.raises(ValueError, match="other pixels"):
+        checked({"rgb": "AAAA", "size": [3, 2]})
