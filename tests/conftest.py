@@ -138,6 +138,14 @@ def _earlier_objects_are_not_collected_again():
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def without_collection():
+    """For tests that parse many files: no collection of garbage finds any among the nodes of syntax."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.fixture
 def own_environment():
     """Undoes what the launcher, run in this process, writes into the environment."""

@@ -6,6 +6,8 @@ import pytest
 
 from tools import house
 
+pytestmark = pytest.mark.usefixtures("without_collection")
+
 
 def test_no_count_is_above_its_limit(capsys):
     assert house.main(["--limits"]) == 0, capsys.readouterr().err

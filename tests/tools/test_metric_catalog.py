@@ -1,6 +1,5 @@
 """The catalogue of metrics: code writes every entry. That runs write nothing else is checked by `programs.metrics`."""
 
-import ast
 import functools
 import json
 import re
@@ -19,20 +18,14 @@ READERS = {*PACKAGE.glob("extras/report*.py"),
            *(PACKAGE / "observe" / f"{name}.py" for name in ("alarms", "terminal"))}  # fmt: skip
 EXAMPLES = {"role": "actor", "phase": "update", "term": "format", "task": "chain_sum", "layer": "003", "k": "4",
             "component": "format", "bound": "mean_abs", "teacher": "math", "file": "code"}  # fmt: skip
-HOLE = "\0"  # a value in an f-string
+HOLE = documents.HOLE
+pytestmark = pytest.mark.usefixtures("without_collection")
 
 
 @functools.cache
 def literals() -> frozenset[str]:
-    """The string constants and f-strings (each value a `HOLE`) of the code that writes metrics."""
-    found = set()
-    for path in set(PACKAGE.rglob("*.py")) - READERS:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.add(node.value)
-            elif isinstance(node, ast.JoinedStr):
-                found.add("".join(v.value if isinstance(v, ast.Constant) else HOLE for v in node.values))
-    return frozenset(found)
+    """The literals of the code that writes metrics."""
+    return frozenset(text for path in set(PACKAGE.rglob("*.py")) - READERS for text in documents.literals(path))
 
 
 def fits(text: str, literal: str) -> bool:
@@ -49,7 +42,7 @@ def last_components() -> frozenset[str]:
 @functools.cache
 def prefixes() -> tuple[str, ...]:
     """F-strings that begin with a text and a slash."""
-    return tuple(text for text in literals() if re.match(r"[a-z_/]+/.*\0", text, re.DOTALL))
+    return tuple(text for text in literals() if re.match(f"[a-z_/]+/.*{HOLE}", text, re.DOTALL))
 
 
 def is_written(metric: Metric) -> bool:
@@ -58,7 +51,7 @@ def is_written(metric: Metric) -> bool:
     if name in literals():
         return True
     last = re.sub("<[a-z]+>", HOLE, metric.name.rpartition("/")[2])
-    begins = [text for text in last_components() if re.match("[a-z]{3,}_\0", text)]  # as in f"gap_{name}"
+    begins = [text for text in last_components() if re.match(f"[a-z]{{3,}}_{HOLE}", text)]  # as in f"gap_{name}"
     has_last = last == HOLE or last in last_components() or any(fits(last, text) for text in begins)
     folders = [name[:at] for at, letter in enumerate(name) if letter == "/"]
     has_first = any(folder in literals() for folder in folders) or any(fits(name, text) for text in prefixes())
@@ -75,21 +68,24 @@ def test_a_metric_that_no_code_writes_is_found():
     assert not [name for name in invented if is_written(Metric(name, "", ""))]
 
 
+@functools.cache
+def phases() -> set[str]:
+    """The phases of roles."""
+    return {name for path in PACKAGE.rglob("*.py") for name in re.findall(r'\.phase\(.*"(\w+)"\)', path.read_text())}
+
+
 def unknown_names(text: str) -> list[str]:
     """The names in a text that begin as those of metrics do, and are neither one nor a phase of a role."""
-    written = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
-    phases = set(re.findall(r'\.phase\(.*"(\w+)"\)', written))
     first = "|".join({re.escape(metric.name.split("/")[0]) for metric in METRICS if "/" in metric.name})
     names = re.findall(rf"(?<![\w/.])(?:{first})/[a-z0-9_@<>/]*[a-z0-9_>](?![\w.:/])", text)
     listed = {metric.name for metric in METRICS}
-    return [name for name in names if name not in listed and name.split("/", 1)[1] not in phases
+    return [name for name in names if name not in listed and name.split("/", 1)[1] not in phases()
             and metric_catalog.unknown([name.replace("<role>", "actor")])]  # fmt: skip
 
 
 def test_reports_alarms_and_pages_name_metrics_that_exist():
     for path in READERS:
-        texts = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
-        assert unknown_names("\n".join(text for text in texts if isinstance(text, str))) == [], path.name
+        assert unknown_names("\n".join(documents.literals(path))) == [], path.name
     for page in documents.pages():
         spans = [span for _, span in documents.inline_code(documents.text_of(page))]
         assert unknown_names("\n".join(span for span in spans if not (documents.ROOT / span).exists())) == [], page.name

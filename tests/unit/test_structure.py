@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import functools
-import gc
 import itertools
 import subprocess
 import sys
@@ -39,12 +38,10 @@ def tree_of(path: Path) -> ast.Module:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _forgets_syntax():
-    """Syntax takes memory, which other tests would fork, and no collection of garbage finds any among its nodes."""
-    gc.disable()
+def _forgets_syntax(without_collection):
+    """Syntax takes memory, which other tests would fork."""
     yield
     nodes_of.cache_clear()
-    gc.enable()
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import ast
 import functools
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,16 +99,19 @@ def anchors(text: str) -> set[str]:
     return {f"{slug}-{number}" if number else slug for slug, last in found.items() for number in range(last + 1)}
 
 
+def literals(path: Path) -> Iterator[str]:
+    """The string constants and f-strings (each value a `HOLE`) of a file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(v.value if isinstance(v, ast.Constant) else HOLE for v in node.values)
+
+
 @functools.cache
 def code_texts() -> tuple[str, ...]:
     """The texts of the programs: literals, with a `HOLE` for each value, and the lines of the scripts."""
-    found = []
-    for path in sorted((ROOT / "megarl").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-            elif isinstance(node, ast.JoinedStr):
-                found.append("".join(v.value if isinstance(v, ast.Constant) else HOLE for v in node.values))
+    found = [text for path in sorted((ROOT / "megarl").rglob("*.py")) for text in literals(path)]
     for path in sorted((ROOT / "launch").glob("*.sh")):
         found += [re.sub(r"\$\{[^}]*\}|\$\w+", HOLE, line) for line in path.read_text().split("\n")]
     return tuple(found)
