@@ -119,7 +119,8 @@ MODELS = {
     "modules of unlike layers": _of_modules("--hf-model {gemma4_text} --speculative-rollout"
                                             " --rollout-prefix-caching", layouts=(FSDP,)),
     "modules with states": _of_modules("--hf-model {bamba} --speculative-rollout --rollout-prefix-caching",
-                                       layouts=(TWO, FSDP, TP2, CP2, (1, SMALL), (1, FULL)), moved=(FSDP, CP2), tolerance=1e-4),
+                                       layouts=(TWO, FSDP, TP2, CP2, (1, SMALL), (1, FULL)), moved=(FSDP, CP2),
+                                       tolerance=1e-4),
     "modules with states in bf16": _of_modules("--hf-model {bamba} --bf16"),
     "modules with convolutions, FSDP": _of_modules(f"--hf-model {{lfm2}} {FSDP[1]}", 2),
     "modules, a lag": _of_modules(f"{ALL_AHEAD} --advantage grpo --kl-coefficient 0 --verify-weights", 2),
