@@ -97,7 +97,7 @@ class Convolution(NamedTuple):
         return dict(zip(fields, torch.autograd.grad(read, list(fields.values()), grad), strict=True))
 
 
-class Heads(NamedTuple):
+class HeadStates(NamedTuple):
     """Heads with a state [K, V] each, by the rule of the type of `sizes`; fp32."""
 
     x: Tensor  # [T, C] after the convolution, as `state_space` and `delta_rule` lay out channels
@@ -116,7 +116,7 @@ class Heads(NamedTuple):
         """As of `Convolution`."""
         return self.sizes.heads, self.sizes.values
 
-    def of_rows(self, change: Callable[[Tensor], Tensor]) -> "Heads":
+    def of_rows(self, change: Callable[[Tensor], Tensor]) -> "HeadStates":
         """As of `Convolution`."""
         return self._replace(x=change(self.x), scales=change(self.scales), decays=change(self.decays))
 
@@ -149,7 +149,7 @@ class Heads(NamedTuple):
         return dict(zip(names, backward(grad.contiguous(), self.x, *numbers, *sizes), strict=True))
 
 
-Rule = Convolution | Heads
+Rule = Convolution | HeadStates
 
 
 class _Trained(torch.autograd.Function):
@@ -242,7 +242,7 @@ def _refuse(what: str, others: dict):
 
 
 def _padded(x: Tensor) -> Tensor:
-    """Heads' channels, filled up to whole vectors."""
+    """HeadStates' channels, filled up to whole vectors."""
     return functional.pad(x, (0, -x.shape[-1] % VECTOR))
 
 
@@ -250,7 +250,7 @@ def _read_heads(wide: Tensor, scales: Tensor, log_decays: Tensor, sizes: SpaceSi
     """wide [1, R, C], scales and logarithms of decays [R, H] -> [1, R, H, values]. Exponents are of all rows: those of
     whole vectors have the same bits at any place."""
     tokens, decays = attention.current().tokens, log_decays.exp() if has_kernels(wide) else log_decays
-    rule = Heads(*(x[:tokens].contiguous() for x in (wide.squeeze(0), scales, decays)), sizes)
+    rule = HeadStates(*(x[:tokens].contiguous() for x in (wide.squeeze(0), scales, decays)), sizes)
     return _read(rule, wide.shape[1])[..., :values].unsqueeze(0)
 
 

@@ -30,7 +30,8 @@ SIZES = {
        " num_kv_shared_layers num_global_key_value_heads zero_expert_num index_n_heads linear_num_key_heads hc_mult"
        " swa_num_key_value_heads o_groups mamba_expand eos_token_id",
     16: "head_dim kv_lora_rank qk_nope_head_dim v_head_dim index_head_dim mamba_d_head mamba_head_dim dim_head d_kv"
-        " mamba_chunk_size kv_channels linear_key_head_dim linear_value_head_dim o_lora_rank swa_head_dim swa_v_head_dim",
+        " mamba_chunk_size kv_channels linear_key_head_dim linear_value_head_dim o_lora_rank swa_head_dim"
+        " swa_v_head_dim",
     128: "max_position_embeddings n_positions",
     32: "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size shared_intermediate_size"
         " shared_expert_size global_head_dim",

@@ -43,7 +43,7 @@ FSDP, TP2_FSDP = (2, "--use-torch-fsdp2"), (4, f"{TP2[1]} --use-torch-fsdp2")
 
 
 def _of_modules(flags: str = "", ranks: int = 1, **more) -> Feature:
-    return Feature(f"{MODULES} {flags}", ranks, warm_start=False, tolerance=1e-5, **{"steps": 4, **more})
+    return Feature(f"{MODULES} {flags}", ranks, warm_start=False, **{"steps": 4, "tolerance": 1e-5, **more})
 
 
 def _averaged(flags: str, ranks: int = 1, **more) -> Feature:
@@ -136,7 +136,9 @@ MODELS = {
     "modules of unlike layers": _of_modules("--hf-model {gemma4_text} --speculative-rollout"
                                             " --rollout-prefix-caching", layouts=(FSDP,)),
     "modules with states": _of_modules("--hf-model {bamba} --speculative-rollout --rollout-prefix-caching",
-                                       layouts=(TWO, FSDP, TP2, CP2, (1, SMALL), (1, FULL)), moved=(FSDP, CP2)),
+                                       layouts=(TWO, FSDP, TP2, CP2, (1, SMALL), (1, FULL)), moved=(FSDP, CP2),
+                                       tolerance=1e-4),
+    "modules with states in bf16": _of_modules("--hf-model {bamba} --bf16"),
     "modules with convolutions, FSDP": _of_modules(f"--hf-model {{lfm2}} {FSDP[1]}", 2),
     "modules, a lag": _of_modules(f"{ALL_AHEAD} --advantage grpo --kl-coefficient 0 --verify-weights", 2),
     "modules, frozen": _of_modules("--freeze *embed_tokens* --lr-multipliers *self_attn*=0.5 --ema-decay 0.5"),

@@ -63,6 +63,8 @@ def test_the_list_of_types_has_what_it_must():
 # Windows, sinks, softcaps, keys wider than values, chunks, experts; convolutions, state spaces, delta rules.
 AT_LENGTH = "cohere2 gpt_oss gemma2 deepseek_v3 llama4_text qwen3_moe lfm2 bamba falcon_h1 mamba2 qwen3_next"
 
+ROUNDED = {"bamba": 1e-4, "falcon_h1": 2e-4}  # so far is transformers' own fp32 from its float64
+
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", AT_LENGTH.split())
@@ -76,5 +78,5 @@ def test_sums_over_long_keys(kind, tmp_path, monkeypatch):
     (found,) = run_world(any_measures.measure, 1, {kind: tmp_path / kind}, tmp_path / "out")
     found = found[kind]
     assert max(map(len, found.score_rows)) == 1099
-    assert found.difference < 2e-5 and all(found.greedy) and len(found.greedy) == 3
+    assert found.difference < ROUNDED.get(kind, 2e-5) and all(found.greedy) and len(found.greedy) == 3
     assert found.gaps == [0, 0] and found.is_alone_equal and found.changed == []

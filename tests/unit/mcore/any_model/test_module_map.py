@@ -39,7 +39,7 @@ def argv(folder, flags: str = "") -> list[str]:
     ({"hidden_size": "wide"}, "config.json: transformers refuses it"),
     ({"num_attention_heads": 3}, "GraniteForCausalLM cannot run"),
     ({"num_hidden_layers": 0}, "does not call transformers' attention interface"),
-    ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 3},
+    ({"model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1},
      "than with two sequences packed together: it has states, masks or positions beside"),
     ({"model_type": "falcon"}, "FalconForCausalLM does not call transformers' attention interface"),
     (CLASSIFIER, "num_labels 2: allowed is one"),

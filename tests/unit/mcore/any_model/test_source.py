@@ -43,8 +43,8 @@ REFUSED = {
         {"model_type": "granite", "vocab_size": 8, "hidden_size": 64, "num_attention_heads": 4, "pad_token_id": 9},
         "GraniteForCausalLM cannot be built (AssertionError: Padding_idx must be within num_embeddings)" + NOT_COMPUTED,
     ),
-    "convolutions": ("lfm2", "Lfm2ForCausalLM computes other logits (off by …) " + STATES),
-    "recurrent states": ("falcon_h1", "FalconH1ForCausalLM computes other logits (off by …) " + STATES),
+    "states of channels": ("jamba", "JambaForCausalLM computes other logits (off by …) " + STATES),
+    "decays of channels": ("kimi_linear", "KimiLinearForCausalLM computes other logits (off by …) " + STATES),
     "indexer": (
         "deepseek_v32",
         "DeepseekV32ForCausalLM cannot run without its sparse indexer, index_topk (TypeError: 'NoneType' object is not "

@@ -34,7 +34,7 @@ LAYOUTS = {"--tensor-model-parallel-size 2": 2, "--context-parallel-size 2": 2,
 
 
 # With norms of single heads whose weight all ranks have, a tied head, padding; with packed shares; with recurrences.
-KINDS = "gemma3_text", "qwen3", "phi3", "gpt_oss", "gemma4_text", "lfm2", "falcon_h1", "qwen3_next"
+KINDS = "gemma3_text", "qwen3", "phi3", "gpt_oss", "gemma4_text", "lfm2", "falcon_h1", "qwen3_5_text"
 SHARDED = list(LAYOUTS)[2]  # refused of packed experts
 ROWS = [(layout, kind) for layout in LAYOUTS for kind in KINDS if (layout, kind) != (SHARDED, "gemma4_text")]
 
