@@ -94,7 +94,7 @@ def _run(found: Source, trial: Trial, partial: dict[str, None] | None = None) ->
                 each.requires_grad_(each.is_floating_point())
             tokens = torch.randint(found.text.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(0))
             self_check.logits(module, LogitInputs(module), tokens, [TOKENS])
-            sum(part.sum() for part in trial.parts if part.requires_grad).backward()
+            torch.stack([part.sum() for part in trial.parts if part.requires_grad]).sum().backward()
     if any(_has_gradient(each) for each in trial.whole):
         raise Unsupported(f"the plan of {found.kind.__name__} does not sum the gradient of what its ranks share")
     if partial is not None:
