@@ -258,7 +258,7 @@ def _renamed(layers: dict[str, Mapping], *names: tuple[str, str]) -> dict[str, M
         stored = mapping.names
         for old, new in names:
             stored = tuple(name.replace(old, new) for name in stored)
-        found[key] = rows(*stored)
+        found[key] = Rows(stored)
     return found
 
 
