@@ -31,6 +31,7 @@ DELTA_NET = ("--experimental-attention-variant gated_delta_net --linear-attentio
              " --disable-bias-linear")  # fmt: skip
 MAMBA = ("--num-layers 4 --hybrid-layer-pattern M*M- --mamba-num-heads 8 --mamba-head-dim 16 --mamba-num-groups 2"
          " --mamba-state-dim 16 --normalization RMSNorm --disable-bias-linear")  # fmt: skip
+CHANNELS = f"{DELTA_NET} --linear-num-key-heads 4 --linear-key-head-dim 16"
 YARN, LLAMA3 = "--position-embedding-type yarn", "--use-rope-scaling"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
@@ -73,6 +74,7 @@ COMPANY = {
     DELTA_NET: "linear_attention_freq linear_num_key_heads linear_num_value_heads linear_key_head_dim "
                "linear_value_head_dim linear_conv_kernel_dim attention_output_gate",
     f"{DELTA_NET} --bf16": "delta_rule_backend",
+    CHANNELS: "linear_channel_decay", f"{CHANNELS} --linear-channel-decay": "linear_gate_rank linear_decay_bound",
     MAMBA: "mamba_num_heads mamba_head_dim mamba_num_groups mamba_state_dim mamba_dt_min",
     MAMBA.replace("M*M-", "MMMM"): "hybrid_layer_pattern",
     "--normalization RMSNorm --disable-bias-linear": "experimental_attention_variant",
@@ -115,7 +117,7 @@ VALUES = {
     "weight_decay_incr_style": "cosine", "start_weight_decay": "0.15", "end_weight_decay": "0.3",
     "hybrid_layer_pattern": "M*M-", "experimental_attention_variant": "gated_delta_net --linear-attention-freq 2",
     "linear_attention_freq": "4", "linear_num_key_heads": "4", "linear_num_value_heads": "8",
-    "linear_conv_kernel_dim": "3", "mamba_num_groups": "4",
+    "linear_conv_kernel_dim": "3", "linear_decay_bound": "-5", "mamba_num_groups": "4",
     "muon_coefficient_type": "simple", "muon_tp_mode": "blockwise",
     "lr_multipliers": "*=2", "weight_decay_multipliers": "*=2", "freeze": "*",
     "moe_token_dispatcher_type": "allgather", "pretrained_checkpoint": "x", "no_rope_freq": "2",

@@ -18,11 +18,12 @@ FLAGS = (
     " --advantage grpo --kl-coefficient 0.05 --router-replay rollout --save-interval 1"
     f" --export-hf {GRADED}"
 )
-# The families of DeepSeek-V3 with YaRN, of Qwen3-Next, and of Nemotron 3.
+# The families of DeepSeek-V3 with YaRN, of Qwen3-Next, of Nemotron 3, and of Kimi-Linear.
 MODELS = {
     "latent": ("deepseek_v3_yarn", "--rollout-prefix-caching"),
     "recurrent": ("qwen3_next", ""),
     "mamba": ("nemotron_h_latent", ""),
+    "channels": ("kimi_linear", "--rollout-prefix-caching"),
 }
 TP2_EP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"
 APART = "--role-map actor=0-1;reference=0-1;reward=0-1;rollout=2 --expert-model-parallel-size 2"
@@ -87,5 +88,6 @@ def test_an_export_has_the_sources_tensors_with_other_numbers(run, data):
         assert {name: (x.shape, x.dtype) for name, x in before.items()} == {
             name: (x.shape, x.dtype) for name, x in after.items()
         }
-        for name in (name for name in before if "kv_a_" in name or "q_b_proj" in name or "linear_attn" in name):
+        trained = ("kv_a_", "q_b_proj", "linear_attn", "conv1d", "f_b_proj", "A_log", "dt_bias")
+        for name in (name for name in before if any(each in name for each in trained)):
             assert not before[name].equal(after[name]), name

@@ -120,16 +120,22 @@ def _of_channels(args, on: bool) -> list[Rule]:
     heads, none = args.linear_num_value_heads, f"none without {CHANNEL_DECAY}"
     return [
         allow(CHANNEL_DECAY, on or not is_kda, f"none without {FLAG}"),
-        allow(CHANNEL_DECAY, not is_kda or groups == heads,
-              f"none with --linear-num-key-heads {groups}, --linear-num-value-heads {heads}: each value has a key"),
-        allow(CHANNEL_DECAY, not is_kda or keys == values,
-              f"none with --linear-key-head-dim {keys}, --linear-value-head-dim {values}: they are equal"),
+        allow(
+            CHANNEL_DECAY,
+            not is_kda or groups == heads,
+            f"none with --linear-num-key-heads {groups}, --linear-num-value-heads {heads}: each value has a key",
+        ),
+        allow(
+            CHANNEL_DECAY,
+            not is_kda or keys == values,
+            f"none with --linear-key-head-dim {keys}, --linear-value-head-dim {values}: they are equal",
+        ),
         allow(RULE, not is_kda or args.delta_rule_backend == RULE_BACKENDS[0], f"torch with {CHANNEL_DECAY}"),
         allow("--linear-gate-rank", rank is None or is_kda, none),
         min_value(args, "--linear-gate-rank"),
         allow("--linear-decay-bound", bound is None or is_kda, none),
         allow("--linear-decay-bound", bound is None or -80 <= bound < 0, "below 0, -80 or more"),
-    ]  # fmt: skip
+    ]
 
 
 def _combinations(args) -> list[Rule]:
@@ -138,13 +144,16 @@ def _combinations(args) -> list[Rule]:
     return [
         only(args, "--transformer-impl", "local"),
         allow("--fp16", not args.fp16, "--bf16 or fp32: decays overflow,"),
-        allow("--multi-latent-attention", not args.multi_latent_attention or args.linear_channel_decay,
-              f"none without {CHANNEL_DECAY}"),
+        allow(
+            "--multi-latent-attention",
+            not args.multi_latent_attention or args.linear_channel_decay,
+            f"none without {CHANNEL_DECAY}",
+        ),
         only(args, "--layernorm-position", "pre"),
         only(args, "--normalization", "RMSNorm"),
         allow("--disable-bias-linear", not args.add_bias_linear, "given", value=False),
         allow("--recompute-modules", "gdn_norm_out" not in modules, "others than gdn_norm_out", " ".join(modules)),
-    ]  # fmt: skip
+    ]
 
 
 def check_backend(role: str, args):

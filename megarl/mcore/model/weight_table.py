@@ -140,7 +140,7 @@ def _recurrence(args, t: int) -> list[Weight]:
     weights.append(_weight(args, f"{name}in_proj.weight", sum(sizes.parts.values()), hidden))
     weights.append(_weight(args, f"{name}out_proj.weight", hidden, values))
     weights.append(_weight(args, f"{name}conv1d.weight", sizes.channels, 1, args.linear_conv_kernel_dim))
-    if not is_space:
+    if not isinstance(sizes, SpaceSizes):
         weights += _norm(args, f"{name}out_norm", sizes.values)
         if rank := sizes.gate_rank:
             weights.append(_weight(args, f"{name}latent_proj.weight", len(sizes.latents) * rank, hidden))

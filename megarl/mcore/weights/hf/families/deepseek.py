@@ -253,12 +253,12 @@ def _bound(config: ModelConfig) -> Flags:
 
 def _renamed(layers: dict[str, Mapping], *names: tuple[str, str]) -> dict[str, Mapping]:
     """Weights with other names in their tensors' names."""
-    found = {}
+    found: dict[str, Mapping] = {}
     for key, mapping in layers.items():
         stored = mapping.names
         for old, new in names:
             stored = tuple(name.replace(old, new) for name in stored)
-        found[key] = rows(*stored)
+        found[key] = Rows(stored)
     return found
 
 
