@@ -8,6 +8,7 @@ import functools
 
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megarl.mcore import device
@@ -50,6 +51,13 @@ class Indexer(torch.nn.Module):
         self.k_norm = torch.nn.LayerNorm(self.channels, eps=KEY_NORM_EPSILON, **place)
         self.linear_weights_proj = ReplicatedLinear(config.hidden_size, self.heads, config, group)
         self.requires_grad_(False)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
+        """Describes the parameters to checkpoints, the largest one split over tensor-parallel ranks."""
+        state, replicas = self.state_dict(prefix="", keep_vars=True), metadata["dp_cp_group"]
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {"linear_wq_b.weight": 0}, sharded_offsets, tp_group=self.group, dp_cp_group=replicas
+        )
 
     @torch.no_grad()
     def queries(self, hidden: Tensor, latent: Tensor, rotation: Rotation) -> IndexQueries:
