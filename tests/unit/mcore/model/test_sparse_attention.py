@@ -187,25 +187,27 @@ def test_layouts_have_the_same_numbers_and_no_gap(flags, tmp_path):
                 assert (one - other).abs().max() <= 1e-5
 
 
-def index_heads(rank, flags: str) -> tuple[tuple[int, ...], torch.Tensor]:
-    """(shape of the rank's weight, heads of five tokens) of the indexer of a model with random weights."""
+def index_heads(rank, flags: str) -> tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]:
+    """(shape of the rank's weight, that of a checkpoint, heads of five tokens) of an indexer with random weights."""
     from megarl.mcore.model.decoder_layer import Rotation
     from tests.helpers.models.tiny_models import CHOOSING, build
 
-    model, *_ = build(f"{CHOOSING} {flags}", "latent")
+    model, _, place = build(f"{CHOOSING} {flags}", "latent")
     indexer = model.decoder.layers[0].self_attention.core_attention.indexer
     latent = torch.randn(9, 1, model.config.q_lora_rank, generator=torch.Generator().manual_seed(1))
     rotation = Rotation.of(model.rotary_pos_emb(9), torch.float32, 1.0)
     with torch.no_grad():
         heads = indexer._heads(latent, rotation, torch.tensor([8, 1, 2, 5, 3]))
-    return tuple(indexer.linear_wq_b.weight.shape), heads
+    stored = indexer.sharded_state_dict(metadata={"dp_cp_group": place.pg_collection.dp_cp})
+    return tuple(indexer.linear_wq_b.weight.shape), stored["linear_wq_b.weight"].global_shape, heads
 
 
 def test_tensor_ranks_have_a_part_of_the_heads_and_gather_the_same_bits():
-    ((whole, wanted),) = run_world(index_heads, 1, "")
+    ((whole, _, wanted),) = run_world(index_heads, 1, "")
     for flags in ("", "--sequence-parallel"):
-        for shape, found in run_world(index_heads, 2, f"--tensor-model-parallel-size 2 {flags}"):
-            assert shape == (whole[0] // 2, whole[1]) and torch.equal(found, wanted) and wanted.any()
+        for shape, stored, found in run_world(index_heads, 2, f"--tensor-model-parallel-size 2 {flags}"):
+            assert shape == (whole[0] // 2, whole[1]) and stored == whole
+            assert torch.equal(found, wanted) and wanted.any()
 
 
 def generated(rank, folder: Path, many: int) -> dict:
