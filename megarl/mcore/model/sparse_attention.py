@@ -90,8 +90,7 @@ class SparseLatentAttention(LatentAttention):
     def __init__(self, config, submodules, layer_number, *args, **kwargs):
         super().__init__(config, submodules, layer_number, *args, **kwargs)
         self.count, self.source = config.dsa_indexer_topk, indexer_of(config, layer_number)
-        is_last = layer_number == config.num_layers
-        self.is_shared = not is_last and indexer_of(config, layer_number + 1) == self.source
+        self.is_shared = layer_number < config.num_layers and indexer_of(config, layer_number + 1) == self.source
         if self.source == layer_number:
             rows = config.dsa_indexer_n_heads * config.dsa_indexer_head_dim
             heads = self._column_parallel(submodules.linear_q_up_proj, config.q_lora_rank, rows)
