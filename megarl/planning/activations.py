@@ -104,7 +104,8 @@ def _latent_attention(args, n: int, s: int, fused: bool) -> float:
     with A key and value heads, all of the widest head's W channels.
 
     Selective recomputation of the core attention keeps A·W/t·b·n and the latents of all c·n tokens. Queries that choose
-    keys, and what they attend to, have 2L + r channels of each head instead; few keys' heads are not counted.
+    keys, and what they attend to, have 2L + r channels of each head instead, in fp32, as latents then; few keys' heads
+    are not counted.
     """
     t, b, heads = args.tensor_model_parallel_size, args.params_dtype.itemsize, args.num_attention_heads
     rotary, latent, all_tokens = args.qk_pos_emb_head_dim, args.kv_lora_rank, n * args.context_parallel_size
@@ -118,7 +119,9 @@ def _latent_attention(args, n: int, s: int, fused: bool) -> float:
         return total + query + (latent + rotary) * all_tokens * b
     keys = 2 * heads * width / t * all_tokens * b
     if args.dsa_indexer_topk is not None:  # queries are multiplied by what expands latents, which are not
-        return total + query + (latent + rotary) * all_tokens * b + heads / t * n * ((2 * latent + rotary) * b + 4)
+        wide = 4 if b == 4 else 4 + b
+        total += (latent + rotary) * all_tokens * wide + query / b * wide
+        return total + heads / t * n * 4 * (2 * latent + rotary + 1)
     return total + latent * all_tokens * b + SEGMENT_PADDING * (2 * query + keys + 4 * heads / t * n)
 
 

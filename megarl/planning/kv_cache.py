@@ -15,7 +15,7 @@ from megarl.mcore.inference.cache_size import (
     token_bytes,
 )
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
-from megarl.mcore.model.pipeline_layout import layer_kinds, stage_layers
+from megarl.mcore.model.pipeline_layout import layer_kinds, prediction_kind, stage_layers
 from megarl.planning.traffic import StepSizes
 
 
@@ -43,7 +43,7 @@ def cache_plan(role, settings, step: StepSizes) -> CachePlan:
     stages = [[kinds[layer] for chunk in chunks for layer in chunk] for chunks in stage_layers(args)]
     counts = [sum(kind.is_recurrent for kind in stage) for stage in stages]
     states = [state_bytes(config, count, sizes.tensor) if count else 0 for count in counts]
-    further = [False] * int(settings.mtp_drafts)  # the layer that drafts has keys and values, too
+    further = [prediction_kind(args).has_indexer] * int(settings.mtp_drafts)  # its layer has keys and values, too
     cached = [[kind.has_indexer for kind in stage if kind.has_mixer and not kind.is_recurrent] for stage in stages]
     if args.model_folder is not None:
         config.num_query_groups, config.kv_channels = args.model_folder.mean_cache(sizes.tensor)

@@ -319,6 +319,24 @@ def test_indexers_are_never_trained_and_move_with_the_model(data, tmp_path):
             assert torch.equal(tensor, after[name]) == (".indexer." in name or "e_score" in name), name
 
 
+@needs_kernels
+@pytest.mark.long
+def test_the_layer_that_predicts_has_its_own_indexer(data, tmp_path):
+    """It is read, leaves no gap where the layer drafts, and comes back as it was beside trained tensors."""
+    folder = long_prompts.write_folder("deepseek_v32+4", tmp_path / "folder")
+    with_prediction(folder)
+    flags = "--train-iters 2 --mtp-train --mtp-drafts --reward tests.helpers.programs:graded_reward"
+    lines = chosen_run(data, tmp_path / "run", flags, folder=folder).values()
+    assert all(line["actor/mtp_grad_norm"] > 0 for line in lines)
+    before = load_file(folder / "model.safetensors")
+    after = load_file(tmp_path / "run" / "hf" / "step_00000002" / "model.safetensors")
+    predicts = [name for name in before if name.startswith("model.layers.3.")]
+    assert any(".indexer.wq_b" in name for name in predicts) and before.keys() == after.keys()
+    for name in predicts:
+        is_kept = ".indexer." in name or "e_score" in name
+        assert torch.equal(before[name], after[name]) == is_kept, name
+
+
 CHOSEN_LAYOUTS = {
     "a rollout apart": (2, "--role-map actor=0;critic=0;reward=0;reference=0;rollout=1 --verify-weights"),
     "factors": (1, "--lora-rank 2 --advantage grpo"),

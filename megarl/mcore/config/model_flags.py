@@ -331,7 +331,6 @@ def _prediction_rules(args) -> list[Rule]:
         only(args, "--layernorm-position", "pre"),
         only(args, "--window-size"),
         only(args, "--hybrid-layer-pattern"),
-        only(args, INDEXER),
         allow("--no-rope-freq", not args.no_rope_freq, "none"),
     ]
 

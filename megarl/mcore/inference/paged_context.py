@@ -390,7 +390,8 @@ class LatentContext(PagedContext):
     def __init__(self, model_config, inference_config, memory=None, further_layers: int = 0):
         stage = dist.get_rank(inference_config.pg_collection.pp)
         own, has_indexer = layers_of_chunk(model_config, stage, None), indexer_pattern(model_config)
-        self._widths = latent_widths(model_config, [*(has_indexer[i] for i in own), *[False] * further_layers])
+        further = [any(has_indexer)] * further_layers
+        self._widths = latent_widths(model_config, [has_indexer[i] for i in own] + further)
         super().__init__(model_config, inference_config, memory, further_layers)
         self._attend = latent_attention(self._backend)
         heads = model_config.num_attention_heads // inference_config.pg_collection.tp.size()

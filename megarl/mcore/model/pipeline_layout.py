@@ -55,8 +55,10 @@ def indexer_pattern(args) -> list[bool]:
 
 
 def indexer_of(config, layer_number: int) -> int:
-    """Returns the layer, both counted from 1, whose choice of keys a layer uses: the last one with an indexer up to
-    it."""
+    """Returns the layer, both counted from 1, whose choice of keys a layer uses: the last one with an indexer up to it;
+    a layer of multi-token prediction, after the last one, has its own."""
+    if layer_number > config.num_layers:
+        return layer_number
     return max(number for number, has in enumerate(indexer_pattern(config)[:layer_number], 1) if has)
 
 
@@ -95,8 +97,9 @@ def layer_kinds(args) -> list[LayerKind]:
 
 
 def prediction_kind(args) -> LayerKind:
-    """Returns the kind of the layer of multi-token prediction: that of the model's last one, always with attention."""
-    return layer_kinds(args)[-1]._replace(is_recurrent=False)
+    """Returns the kind of the layer of multi-token prediction: that of the model's last one, always with attention, and
+    with an indexer if a layer has one."""
+    return layer_kinds(args)[-1]._replace(is_recurrent=False, has_indexer=any(indexer_pattern(args)))
 
 
 def layers_of_chunk(config, stage: int, virtual_stage: int | None) -> range:

@@ -8,6 +8,7 @@ import functools
 
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megarl.mcore import device
@@ -51,6 +52,13 @@ class Indexer(torch.nn.Module):
         self.linear_weights_proj = ReplicatedLinear(config.hidden_size, self.heads, config, group)
         self.requires_grad_(False)
 
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
+        """Describes the parameters to checkpoints, the largest one split over tensor-parallel ranks."""
+        state, replicas = self.state_dict(prefix="", keep_vars=True), metadata["dp_cp_group"]
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {"linear_wq_b.weight": 0}, sharded_offsets, tp_group=self.group, dp_cp_group=replicas
+        )
+
     @torch.no_grad()
     def queries(self, hidden: Tensor, latent: Tensor, rotation: Rotation) -> IndexQueries:
         """Hidden states and normed latents [T, 1, …], under sequence parallelism of this rank's tokens -> of all T."""
@@ -82,8 +90,7 @@ class SparseLatentAttention(LatentAttention):
     def __init__(self, config, submodules, layer_number, *args, **kwargs):
         super().__init__(config, submodules, layer_number, *args, **kwargs)
         self.count, self.source = config.dsa_indexer_topk, indexer_of(config, layer_number)
-        is_last = layer_number == config.num_layers
-        self.is_shared = not is_last and indexer_of(config, layer_number + 1) == self.source
+        self.is_shared = layer_number < config.num_layers and indexer_of(config, layer_number + 1) == self.source
         if self.source == layer_number:
             rows = config.dsa_indexer_n_heads * config.dsa_indexer_head_dim
             heads = self._column_parallel(submodules.linear_q_up_proj, config.q_lora_rank, rows)

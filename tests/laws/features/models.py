@@ -157,6 +157,7 @@ MODELS = {
     "chosen keys of a teacher": _chosen("--advantage grpo --distill loss --teacher ema --ema-decay 0.5",
                                         layouts=(TP2_SEQUENCE,)),
     "chosen keys, drafts": _chosen(f"{GRPO} --speculative-rollout --rollout-chunked-prefill --rollout-prefix-caching"),
+    "chosen keys, drafts of a layer": _chosen(f"{GRPO} --mtp-drafts --mtp-train --lr 3e-3", layouts=(TP2_SEQUENCE,)),
     "factors, FSDP": Feature(f"{LORA} --actor-use-torch-fsdp2 --critic-use-torch-fsdp2 --reference-use-torch-fsdp2"
                              " --verify-weights", 2, steps=2, resumed=1),
 }  # fmt: skip

@@ -92,6 +92,7 @@ ALONE = [
     ("", "mamba", False, 1), ("--bf16", "mamba", False, 1), ("", "kimi", False, 1), ("--bf16", "ling", False, 1),
     ("", "latent", False, 1), ("--bf16", "latent", False, 1), ("--recompute-activations", "latent", False, 1),
     (CHOOSING, "latent", False, 1), (f"{CHOOSING} --recompute-activations", "latent", False, 1),
+    (f"{CHOOSING} --bf16", "latent", False, 1),
 ]  # fmt: skip
 PAIR = [
     (TP2, "llama", False, 1), (SP2, "llama", False, 1), (f"{SP2} {DISTRIBUTED}", "gpt2", True, 1),

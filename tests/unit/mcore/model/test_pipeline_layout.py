@@ -46,7 +46,8 @@ def test_layers_that_choose_keys_and_whose_choice_a_layer_uses():
     alone, some = (args_of(f"--num-layers 4 {CHOOSING} {flags}", 1, "latent") for flags in ("", SHARING))
     assert [kind.has_indexer for kind in layer_kinds(alone)] == [True] * 4
     assert [kind.has_indexer for kind in layer_kinds(some)] == [True, False, True, False]
-    assert [indexer_of(some, number) for number in (1, 2, 3, 4)] == [1, 1, 3, 3]
+    assert [indexer_of(some, number) for number in (1, 2, 3, 4, 5)] == [1, 1, 3, 3, 5]  # the last one predicts
+    assert prediction_kind(some).has_indexer and not prediction_kind(args_of("", 1, "latent")).has_indexer
     assert not any(kind.has_indexer for kind in layer_kinds(args_of("", 1, "latent")))
 
 

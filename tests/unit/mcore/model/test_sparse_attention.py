@@ -120,6 +120,54 @@ def test_a_choice_of_all_keys_has_the_bits_of_dense_layers_and_one_of_few_has_ot
         assert len(dense) < 140 or (most != dense)[140:].any() and (few - dense).abs().max() > 0.5
 
 
+def sets_of_both(rank, folder: Path) -> list[tuple[list[list[int]], list[list[int]], torch.Tensor]]:
+    """By layer with an indexer, of the queries that choose: keys here, keys of transformers, and how far the last score
+    is above the first one that is left out, by the largest one."""
+    from transformers import AutoModelForCausalLM
+
+    from megarl.mcore.model import sparse_attention
+    from tests.helpers.folders import hf_layouts
+
+    role, groups, model, _ = hf_layouts.build(folder, "", False, longest=400)
+    text, made, choose = long_prompts.prompts(120)[3], [], sparse_attention.choose
+
+    def recorded(queries, keys, segments, count):
+        made.append((queries, keys, segments, choose(queries, keys, segments, count)))
+        return made[-1][3]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparse_attention, "choose", recorded)
+        hf_layouts.logprobs(model, groups, [text], role.model_vocab_size(0))
+    theirs, listed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), []
+    for name, module in theirs.named_modules():
+        if name.endswith(".indexer"):
+            module.register_forward_hook(lambda _, __, out: listed.append(out[0]))
+    with torch.no_grad():
+        theirs(torch.tensor([text]))
+    found = []
+    for (queries, keys, segments, choice), other in zip(made, listed, strict=True):
+        tokens = torch.cat([segment.queries for segment in segments])
+        assert len(segments) == 1 and len(tokens) == len(text) - COUNT
+        products = torch.einsum("qhc,kc->qhk", queries.heads(tokens).double(), keys.double()).relu()
+        scores = torch.einsum("qh,qhk->qk", queries.weights[tokens].double(), products)
+        scores.masked_fill_(torch.arange(len(keys)) > tokens[:, None], -float("inf"))
+        best = scores.topk(COUNT + 1).values
+        margin = (best[:, COUNT - 1] - best[:, COUNT]) / best.abs().amax(1)
+        ours = torch.cat([*choice.lists()]).tolist()
+        found.append((ours, other[tokens].sort().values.tolist(), margin))
+    return found
+
+
+@pytest.mark.parametrize("case", ["glm_moe_dsa+8", pytest.param("deepseek_v32+8", marks=pytest.mark.long)])
+def test_the_chosen_keys_are_those_of_transformers_unless_scores_are_near(case, tmp_path):
+    (layers,) = run_world(sets_of_both, 1, long_prompts.write_folder(case, tmp_path / "folder"))
+    assert len(layers) == 3
+    for ours, theirs, margin in layers:
+        clear = (margin > 1e-5).tolist()
+        assert sum(clear) > 0.95 * len(clear) > 300
+        assert all(one == other for one, other, is_clear in zip(ours, theirs, clear, strict=True) if is_clear)
+
+
 LAYOUTS = {
     "--tensor-model-parallel-size 2 --sequence-parallel": 2,
     "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1": 2,
@@ -139,25 +187,27 @@ def test_layouts_have_the_same_numbers_and_no_gap(flags, tmp_path):
                 assert (one - other).abs().max() <= 1e-5
 
 
-def index_heads(rank, flags: str) -> tuple[tuple[int, ...], torch.Tensor]:
-    """(shape of the rank's weight, heads of five tokens) of the indexer of a model with random weights."""
+def index_heads(rank, flags: str) -> tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]:
+    """(shape of the rank's weight, that of a checkpoint, heads of five tokens) of an indexer with random weights."""
     from megarl.mcore.model.decoder_layer import Rotation
     from tests.helpers.models.tiny_models import CHOOSING, build
 
-    model, *_ = build(f"{CHOOSING} {flags}", "latent")
+    model, _, place = build(f"{CHOOSING} {flags}", "latent")
     indexer = model.decoder.layers[0].self_attention.core_attention.indexer
     latent = torch.randn(9, 1, model.config.q_lora_rank, generator=torch.Generator().manual_seed(1))
     rotation = Rotation.of(model.rotary_pos_emb(9), torch.float32, 1.0)
     with torch.no_grad():
         heads = indexer._heads(latent, rotation, torch.tensor([8, 1, 2, 5, 3]))
-    return tuple(indexer.linear_wq_b.weight.shape), heads
+    stored = indexer.sharded_state_dict(metadata={"dp_cp_group": place.pg_collection.dp_cp})
+    return tuple(indexer.linear_wq_b.weight.shape), stored["linear_wq_b.weight"].global_shape, heads
 
 
 def test_tensor_ranks_have_a_part_of_the_heads_and_gather_the_same_bits():
-    ((whole, wanted),) = run_world(index_heads, 1, "")
+    ((whole, _, wanted),) = run_world(index_heads, 1, "")
     for flags in ("", "--sequence-parallel"):
-        for shape, found in run_world(index_heads, 2, f"--tensor-model-parallel-size 2 {flags}"):
-            assert shape == (whole[0] // 2, whole[1]) and torch.equal(found, wanted) and wanted.any()
+        for shape, stored, found in run_world(index_heads, 2, f"--tensor-model-parallel-size 2 {flags}"):
+            assert shape == (whole[0] // 2, whole[1]) and stored == whole
+            assert torch.equal(found, wanted) and wanted.any()
 
 
 def generated(rank, folder: Path, many: int) -> dict:
