@@ -108,11 +108,7 @@ def single_of(shape: str, flags: str) -> tuple:
 
 HYBRID_MOE = f"{MOE} --moe-layer-freq 1 --hybrid-layer-pattern ME*M --moe-latent-size 40"
 MAMBA_LAYOUTS = {
-    name: (
-        size,
-        shape.replace(MOE, f"{MOE} --moe-layer-freq 1 --hybrid-layer-pattern ME*M --moe-latent-size 40"),
-        flags,
-    )
+    name: (size, shape.replace(MOE, HYBRID_MOE), flags)
     for name, (size, shape, flags) in RECURRENT_LAYOUTS.items()
     if name != "tp2-one-group"
 }

@@ -101,7 +101,7 @@ def test_a_failure_affects_only_its_sample(build, workers, monkeypatch):
     assert verifiers.score([]) == {name: [] for name in verifiers.names}
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [long(0), 1])
 def test_a_batched_verifier_is_called_once(build, workers):
     verifiers = build("moody_rewards:lengths", workers, timeout=0.5)
     assert [score.reward for score in verifiers.score(samples("a", "bb"))["moody_rewards:lengths"]] == [1.0, 2.0]
@@ -118,7 +118,7 @@ def test_a_batched_verifier_is_called_once(build, workers):
         assert verifiers.failures["moody_rewards:lengths"] == lines == verifiers.reasons
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [long(0), 2])
 def test_a_grouped_verifier_fails_on_its_group_alone(build, workers):
     verifiers = build("moody_rewards:places+exact-match", workers, timeout=0.5)
     texts = ["a", "b", "raise", "short", "b", "hang", "b", "a"]
