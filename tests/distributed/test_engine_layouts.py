@@ -89,8 +89,7 @@ OTHERS = {  # kind of model -> shape, model, layouts
     "recurrent": ("", "recurrent", LATENT_LAYOUTS),
     "mamba": ("", "mamba", LATENT_LAYOUTS),
 }
-CHOSEN = [("experts", "tp2-ep2-sp-gather"), ("latent", "tp2-sp"), ("latent, experts", "ep2"), ("recurrent", "tp2"),
-          ("mamba", "tp2-sp")]  # fmt: skip
+CHOSEN = [("experts", "tp2-ep2-sp-gather"), ("latent", "tp2-sp"), ("recurrent", "tp2"), ("mamba", "tp2-sp")]
 
 
 @pytest.mark.parametrize(

@@ -116,9 +116,7 @@ def compare_weights(weights: dict, one_weights: dict):
         assert float((weights[key] - weight).abs().max()) <= 1e-5, key  # each loss moves some of them by 1e-2
 
 
-@pytest.mark.parametrize(
-    "layout", by_default(LAYOUTS, ("dp2-distributed-optimizer", "tp2-ep2-sp", "cp2-ep2-gather", "pp2-vp2-selective"))
-)
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("tp2-ep2-sp", "cp2-ep2-gather", "pp2-vp2-selective")))
 def test_an_update_does_not_depend_on_the_layout(layout):
     """Nor on micro-batches, some of them blank on some replicas."""
     size, flags = LAYOUTS[layout]

@@ -109,7 +109,7 @@ def test_every_kind_of_model_reaches_the_rollout_exactly(name, folder):
         assert row["rollout/logprob_gap_max"] <= max(allowed, largest_gap_allowed()) and row["actor/ppo_kl_first"] == 0
 
 
-@pytest.mark.parametrize("name, moved", [("TP2 next to DP2", False), ("disjoint", True)])
+@pytest.mark.parametrize("name, moved", [long(("TP2 next to DP2", False)), ("disjoint", True)])
 def test_weight_sync_bytes_are_counted(name, moved, folder):
     """A rank that holds the trained weights already has its share; any other rank receives every byte."""
     rows = metrics(run_of(folder, LAYOUTS[name][0], f"{LAYOUTS[name][1]} --verify-weights"))

@@ -223,7 +223,8 @@ def test_saved_rollouts_are_trained_on_again_with_the_same_bits(name, tmp_path):
         assert weights(found, step) == weights(expected, step) != {}
 
 
-@pytest.mark.parametrize("name", by_default(PLAYED, PLAYED[:1]))
+@pytest.mark.long  # by default tests/unit/test_replay.py
+@pytest.mark.parametrize("name", PLAYED)
 def test_a_saved_response_is_generated_again(name):
     save, feature = whole(name), FEATURES[name]
     ranks = feature.ranks if PARALLEL in feature.flags else 1

@@ -100,8 +100,9 @@ def test_a_run_that_computes_every_turn_has_the_same_bytes(flags, tmp_path, monk
         assert samples(found, step) == samples(expected, step) and generated(found, step) == generated(expected, step)
 
 
-@pytest.mark.parametrize("flags", [SUMS, long(AGENT)])
-@pytest.mark.parametrize("sample", [long(2), 3])
+@pytest.mark.long  # by default tests/unit/test_replay.py
+@pytest.mark.parametrize("flags", [SUMS, AGENT])
+@pytest.mark.parametrize("sample", [2, 3])
 def test_a_sample_of_a_branch_is_played_again(flags, sample):
     status, text = played(branched(f"{flags} --branch-turns 2"), ["--step", "2", "--sample", str(sample)], 1)
     lines = [line for line in text.splitlines() if line.startswith("turn ")]

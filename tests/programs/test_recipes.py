@@ -152,7 +152,7 @@ def test_every_recipe_exists():
     assert sorted(PREFERENCE) == sorted(PREFERENCE_LOSSES) and [path.stem for path in RL_RECIPES] == sorted(MODELS)
 
 
-@pytest.mark.parametrize("recipe", by_default(PREFERENCE, ("dpo", "kto")))
+@pytest.mark.parametrize("recipe", by_default(PREFERENCE, ("kto",)))
 def test_a_recipe_of_preferences_sets_its_papers_values_and_trains(recipe, tmp_path):
     paper, values, has_reference = PREFERENCE[recipe]
     text = (FOLDER / f"{recipe}.yaml").read_text()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.programs import metrics, rl_argv, samples, timeless_rows, train
+from tests.helpers.tiers import long
 
 NAME = "tests.programs.test_reward_failures:picky"
 FLAGS = f"--reward {NAME} --reward-max-failures 1 --train-iters 2"
@@ -109,9 +110,9 @@ def test_a_fallback_counts_and_another_value_is_another_run(dropped, tmp_path):
     assert len(losses) == 3
 
 
-@pytest.mark.parametrize(
-    "flags", ["--advantage grpo", "--advantage grpo --group-filter reward", "--advantage remax --greedy-baseline"]
-)
+@pytest.mark.parametrize("flags", [
+    "--advantage grpo --group-filter reward", long("--advantage grpo"), long("--advantage remax --greedy-baseline"),
+])  # fmt: skip
 def test_groups_are_made_of_what_has_a_score(flags, tmp_path):
     (out,) = train("rl", rl_argv(tmp_path / "run", f"{GROUPS} {flags}"))
     found, rows = metrics(tmp_path / "run")[1], rows_of(tmp_path / "run")

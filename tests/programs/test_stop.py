@@ -62,7 +62,8 @@ def test_no_response_goes_on_after_a_stop_string(size, flags, folder):
     assert stopped >= 3
 
 
-@pytest.mark.parametrize("flags", ["--speculative-rollout", long("--mtp-train --mtp-drafts")])
+@pytest.mark.long  # by default tests/unit/mcore/inference/test_end_tokens.py
+@pytest.mark.parametrize("flags", ["--speculative-rollout", "--mtp-train --mtp-drafts"])
 def test_drafts_change_nothing(flags, folder):
     one, other = (run_of(folder, f"{more} --rollout-max-requests 6", 1) for more in ("", flags))
     assert all(samples(one, step) == samples(other, step) for step in (1, 2))

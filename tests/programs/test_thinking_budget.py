@@ -150,6 +150,7 @@ def carried(rank: int, parsed):
     ], max(len({*row["versions"]}) for row in found)
 
 
+@pytest.mark.long
 def test_partial_rollouts_change_no_response(folder):
     (((found, expected), versions),) = run_world(
         carried, 1, program("rl", thinking_argv(folder / "none", f"{LONG} --train-iters {STEPS}"), 1)

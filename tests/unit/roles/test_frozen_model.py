@@ -59,7 +59,7 @@ def run_of(folder: Path, name: str) -> Path:
     return save
 
 
-@pytest.mark.parametrize("name", by_default(EXACT | OTHER, ("other ranks",)))
+@pytest.mark.parametrize("name", by_default(EXACT | OTHER, ("same ranks",)))
 def test_after_a_refresh_the_reference_is_the_policy(name, folder):
     rows = metrics(run_of(folder, name))
     assert [rows[step]["reference/step"] for step in range(1, STEPS + 1)] == [0, 0, 2, 2, 4]

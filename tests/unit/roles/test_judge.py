@@ -49,7 +49,8 @@ def alone() -> Path:
     return save
 
 
-@pytest.mark.parametrize("name", by_default(LAYOUTS, ("two replicas",)))
+@pytest.mark.long  # by default those that are judged together
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_samples_are_the_same_bytes_in_every_layout(name, tmp_path):
     size, flags = LAYOUTS[name]
     train("rl", rl_argv(tmp_path / "run", flags_of(flags)), size)

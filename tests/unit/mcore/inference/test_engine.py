@@ -48,7 +48,8 @@ def test_responses_do_not_depend_on_cache_size_and_concurrency(engine_settings):
     assert texts(completions) == texts(standard()[0]) and gap <= largest_gap_allowed()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+# The others by default in tests/distributed/test_engine_layouts.py.
+@pytest.mark.parametrize("shape", by_default(SHAPES, ("gpt2", "llama")))
 def test_two_tensor_ranks_generate_the_same_responses(shape):
     one, _ = standard(shape)
     for completions, gap in run_world(generate_standard, 2, "--tensor-model-parallel-size 2", shape):

@@ -240,7 +240,7 @@ def overtaken(rank, **settings):
 
 
 @pytest.mark.parametrize("settings", [
-    long({}), {"max_requests": 6}, long(CHUNKS), {**CHUNKS, "step_tokens": 13}, long({**CHUNKS, **SMALL}),
+    long({}), long({"max_requests": 6}), long(CHUNKS), {**CHUNKS, "step_tokens": 13}, long({**CHUNKS, **SMALL}),
     long({"speculative": True}), long(TINY),
 ], ids=str)  # fmt: skip
 def test_prompts_that_others_are_writing(settings):

@@ -102,7 +102,7 @@ def objectives() -> list:
 
 
 def run(rank: int, flags: str, most: int, spoils: dict) -> tuple[int, list[str]]:
-    """Passes of every role over micro-batches: (results, names of `spoils` that a pass ends with, as its loss).
+    """Passes of every role over micro-batches: (results, names of `spoils` that end one, as what its loss does).
 
     `most`: losses of the actor that are looked at.
     """
@@ -152,7 +152,10 @@ def run(rank: int, flags: str, most: int, spoils: dict) -> tuple[int, list[str]]
                     for role, forward in ((policy, scores), (critic, values), (critic, reward_scores))]  # fmt: skip
         for name, spoil in spoils.items():
             try:
-                train(critic, values, lambda out, part, spoil=spoil: (spoil(part), out.sum(), out)[1:])
+                if caught:  # the first one in a pass, which takes longest
+                    spoil(parts[0][0])
+                else:
+                    train(critic, values, lambda out, part, spoil=spoil: (spoil(part), out.sum(), out)[1:])
             except READS:
                 caught.append(name)
     return sum(map(len, results)), caught

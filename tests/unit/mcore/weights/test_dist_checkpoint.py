@@ -83,7 +83,7 @@ GROUPS_ROUTE = [(1, ""), (4, f"{TP4} {SP}"), (2, PP2), (4, f"{TP2} {CP2}"), (4, 
 TRAVELS = [
     (DENSE, DENSE_ROUTE[1:5:3], "llama"),
     (DENSE, [(2, f"{SHARDED} {BUCKETS}"), (1, SHARDED)], "recurrent"),
-    (f"{MOE} {SHARDED}", EXPERT_ROUTE[:2], "llama"),
+    (f"{MOE} {SHARDED}", EXPERT_ROUTE[1:2], "llama"),
     (f"{SGD} {RATES} --freeze embedding.* *.layers.2.*", [(1, ""), (2, PP2)], "llama"),
     *map(long, [
         *((f"{DENSE} --num-layers 2 --bf16 {more}", [(1, ""), (1, "")], "recurrent") for more in ("", SHARDED)),
@@ -178,7 +178,8 @@ HOST_KINDS = [
 
 
 @pytest.mark.parametrize("shape, model, kinds", [
-    (DENSE, "recurrent", [(1, f"--bf16 {SHARDED}"), (2, FSDP), (1, "--bf16"), (2, SHARDED), (1, "")]),
+    (DENSE, "recurrent", [(1, f"--bf16 {SHARDED}"), (2, FSDP), (1, "")]),
+    long((DENSE, "recurrent", [(1, f"--bf16 {SHARDED}"), (2, FSDP), (1, "--bf16"), (2, SHARDED), (1, "")])),
     *(long((f"{shape} {more}", "llama", EVERY_KIND)) for shape in (DENSE, MOE) for more in ("", "--lora-rank 2")),
     long((f"{SGD} {RATES}", "llama", EVERY_KIND)),
     *(long((f"{shape} {SMALL}", "llama", EVERY_KIND)) for shape in (DENSE, MOE, f"{DENSE} --lora-rank 2")),
