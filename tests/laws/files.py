@@ -99,11 +99,12 @@ def _template() -> Path:
 
 def _of_transformers(kind: str) -> Path:
     """A small folder of a type of transformers, made in a world: transformers starts threads."""
-    run_world(_save, 1, kind, folder() / kind)
+    run_world(save_type, 1, kind, folder() / kind)
     return folder() / kind
 
 
-def _save(rank: int, kind: str, path: Path):
+def save_type(rank: int, kind: str, path: Path):
+    """Writes a small folder of a type of transformers, on a rank."""
     from tests.helpers.folders import any_types
 
     any_types.save(kind, path, **{"num_hidden_layers": 2} if kind == "gemma2" else {})  # with a window and without

@@ -15,7 +15,6 @@ import argparse
 import json
 import re
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -119,7 +118,7 @@ def main(argv: list[str] | None = None):
         made.error(f"--model {args.model}: no Hugging Face folder, it has no config.json")
     if args.side:
         if args.processor_time:
-            time.perf_counter = time.process_time  # which all sides' steps are timed by
+            common.use_processor_time()
         run, *more = {
             common.OURS: (run_megarl,),
             MODULES: (run_megarl, "transformers"),
