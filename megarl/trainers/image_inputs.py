@@ -70,6 +70,19 @@ class RunImages:
         return RunImages(config, encoder) if encoder.images is not None and len(encoder.images) else None
 
     @staticmethod
+    def of_server(config: RunConfig, encoder: Encoder) -> "RunImages | None":
+        """Those that clients may send; None: the model reads none, which the server then says."""
+        if encoder.images is None:
+            return None
+        try:
+            found = RunImages(config, encoder)
+        except UsageError as error:
+            encoder.images.refuse(str(error))
+            return None
+        encoder.images.when_forgotten = found.trim
+        return found
+
+    @staticmethod
     def _folder(role: RoleSettings) -> HFFolder:
         if role.hf_model is None:
             raise UsageError(f"{role.name}: --hf-model is missing: prompts have images, and its folder the tower")

@@ -7,6 +7,8 @@ from typing import Any
 from megarl.arguments import RoleSettings, RunConfig
 from megarl.comm.early_responses import judges_early
 from megarl.data.conversations import Encoder
+from megarl.data.images.book import Images
+from megarl.data.images.ids import row_of
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
 from megarl.flags.combinations import expected_responses, group_sizes
@@ -131,7 +133,7 @@ def _first(inputs: Any, sets: dict[str, PromptSet], tokenizer: Tokenizer) -> lis
         marked, position = "", 0
         for is_trained, run in groupby(mask):
             size = len(list(run))
-            text = text_with_special(tokenizer, tokens[position : position + size])
+            text = text_with_special(tokenizer, tokens[position : position + size], inputs.encoder.images)
             marked, position = marked + (f"⟦{text}⟧" if is_trained else text), position + size
         rows.append((name, _shown(tokens, marked)))
     return rows
@@ -142,11 +144,21 @@ def _shown(tokens: Sequence[int], text: str) -> str:
     return f"{len(tokens)} tokens: {cut}"
 
 
-def text_with_special(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """The text of tokens with the strings of special ones, which `decode` drops."""
+def text_with_special(tokenizer: Tokenizer, tokens: Sequence[int], images: Images | None = None) -> str:
+    """The text of tokens with the strings of special ones, which `decode` drops, and with each image's size and
+    tokens."""
     names = {number: name for name, number in tokenizer.special.items()}
-    runs = groupby(tokens, key=lambda token: names.get(token, ""))
-    return "".join(name * len(list(run)) if name else tokenizer.decode(list(run)) for name, run in runs)
+
+    def name_of(token: int) -> str:
+        ref = images.of_token(token) if token < 0 and images is not None else None
+        return names.get(token, "") if ref is None else f"{ref.name[:-1]}, {images.tokens(ref)} tokens]"
+
+    found = []
+    for name, run in groupby(tokens, key=name_of):
+        ids = list(run)
+        count = sum(row_of(token) == 0 for token in ids) if ids[0] < 0 else len(ids)
+        found.append(name * count if name else tokenizer.decode(ids))
+    return "".join(found)
 
 
 def _training(config: RunConfig, done: int) -> list[tuple[str, str]]:

@@ -24,6 +24,7 @@ from megarl.serving.configuration import FrontendConfig, check_server_flags, fro
 from megarl.serving.frontend_process import start_frontend
 from megarl.serving.replica_service import ReplicaService
 from megarl.serving.served_engine import ServedEngine
+from megarl.trainers.image_inputs import RunImages
 from megarl.trainers.policy import PolicyInputs
 from megarl.trainers.setup import read_inputs
 
@@ -34,6 +35,7 @@ class ServerInputs(PolicyInputs):
     def __init__(self, config: RunConfig):
         keys = check_server_flags(config)
         super().__init__(config)
+        self.images = RunImages.of_server(config, self.encoder)
         self.frontend_config = frontend_config(config, keys, self.encoder)
         path = self.checkpoint or Path(self.source()["hf_model"])
         self.label = path.name  # of the weights, in answers
@@ -88,13 +90,14 @@ def serve(config: RunConfig, timers: Timers):
     role_groups = mesh["rollout"]
     with start_frontend(inputs.frontend_config, inputs.model_name, inputs.vocab_size, role_groups) as frontend:
         policy = inputs.load(mesh["actor"])
+        if inputs.images is not None:
+            inputs.images.attach(config.roles["actor"], policy)
         rollout = Rollout(config.settings, inputs.rollout_role(), mesh, policy, inputs.tokenizer, timers)
         rollout.load_weights()
         load = functools.partial(_load_other, inputs, policy, mesh["actor"], rollout)
         engine = ServedEngine(rollout.engine, inputs.tokenizer.end_ids, config.settings.serve_routes, load)
-        service = ReplicaService(
-            engine, rollout.model, role_groups, frontend, inputs.vocab_size, inputs.label, inputs.tokenizer
-        )
+        size, label, images = inputs.vocab_size, inputs.label, inputs.encoder.images
+        service = ReplicaService(engine, rollout.model, role_groups, frontend, size, label, inputs.tokenizer, images)
         frontend.take_signals()
         frontend.announce(inputs.model_name)
         service.open()
@@ -119,7 +122,10 @@ class PolicyService:
         if self._role_groups.is_member:
             engine = ServedEngine(rollout.engine, tokenizer.end_ids)
             groups, label = self._role_groups, step_name(0)
-            self._service = ReplicaService(engine, rollout.model, groups, frontend, vocab_size, label, tokenizer)
+            images = frontend_config.encoder.images
+            self._service = ReplicaService(
+                engine, rollout.model, groups, frontend, vocab_size, label, tokenizer, images
+            )
             self._service.open()
 
     def answer(self, step: int):

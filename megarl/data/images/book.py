@@ -33,6 +33,7 @@ class Images:
         self._digests: dict[int, str] = {}  # hash of an image's bytes, by key
         self._uses: Counter[str] = Counter()  # of those that were sent, by the same hash
         self._lock = threading.Lock()
+        self.when_forgotten: Callable[[], None] = lambda: None  # what else to do after `forget`
 
     def __reduce__(self):
         return type(self), (self._processor, self.max_images)
@@ -43,6 +44,10 @@ class Images:
         if isinstance(self._processor, str):
             raise UsageError(f"has images; {self._processor}")
         return self._processor
+
+    def refuse(self, reason: str):
+        """From now on no image is read; `reason`: why."""
+        self._processor = reason
 
     @property
     def fingerprint(self) -> str:
@@ -85,6 +90,7 @@ class Images:
                     if self._known[ref.digest][0].sent:
                         del self._known[ref.digest]
                         del self._digests[self.key(ref)]
+        self.when_forgotten()
 
     def key(self, ref: ImageRef) -> int:
         """What names an image among tokens."""
