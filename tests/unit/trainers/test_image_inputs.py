@@ -13,7 +13,7 @@ from megarl.trainers import image_inputs
 def config(model_folder=None, role: str = "actor", **settings):
     plain = {"mtp_drafts": False, "predicts": False, "rollout_server": None, "environment": None}
     one = SimpleNamespace(name=role, megatron=SimpleNamespace(model_folder=model_folder))
-    return SimpleNamespace(settings=SimpleNamespace(**plain | settings), with_models=lambda: [one])
+    return SimpleNamespace(settings=SimpleNamespace(**plain | settings), with_models=lambda: [one], trained=("actor",))
 
 
 @pytest.mark.parametrize(
