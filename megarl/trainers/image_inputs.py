@@ -63,7 +63,7 @@ class RunImages:
                 self._check_processor(role, folder, encoder)
                 self._towers[str(folder.path)] = Tower(folder)
             self._tower(role).store(role.megatron.params_dtype)  # UsageError for other axes
-        self._policy = self._tower(config.roles["actor"])
+        self._policy = self._tower(config.roles["actor" if "actor" in config.roles else "reward"])
 
     @staticmethod
     def of(config: RunConfig, encoder: Encoder) -> "RunImages | None":
@@ -162,7 +162,7 @@ def _check(config: RunConfig):
     for role in config.with_models():
         if role.megatron.model_folder is not None:
             raise UsageError(f"{role.name}: --model-source transformers does not go with images in prompts")
-        if role.name not in READERS:
+        if role.name not in READERS and role.name not in config.trained:
             raise UsageError(f"{role.name}: its model reads prompts by a template of its own; images do not go with it")
     if device.has_cuda():
         raise UsageError("prompts have images: on a CUDA device they are not supported yet")
