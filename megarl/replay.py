@@ -39,6 +39,7 @@ from megarl.rollout.requests import Branching, PromptRequest, RoundRequests
 from megarl.rollout.response_ends import check_ends, thinking_budget_of
 from megarl.rollout.rollout import Rollout
 from megarl.trainers.environment_inputs import check_environment_flags
+from megarl.trainers.image_inputs import RunImages
 from megarl.trainers.launch import launch, refuse
 from megarl.trainers.policy import load_policy
 from megarl.trainers.prompt_inputs import PROMPTS, read_encoded_prompts
@@ -137,6 +138,7 @@ class ReplayInputs:
         check_vocabulary(actor, self.tokenizer.vocab_size)
         self.vocab_size = actor.model_vocab_size(self.tokenizer.vocab_size)
         self.prompt_sets, tokens = read_encoded_prompts(s, self.encoder)
+        self.images = RunImages.of(config, self.encoder)
         self.prompts, self.prompt_tokens = self.prompt_sets[PROMPTS], tokens[PROMPTS]
         own, stored = resume.data_fingerprints(self.encoder, s, self.prompt_sets), saved.manifest["data"]
         for name in own.keys() & stored.keys():
@@ -187,6 +189,8 @@ def _player(
     timers: Timers,
 ) -> Player:
     model = load_policy(config.roles["actor"], mesh["actor"], inputs.vocab_size, inputs.weights)
+    if inputs.images is not None:
+        inputs.images.attach(config.roles["actor"], model)
     role = pretrained.with_stored_factors(config.roles["rollout"], inputs.weights)
     rollout = Rollout(config.settings, role, mesh, model, inputs.tokenizer, timers)
     rollout.load_weights()

@@ -5,6 +5,7 @@ first; ranks that are sent the responses get their images with them (`megarl.com
 """
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class RunImages:
                 self._check_processor(role, folder, encoder)
                 self._towers[str(folder.path)] = Tower(folder)
             self._tower(role).store(role.megatron.params_dtype)  # UsageError for other axes
-        self._policy = self._tower(config.roles["actor"])
+        self._policy = self._tower(config.roles["actor" if "actor" in config.roles else "reward"])
 
     @staticmethod
     def of(config: RunConfig, encoder: Encoder) -> "RunImages | None":
@@ -144,6 +145,11 @@ class RunImages:
             counts = counts.plus(store.take_counts())
         return counts.metrics(role_groups)
 
+    def write_thumbnails(self, folder: Path, rows: list[dict]):
+        """Writes small images of the prompts of samples, first of those that the report shows token by token."""
+        texts = [row["prompt"] for row in sorted(rows, key=lambda row: "tokens" not in row)]
+        self._images.write_thumbnails(folder, texts)
+
     def trim(self):
         """Forgets the images that do not fit in `--image-cache-gb`; called where no pass needs them."""
         for store in self._stores.values():
@@ -156,7 +162,7 @@ def _check(config: RunConfig):
     for role in config.with_models():
         if role.megatron.model_folder is not None:
             raise UsageError(f"{role.name}: --model-source transformers does not go with images in prompts")
-        if role.name not in READERS:
+        if role.name not in READERS and role.name not in config.trained:
             raise UsageError(f"{role.name}: its model reads prompts by a template of its own; images do not go with it")
     if device.has_cuda():
         raise UsageError("prompts have images: on a CUDA device they are not supported yet")

@@ -54,6 +54,8 @@ class SFTTrainer(SupervisedTrainer):
         if s.distill == LOSS:
             self._teachers = Teachers(self.config, self.mesh["teacher"], self.vocab_size, self.timers)
             self._teachers.load(self.inputs.teachers)
+            for frozen in self._teachers.frozen_models if self.images is not None else ():
+                self.images.attach(frozen.role, frozen.model)
             policy, models = self.trainable_model.model, self.config.teachers
             self._teacher_output = TeacherOutput(s, self._teachers, self.mesh, policy, models)
             self._measured = measured_apart(s)

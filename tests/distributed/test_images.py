@@ -228,3 +228,28 @@ def test_exports_have_the_tower_as_it_was(kind, tmp_path):
     before, after = tensors(folder.path), tensors(tmp_path / "export")
     assert before.keys() == after.keys() and any("visual" in name for name in before)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def unread(rank: int, folder: VisionFolder) -> list[str]:
+    """The errors of a model without a store of images."""
+    from tests.helpers.folders import hf_layouts
+
+    role, groups, model, _ = hf_layouts.build(folder.path, "", False)
+    vocab, errors = role.model_vocab_size(0), []
+    for use in (
+        lambda: generated(engine_of(model, groups, vocab), requests_of(folder, 4)),
+        lambda: hf_layouts.logprobs(model, groups, folder.prompts, vocab),
+    ):
+        try:
+            use()
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_a_model_without_images_never_reads_their_ids():
+    (errors,) = run_world(unread, 1, vision_folders.folder_of("qwen3_vl"))
+    assert errors == [
+        "a prompt has rows of images, and this model has no store of them",
+        "a token stream has rows of images, and this model has no store of them",
+    ]

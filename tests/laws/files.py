@@ -113,7 +113,7 @@ def save_type(rank: int, kind: str, path: Path):
 OF_TRANSFORMERS = "gemma2", "gemma4_text", "qwen3_moe", "lfm2", "bamba"
 
 
-def _pictures(name: str) -> str:
+def _pictures() -> str:
     """Flags of a model with a vision tower and of prompts with pictures, made as of `_of_transformers`."""
     from tests.helpers.folders import vision_folders
 
@@ -121,7 +121,7 @@ def _pictures(name: str) -> str:
         run_world(vision_folders.write_program_folder, 1, folder() / "pictures")
     model = folder() / "pictures" / "model"
     tokens = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}"
-    return f"--hf-model {model} {tokens} --prompts {folder() / 'pictures' / name}.jsonl"
+    return f"--hf-model {model} {tokens} --prompts {folder() / 'pictures' / 'pictures.jsonl'}"
 
 
 MAKERS: dict[str, Callable[[], Path | str]] = {
@@ -138,7 +138,7 @@ MAKERS: dict[str, Callable[[], Path | str]] = {
     "eight": lambda: _mixture("eight", many=f"{inputs()}/train.jsonl", few=f"{_few(6)}\n  samples-per-prompt: 8"),
     "rewards": _rewards, "labelled": _labelled, "hinted": _hinted, "teacher": _teacher, "teachers": _teachers,
     **{kind: functools.partial(_of_transformers, kind) for kind in OF_TRANSFORMERS},
-    "pictures": lambda: _pictures("pictures"), "answered_pictures": lambda: _pictures("answered"),
+    "pictures": _pictures,
     "judge": _judge, "template": _template, "thinkers": thinkers,
 }  # fmt: skip
 

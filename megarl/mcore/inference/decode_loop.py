@@ -31,6 +31,8 @@ class DecodeLoopEngine(DynamicInferenceEngine):
     def add_request(self, request_id: int, prompt: list[int], sampling_params=None):
         """Same as Megatron's, but the prompt stays in the host's memory, where steps are planned without waits."""
         c, tokens = self.context, torch.tensor(prompt, dtype=torch.int64)
+        if self.controller.inference_wrapped_model.model.images is None and (tokens < 0).any():
+            raise RuntimeError("a prompt has rows of images, and this model has no store of them")
         if c.image_positions is not None:
             c.image_positions.begin(request_id, tokens)
         request = DynamicInferenceRequest(

@@ -99,13 +99,10 @@ DATA = {
                  (3, "--role-map actor=0-1;reference=0;reward=2;rollout=2 --actor-tensor-model-parallel-size 2"
                   " --rollout-tensor-model-parallel-size 1")),
         moved=(TWO, TP2_SEQUENCE)),
-    "pictures, partial": _of_pictures(PARTIAL), "pictures, a lag": _of_pictures(ALL_AHEAD, 2),
+    "pictures, partial": _of_pictures(PARTIAL), "pictures, a lag": _of_pictures(f"{ALL_AHEAD} --kl-coefficient 0", 2),
     "pictures, a critic": _of_pictures("--advantage gae --critic-lr 1e-3", layouts=(TWO,)),
     "pictures, a full cache": _of_pictures("--image-cache-gb 0 --rollout-prefix-caching --speculative-rollout"),
     "pictures, factors": _of_pictures(FACTORS),
-    "pictures of sft": Feature(
-        "{answered_pictures} --max-prompt-length 80 --max-tokens-per-microbatch 200 --global-batch-size 4", 1, "sft",
-        warm_start=False, layouts=(TWO, TP2_SEQUENCE, PP2, CP2), check=plug_ins.check_pictures),
     "sizes": _of_sizes(""),
     "sizes, four": _of_sizes("", layout=FOUR),
     "sizes, TP2": _of_sizes("", layout=TP2),

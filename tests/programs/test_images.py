@@ -1,0 +1,148 @@
+"""Programs whose prompts have pictures: where towers compute, samples, checkpoints with another tower or processor."""
+
+import functools
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.helpers import programs
+from tests.helpers.folders import vision_folders
+from tests.helpers.forked_programs import check, launch
+from tests.helpers.programs import metrics, program, write_lines
+from tests.helpers.worlds import run_world
+
+FLAGS = ("--max-prompt-length 80 --max-response-length 6 --max-tokens-per-microbatch 200 --prompts-per-step 4"
+         " --samples-per-prompt 2 --minibatch-size 8 --ppo-epochs 1 --advantage grpo --kl-coefficient 0 --lr 1e-4"
+         " --rollout-buffer-gb 0.01 --rollout-max-requests 8 --reward tests.helpers.programs:graded_reward"
+         " --save-interval 1 --lr-decay-iters 9")  # fmt: skip
+
+
+@functools.cache
+def folder() -> Path:
+    path = Path(tempfile.mkdtemp()) / "pictures"
+    run_world(vision_folders.write_program_folder, 1, path)
+    return path
+
+
+def argv(save: Path, flags: str = "", model: Path | None = None, prompts: str = "pictures") -> list[str]:
+    model = model or folder() / "model"
+    tokens = f"--hf-model {model} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}"
+    return f"{tokens} --prompts {folder() / prompts}.jsonl {FLAGS} --save {save} --train-iters 1 {flags}".split()
+
+
+def refused(argv: list[str]) -> str:
+    """The last line of a program that must refuse its input; one before it is about parts that are not trained."""
+    status, printed, errors = check(argv)
+    assert (status, printed) == (2, ""), errors
+    return errors.splitlines()[-1]
+
+
+def counted(rank: int, parsed) -> list[int]:
+    """The keys of the images that this rank's tower computed in a run, in order."""
+    from megarl.mcore.any_model.tower import Tower
+
+    keys, compute = [], Tower.compute
+
+    def count(tower, pixels):
+        keys.append(pixels.key)
+        return compute(tower, pixels)
+
+    Tower.compute = count
+    programs.in_world(rank, "rl", parsed)
+    return keys
+
+
+def test_a_picture_is_computed_once_and_sent_to_the_ranks_that_train(tmp_path):
+    flags = "--role-map actor=0;reference=0;reward=1;rollout=1 --train-iters 2"
+    actor, rollout = run_world(counted, 2, program("rl", argv(tmp_path / "run", flags), 2))
+    assert actor == [] and 2 <= len(rollout) == len(set(rollout)) <= 5
+    for row in metrics(tmp_path / "run").values():
+        assert row["images/count"] > 0 and row["rollout/logprob_gap_max"] <= 1e-5
+    samples = (tmp_path / "run" / "samples" / "step_00000001.jsonl").read_text()
+    assert all("[image " in json.loads(line)["prompt"] for line in samples.splitlines())
+
+
+def test_prompts_without_pictures_need_no_tower(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": f"the picture {i}"}], "answer": str(i)} for i in range(8)]
+    write_lines(folder() / "texts.jsonl", rows)
+    (keys,) = run_world(counted, 1, program("rl", argv(tmp_path / "run", prompts="texts"), 1))
+    assert keys == [] and not [name for name in metrics(tmp_path / "run")[1] if name.startswith("images/")]
+
+
+@functools.cache
+def trained() -> Path:
+    save = Path(tempfile.mkdtemp()) / "run"
+    programs.train("rl", argv(save))
+    return save
+
+
+def test_a_checkpoint_names_its_tower_and_another_one_is_refused(tmp_path):
+    manifest = json.loads((trained() / "checkpoints" / "step_00000001" / "manifest.json").read_text())
+    assert len(manifest["images"]["tower"]) == 64 and manifest["images"]["processor"].endswith("Pil")
+    model = shutil.copytree(folder() / "model", tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.visual.merger.norm.bias"] += 1
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    more = f"--load {trained()} --train-iters 2"
+    line = refused(argv(tmp_path / "other", more, model))
+    assert f"--hf-model {model}: its vision tower is not the one of the checkpoint of --load {trained()}" in line
+
+
+def test_pixels_of_another_processor_are_named(tmp_path):
+    save = shutil.copytree(trained(), tmp_path / "run")
+    model = shutil.copytree(folder() / "model", tmp_path / "model")
+    settings = json.loads((model / "preprocessor_config.json").read_text())
+    settings["size"]["longest_edge"] = 65536
+    (model / "preprocessor_config.json").write_text(json.dumps(settings))
+    status, _, errors = launch(tmp_path, argv(save, f"--load {save} --train-iters 2", model))
+    assert status == 0, errors
+    warning = "images are made by another processor: max_pixels 65536 (before: 16384)"
+    assert [line for line in errors.splitlines() if warning in line and f"--load {save}" in line]
+
+
+REFUSED = {
+    "--advantage gae --critic-lr 1e-3 --critic-hf-model {other}": "the critic reads the policy's images: it needs the",
+    "--reward model --reward-hf-model {other}": "reward: its model reads prompts by a template of its own; images do",
+    "--environment calculator --max-turns 2 --max-turn-length 4": "--environment calculator: does not go with images",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_does_not_go_with_pictures_is_refused(flags, tmp_path):
+    other = shutil.copytree(folder() / "model", tmp_path / "model")
+    settings = json.loads((other / "preprocessor_config.json").read_text())
+    (other / "preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": [0.1, 0.2, 0.3]}))
+    assert REFUSED[flags] in refused(argv(tmp_path / "run", flags.format(other=other)))
+
+
+def test_pictures_are_evaluated(tmp_path):
+    model = folder() / "model"
+    flags = (f"--hf-model {model} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {model} --eval-prompts"
+             f" {folder() / 'pictures.jsonl'} --max-prompt-length 80 --max-response-length 6 --rollout-buffer-gb 0.01"
+             f" --save {tmp_path / 'found'}")  # fmt: skip
+    status, _, errors = launch(tmp_path, flags.split(), "evaluate")
+    assert status == 0, errors
+    rows = [json.loads(line) for line in (tmp_path / "found" / "samples.jsonl").read_text().splitlines()]
+    assert len(rows) == 12 and all("[image " in row["prompt"] for row in rows)
+
+
+def losses(save: Path) -> list[float]:
+    return [row["sft/loss"] for row in metrics(save).values()]
+
+
+def test_sft_learns_answers_about_pictures_and_does_not_depend_on_the_layout(tmp_path):
+    model = folder() / "model"
+    flags = (f"--hf-model {model} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {model} --prompts"
+             f" {folder() / 'answered.jsonl'} --max-prompt-length 80 --max-response-length 6 --global-batch-size 12"
+             " --max-tokens-per-microbatch 200 --lr 3e-3 --train-iters 3")  # fmt: skip
+    found = {}
+    for name, size, more in (("one", 1, ""), ("tp2", 2, "--tensor-model-parallel-size 2 --sequence-parallel")):
+        programs.train("sft", f"{flags} --save {tmp_path / name} {more}".split(), size)
+        found[name] = losses(tmp_path / name)
+    assert found["one"] == pytest.approx(found["tp2"], abs=1e-4) and found["one"][-1] < found["one"][0]
+    rows = list(metrics(tmp_path / "one").values())
+    assert [row["images/count"] for row in rows] == [5] * 3 and [row["images/cache_hits"] for row in rows] == [0, 5, 5]
