@@ -124,11 +124,11 @@ class HeadStates(NamedTuple):
 
     def by_token(self, runs: Runs, states: Tensor) -> Tensor:
         """[T, H, V] by compiled kernels; the runs change `states` [S, H, K, V] in place."""
-        sizes = self.sizes.groups, self.sizes.keys, runs.table, states
+        groups, keys, table = self.sizes.groups, self.sizes.keys, runs.table
         if isinstance(self.sizes, HeadSizes):
-            return native.ops.delta_rule(self.x, self.decays, self.scales, *sizes)
+            return native.ops.delta_rule(self.x, self.decays, self.scales, groups, keys, table, states)
         no_skips = self.x.new_zeros(self.sizes.heads)
-        return native.ops.state_space(self.x, self.scales, self.decays, no_skips, *sizes)
+        return native.ops.state_space(self.x, self.scales, self.decays, no_skips, groups, keys, table, states)
 
     def by_chunks(self, runs: Runs, states: Tensor | None = None) -> Tensor:
         """As of `Convolution`."""
@@ -139,14 +139,12 @@ class HeadStates(NamedTuple):
 
     def gradients(self, grad: Tensor, runs: Runs, states: Tensor) -> dict[str, Tensor]:
         """As of `Convolution`."""
-        sizes = self.sizes.groups, self.sizes.keys, runs.table, states
-        if isinstance(self.sizes, HeadSizes):
-            names, backward = ("x", "decays", "scales"), native.ops.delta_rule_backward
-            numbers = self.decays, self.scales
-        else:
-            names, backward = ("x", "scales", "decays"), native.ops.state_space_backward
-            numbers = self.scales, self.decays
-        return dict(zip(names, backward(grad.contiguous(), self.x, *numbers, *sizes), strict=True))
+        is_delta_rule = isinstance(self.sizes, HeadSizes)
+        backward = native.ops.delta_rule_backward if is_delta_rule else native.ops.state_space_backward
+        one, other = ("decays", "scales") if is_delta_rule else ("scales", "decays")
+        groups, keys, numbers = self.sizes.groups, self.sizes.keys, self._asdict()
+        found = backward(grad.contiguous(), self.x, numbers[one], numbers[other], groups, keys, runs.table, states)
+        return dict(zip(("x", one, other), found, strict=True))
 
 
 Rule = Convolution | HeadStates
@@ -192,7 +190,7 @@ def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **others
 
 
 def mamba2_chunk_scan(
-    hidden_states, dt, decays, keys, queries, chunk_size, dt_bias=None, dt_softplus=False, dt_limit=(0, None), **others
+    hidden_states, dt, decays, keys, queries, dt_bias=None, dt_softplus=False, dt_limit=(0, None), **others
 ) -> Tensor:
     """hidden_states [1, R, H, V], dt [1, R, H], decays (A), dt_bias and D [H], keys (B) and queries (C) [1, R, G, K] ->
     [1, R, H, V], fp32."""
@@ -209,7 +207,7 @@ def mamba2_chunk_scan(
 
 
 def torch_chunk_gated_delta_rule(
-    query, key, value, g, beta, chunk_size=64, use_qk_l2norm_in_kernel=False, **others
+    query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **others
 ) -> tuple[Tensor, None]:
     """query, key [1, R, G, K], value [1, R, H, V], g, beta [1, R, H] -> [1, R, H, V], and no state."""
     _refuse("a delta rule", others)
@@ -242,7 +240,7 @@ def _refuse(what: str, others: dict):
 
 
 def _padded(x: Tensor) -> Tensor:
-    """HeadStates' channels, filled up to whole vectors."""
+    """Channels of heads, filled up to whole vectors."""
     return functional.pad(x, (0, -x.shape[-1] % VECTOR))
 
 

@@ -53,12 +53,12 @@ def first(result):
 def of_sequences(function, args, given, axis):
     """What transformers' function returns, sequence by sequence."""
 
-    def at(x, start, rows):
+    def at(x, each):
         is_of_rows = torch.is_tensor(x) and x.dim() > 2
-        return x.narrow(axis, start, rows) if is_of_rows else x
+        return x.narrow(axis, each[0], each[1]) if is_of_rows else x
 
     parts = [
-        first(function(*(at(x, *each) for x in args), **{name: at(x, *each) for name, x in given.items()}))
+        first(function(*(at(x, each) for x in args), **{name: at(x, each) for name, x in given.items()}))
         for each in zip(STARTS, LENGTHS, strict=True)
     ]
     return torch.cat(parts, axis)
