@@ -26,7 +26,8 @@ class Trial(Ranks):
 
     def __init__(self, found: Source, rank: int, size: int, sums: Sequence[Tensor] = ()):
         """`sums`: of all ranks, in the order of a pass; empty: those of this rank. Raises Unsupported."""
-        self.rank, self.size, self._sums, self._found = rank, size, (), found
+        self.rank, self.size, self._found = rank, size, found
+        self._sums: Sequence[Tensor] = ()
         self._parts: list[Tensor] = []  # of the sums, by this rank
         self._inputs: list[Tensor] = []  # of what is split, in the first pass
         self._replayed: Iterator[Tensor] | None = None  # the same, in later ones
