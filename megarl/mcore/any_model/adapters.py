@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from megarl.errors import UsageError
-from megarl.mcore.any_model import reach
+from megarl.mcore.any_model import walk
 from megarl.mcore.any_model.chunk import PREFIX
 from megarl.mcore.kernels.linear import at_least_rows
 from megarl.mcore.lora.adapted_linear import AdaptedLinear
@@ -33,7 +33,7 @@ class ModuleLinears(NamedTuple):
 
     def renamed_by_peft(self) -> tuple[str, ...]:
         """Ends of names of layers that PEFT must be given as parameters."""
-        parameters = reach.of_path(self.path).module.parameters()
+        parameters = walk.of_path(self.path).module.parameters()
         return RENAMED if any(parameter.dim() == 3 for parameter in parameters) else ()
 
     def parse_targets(self, text: str) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ class ModuleLinears(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def _linear_sizes(path: str) -> dict[str, tuple[int, int]]:
-    module, _, called, *_ = reach.of_path(path)
+    module, _, called, *_ = walk.of_path(path)
     return {
         name: (each.weight.shape[0], each.weight.shape[1])
         for name, each in module.named_modules()

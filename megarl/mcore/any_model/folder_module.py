@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megarl.data import node_files
-from megarl.mcore.any_model import reach, routing, self_check, source, tensor_parallel, tensor_trial, walk
+from megarl.mcore.any_model import routing, self_check, source, tensor_parallel, tensor_trial, walk
 from megarl.mcore.any_model.adapters import ModuleLinears
 from megarl.mcore.any_model.attention import Slot, Unsupported
 from megarl.mcore.any_model.cache import mean_cache
@@ -32,7 +32,7 @@ class FolderModule(str):
 
     def slots(self) -> tuple[Slot, ...]:
         """The slots of the module's attention. Raises Unsupported."""
-        return reach.of_path(self).slots
+        return walk.of_path(self).slots
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of a sequence's recurrent states. Raises Unsupported."""
@@ -40,7 +40,7 @@ class FolderModule(str):
 
     def untrained(self) -> tuple[str, ...]:
         """As of `Reach`: what no role trains."""
-        return reach.of_path(self).untrained
+        return walk.of_path(self).untrained
 
     def self_check(self, longest: int):
         """Raises Unsupported for a module that computes other logits alone than under megarl.
@@ -69,7 +69,7 @@ class FolderModule(str):
         Args:
             shards: each part is sharded over data-parallel ranks, too.
         """
-        module = reach.of_path(self).module
+        module = walk.of_path(self).module
         try:
             tensor_parallel.check_heads(module, ranks)
             splits = tensor_parallel.splits_of(module, ranks)
@@ -102,7 +102,7 @@ class FolderModule(str):
         """The parameters, of elements of so many bytes, that each of so many tensor-parallel ranks holds."""
         module, tensors = _tensors(self, value_head)
         splits = tensor_parallel.splits_of(module, ranks) if ranks > 1 else {}
-        experts, found = reach.of_path(self).experts, []
+        experts, found = walk.of_path(self).experts, []
         for name, tensor in tensors.items():
             shape, split = list(tensor.shape), splits.get(name.removeprefix(PREFIX))
             if split is not None:
@@ -114,7 +114,7 @@ class FolderModule(str):
 
     def used_experts(self) -> float:
         """The share of its experts' weights that a token uses; 1 if the module has none."""
-        return next((topk / experts for experts, topk in reach.of_path(self).experts.values()), 1.0)
+        return next((topk / experts for experts, topk in walk.of_path(self).experts.values()), 1.0)
 
     def mean_cache(self, ranks: int) -> tuple[int, int]:
         """As of `cache.mean_cache`."""
@@ -125,7 +125,7 @@ class FolderModule(str):
 def _tensors(path: str, value_head: bool) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """The module, and a role's parameters and persistent buffers by name, each once. The caller changes neither."""
     found = source.of_path(path)
-    module = found.module(torch.float32) if value_head else reach.of_path(path).module
+    module = found.module(torch.float32) if value_head else walk.of_path(path).module
     if value_head:
         module.set_output_embeddings(torch.nn.Identity())
     once = {id(each): (name, each) for name, each in reversed(module.state_dict(keep_vars=True).items())}

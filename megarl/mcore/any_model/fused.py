@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from megarl.mcore.any_model import attention, rows, source
 from megarl.mcore.any_model.attention import CachePass, Pass, Scores, Slot, Unsupported
-from megarl.mcore.any_model.rows import SIZES, TOLERANCE, Norm, agree, floats_of, norm_of, prepacked_product
+from megarl.mcore.any_model.rows import SIZES, TOLERANCE, ModuleNorm, agree, floats_of, norm_of, prepacked_product
 from megarl.mcore.attention.native_attention import NativeDecodes
 from megarl.mcore.kernels import native
 from megarl.mcore.kernels.linear import prepacked
@@ -32,7 +32,7 @@ from megarl.mcore.kernels.swiglu import activated
 PLAIN = bool, int, float, str, type(None), Tensor  # arguments by which a part hands nothing to others
 
 
-class GainNorm(Norm):
+class GainNorm(ModuleNorm):
     """A norm without a bias."""
 
     def __call__(self, hidden_states: Tensor) -> Tensor:

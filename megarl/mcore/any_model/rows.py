@@ -103,21 +103,20 @@ def installed(
         out = prepacked_product(y, x, len(bias), bias) if linear_function is product else None
         return linear_function(x, y.t(), bias) if out is None else out
 
-    if experts_function is not None:
-        ALL_EXPERTS_FUNCTIONS[NAME] = experts_function
+    before = ALL_EXPERTS_FUNCTIONS[NAME]
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_function or before)
     try:
         own = [(functional, "linear", linear_function), (torch, "addmm", addmm)]
         with replaced(own + [(*place, matmul) for place in MATMUL]):
             yield
     finally:
-        if experts_function is not None:
-            ALL_EXPERTS_FUNCTIONS[NAME] = experts
+        ALL_EXPERTS_FUNCTIONS.register(NAME, before)
 
 
 # -- norms -------------------------------------------------------------------------------------------------------------
 
 
-class Norm:
+class ModuleNorm:
     """(x − m) · r · (offset + weight) + bias with r = (mean (x − m)² + ε)^−½, where m is the mean of x (1607.06450), or
     without a bias 0 (1910.07467 eq. 4)."""
 
@@ -142,7 +141,7 @@ class Norm:
 
 
 @torch.no_grad()
-def norm_of(part: Any) -> Norm | None:
+def norm_of(part: Any) -> ModuleNorm | None:
     """The norm that a module is; None for another module. It is called with inputs of several sizes."""
     own = dict(part._parameters)
     weight = own.get("weight")
@@ -152,7 +151,7 @@ def norm_of(part: Any) -> Norm | None:
     try:
         part._parameters.update({name: None if each is None else x[0] for name, each in own.items()})
         pairs = [(size * x, part(size * x)) for size in SIZES]
-        found = (Norm(part, eps, offset) for eps in floats_of(part) for offset in (0.0, 1.0))
+        found = (ModuleNorm(part, eps, offset) for eps in floats_of(part) for offset in (0.0, 1.0))
         return next((norm for norm in found if all(agree(norm.formula(x), wanted) for x, wanted in pairs)), None)
     except Exception:  # it takes other inputs
         return None
@@ -177,7 +176,7 @@ def use_row_norms(module: nn.Module, compute: Callable | None = None):
             each.forward = functools.partial(compute or _row_norm, norm)
 
 
-def _row_norm(norm: Norm, x: Tensor) -> Tensor:
+def _row_norm(norm: ModuleNorm, x: Tensor) -> Tensor:
     from megarl.mcore.kernels.cuda.row_norm import row_norm  # needs Triton
 
     bias = norm.bias()

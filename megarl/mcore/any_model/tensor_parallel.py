@@ -33,7 +33,9 @@ class Ranks:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
 
     def to_all(self, x: Tensor) -> Tensor:
-        """x, whose gradient is summed over the ranks."""
+        """x, whose gradient is summed over the ranks, if it has one."""
+        if not x.is_floating_point():
+            return x
         return mappings.copy_to_tensor_model_parallel_region(x, self.group)
 
     def summed(self, x: Tensor) -> Tensor:
@@ -181,7 +183,7 @@ def _between(forward, part: nn.Module, style: Style, ranks: Ranks, *args, **kwar
     """A module's forward pass between its style's functions; a bias is added once, after a sum."""
     if style.before:
         before = getattr(ranks, style.before)
-        args = [before(x) if torch.is_tensor(x) and x.is_floating_point() else x for x in args]
+        args = [before(x) if torch.is_tensor(x) else x for x in args]
     is_sum = style.after == "summed"
     with _parameters_as(part, lambda bias: None, ["bias"] if is_sum else []):
         out = forward(*args, **kwargs)

@@ -2,11 +2,11 @@
 
 A plan of transformers says how weights are split. It does not say that a part takes a mean over a split axis, or that a
 whole weight, as the norm of single heads, gets a part of its gradient on each rank. A small model is run as each of
-the ranks, one after the other. What ranks would sum has the values of the whole model, so that no rank waits.
+the ranks, one after the other. What ranks would sum has the values of the whole model, so that no rank waits. What a
+rank's part of a sum depends on is found by changes: a backward pass would start threads, and ranks may be forked later.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,23 +22,34 @@ TOKENS = 12
 
 
 class Trial(Ranks):
-    """One of so many ranks; the values of what they would send each other are known."""
+    """A model as one of so many ranks has it, where what they would send each other is known."""
 
-    def __init__(self, rank: int, size: int, sums: Sequence[Tensor] = ()):
-        """`sums`: of all ranks, in the order of a pass; empty: those of this rank."""
-        self.rank, self.size, self.sums = rank, size, sums
-        self.parts: list[Tensor] = []  # of the sums, by this rank
-        self.whole: list[Tensor] = []  # the sums that the module was given
+    def __init__(self, found: Source, rank: int, size: int, sums: Sequence[Tensor] = ()):
+        """`sums`: of all ranks, in the order of a pass; empty: those of this rank. Raises Unsupported."""
+        self.rank, self.size, self._found = rank, size, found
+        self._sums: Sequence[Tensor] = ()
+        self._parts: list[Tensor] = []  # of the sums, by this rank
+        self._inputs: list[Tensor] = []  # of what is split, in the first pass
+        self._replayed: Iterator[Tensor] | None = None  # the same, in later ones
+        self._shift = 0.0
+        self.module = found.module(torch.float32)
+        self.shapes = {name: each.shape for name, each in self.module.named_parameters(remove_duplicate=False)}
+        self.splits = tensor_parallel.splits_of(self.module, size)
+        tensor_parallel.split(self.module, self.splits, self)
+        source.find_slots(self.module)
+        self._sums, self._inputs = sums, []
 
     def to_all(self, x: Tensor) -> Tensor:
-        """x, whose gradient needs no sum any more."""
-        return x.detach()
+        """x, or in later passes what it was in the first one."""
+        if self._replayed is not None:
+            return next(self._replayed)
+        self._inputs.append(x)
+        return x
 
     def summed(self, x: Tensor) -> Tensor:
         """The known sum."""
-        self.parts.append(x)
-        self.whole.append((self.sums[len(self.whole)] if self.sums else x).detach().requires_grad_())
-        return self.whole[-1].clone()
+        self._parts.append(x)
+        return (self._sums[len(self._parts) - 1] if self._sums else x) + self._shift
 
     def gathered(self, x: Tensor) -> Tensor:
         """As of `summed`: each rank has zeros in the columns of others."""
@@ -47,7 +58,28 @@ class Trial(Ranks):
 
     def own_columns(self, x: Tensor) -> Tensor:
         """This rank's columns."""
-        return x.detach().chunk(self.size, -1)[self.rank]
+        return self.to_all(x).chunk(self.size, -1)[self.rank]
+
+    @torch.no_grad()
+    def run(self, changed: str = "", shift: float = 0.0) -> list[Tensor]:
+        """This rank's parts of all sums. In later passes than the first the inputs of what is split are as there.
+
+        Args:
+            changed: whole weights of this name, with * for numbers, are doubled.
+            shift: added to each sum that the module gets.
+        """
+        self._parts, self._shift = [], shift
+        self._replayed = iter(self._inputs) if self._inputs else None
+
+        def values(name: str, _, dtype: torch.dtype) -> Tensor:
+            whole = source.spread_values(name, self.shapes[name.removeprefix(".")], dtype)
+            whole = whole * 2 if starred(name) == changed else whole
+            return self.splits[name].of(whole, self.rank, self.size) if name in self.splits else whole
+
+        tokens = torch.randint(self._found.text.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(0))
+        with source.values_in(self.module, values):
+            self_check.logits(self.module, LogitInputs(self.module), tokens, [TOKENS])
+        return self._parts
 
 
 def partial_weights(found: Source, ranks: int) -> tuple[str, ...]:
@@ -56,52 +88,23 @@ def partial_weights(found: Source, ranks: int) -> tuple[str, ...]:
     Raises:
         Unsupported: a module that is split computes something else, or a gradient that no function of its plan sums.
     """
-    small = self_check.shortened(found, TOKENS, ranks)
-    whole, names = [each.detach() for each in _run(small, Trial(0, 1)).parts], dict[str, None]()
-    sums = [torch.zeros_like(each) for each in whole]
-    for rank in range(ranks):
-        trial = _run(small, Trial(rank, ranks, whole), names)
-        for total, part in zip(sums, trial.parts, strict=True):
-            total += part.detach()
-    for total, each in zip(sums, whole, strict=True):
-        difference, largest = float((total - each).abs().max()), max(1.0, float(each.abs().max()))
-        if not difference <= self_check.TOLERANCE * largest:
-            raise Unsupported(
-                f"{found.kind.__name__} computes something else in parts (off by {difference:.1g}, the largest is "
-                f"{largest:.1g}): its plan splits what a part of it needs whole"
-            )
-    return tuple(names)
+    small, kind = self_check.shortened(found, TOKENS, ranks), found.kind.__name__
+    with source.one_line_errors(found.kind, f"run on {ranks} tensor-parallel ranks"):
+        whole = Trial(small, 0, 1).run()
+        trials = [Trial(small, rank, ranks, whole) for rank in range(ranks)]
+        for wanted, *parts in zip(whole, *(trial.run() for trial in trials), strict=True):
+            difference, largest = float((sum(parts) - wanted).abs().max()), max(1.0, float(wanted.abs().max()))
+            if not difference <= self_check.TOLERANCE * largest:
+                raise Unsupported(
+                    f"{kind} computes something else in parts (off by {difference:.1g}, the largest is {largest:.1g}): "
+                    "its plan splits what a part of it needs whole"
+                )
+        first, own = trials[0], trials[0].run()
+        if _differ(first.run(shift=1.0), own):
+            raise Unsupported(f"the plan of {kind} does not sum the gradient of what its ranks share")
+        names = dict.fromkeys(starred(name) for name in first.shapes if name not in first.splits)
+        return tuple(name for name in names if _differ(first.run(changed=name), own))
 
 
-def _run(found: Source, trial: Trial, partial: dict[str, None] | None = None) -> Trial:
-    """A pass as one rank. Adds the names of weights that the rank's parts of sums depend on to `partial`."""
-    module = found.module(torch.float32)
-    shapes: dict[str, Any] = {name: each.shape for name, each in module.named_parameters(remove_duplicate=False)}
-    splits = tensor_parallel.splits_of(module, trial.size)
-    tensor_parallel.split(module, splits, trial)
-
-    def values(name: str, _, dtype: torch.dtype) -> Tensor:
-        whole = source.spread_values(name, shapes[name.removeprefix(".")], dtype)
-        return splits[name].of(whole, trial.rank, trial.size) if name in splits else whole
-
-    known, trial.sums = trial.sums, ()
-    with source.one_line_errors(found.kind, f"run on {trial.size} tensor-parallel ranks"):
-        source.find_slots(module)
-        trial.sums, trial.parts, trial.whole = known, [], []
-        with source.values_in(module, values):
-            weights = dict(module.named_parameters(remove_duplicate=False))
-            for each in weights.values():
-                each.requires_grad_(each.is_floating_point())
-            tokens = torch.randint(found.text.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(0))
-            self_check.logits(module, LogitInputs(module), tokens, [TOKENS])
-            torch.stack([part.sum() for part in trial.parts if part.requires_grad]).sum().backward()
-    if any(_has_gradient(each) for each in trial.whole):
-        raise Unsupported(f"the plan of {found.kind.__name__} does not sum the gradient of what its ranks share")
-    if partial is not None:
-        own = (name for name, each in weights.items() if name not in splits and _has_gradient(each))
-        partial.update(dict.fromkeys(map(starred, own)))
-    return trial
-
-
-def _has_gradient(x: Tensor) -> bool:
-    return x.grad is not None and bool(x.grad.any())
+def _differ(found: list[Tensor], others: list[Tensor]) -> bool:
+    return not all(map(torch.equal, found, others))

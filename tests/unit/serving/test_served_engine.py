@@ -253,8 +253,10 @@ def served_module(rank, kind, folder):
     requests = [replace(each, prompt=prompts[i % 4].tolist()) for i, each in enumerate(make_requests(12, 12))]
     done, found = [], []
     for shares in (True, False):
-        sizes = role.model_vocab_size(0), 100, 0.02, 4  # some requests wait until others have ended
-        engine = RolloutEngine(model, groups.pg_collection, *sizes, prefix_caching=shares)
+        # Four at a time: the others wait until some have ended.
+        engine = RolloutEngine(
+            model, groups.pg_collection, role.model_vocab_size(0), 100, 0.02, 4, prefix_caching=shares
+        )
         done.append(generate(ServedEngine(engine, NEVER), requests))
         found.append(engine.take_prefill_counts().reused)
     return done, found

@@ -1,11 +1,16 @@
-"""What modules of transformers do on a GPU besides megarl's products, experts and attention."""
+"""What modules of transformers do on a GPU besides megarl's own, and what a pass over text does not reach, against the
+gradients of transformers' own backward: it is frozen."""
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megarl.mcore.any_model import source, walk
+from megarl.mcore.config.optimizer_flags import matches
 from tests.helpers.folders import any_types
+from tests.helpers.programs import train, write_lines
 from tests.helpers.tiers import by_default
+from tests.helpers.worlds import run_world
 
 # Type -> whether the host waits within a pass; what keeps it from an exact rollout.
 KINDS = {
@@ -40,3 +45,43 @@ class Copies(torch.nn.Module):
 
 def test_a_number_of_the_host_that_a_pass_copies_is_found():
     assert walk.walk(Copies()).waits == "Copies copies numbers of the host to it"
+
+
+# -- what a text reaches -----------------------------------------------------------------------------------------------
+
+# A tower beside the language model; attention to an encoder; layers that use the keys of others.
+PARTLY_READ = "gemma3", "whisper", "gemma3n_text"
+
+
+def read_and_trained(_, kind: str) -> tuple[walk.Reach, list[str], set[str]]:
+    """What a pass reads; names of parameters, and of those without a gradient of transformers' own backward."""
+    module, config = any_types.small_module(kind), any_types.small_config(kind)
+    tokens = torch.randint(3, any_types.VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))
+    module(input_ids=tokens, use_cache=False).logits.sum().backward()
+    parameters = dict(module.named_parameters())
+    unread = {name for name, each in parameters.items() if each.grad is None}
+    return walk.reach(source.of_config(config).module(torch.float32))._replace(module=None), [*parameters], unread
+
+
+@pytest.mark.parametrize("kind", by_default([*any_types.running()], PARTLY_READ[:2]))
+def test_what_a_pass_does_not_read_has_no_gradient(kind):
+    ((found, names, unread),) = run_world(read_and_trained, 1, kind)
+    assert len(names) > 10 and {name for name in names if matches(name, found.untrained)} == unread
+    assert unread or kind not in PARTLY_READ
+    if kind == "gemma3":  # whole parts
+        assert set(found.untrained) == {"model.vision_tower.*", "model.multi_modal_projector.*"}
+
+
+@pytest.mark.parametrize("kind", by_default(["whisper", "phi4_multimodal", "gemma3"], ["whisper"]))
+def test_no_weight_decay_changes_what_no_text_reaches(kind, tmp_path):
+    run_world(lambda _: any_types.save(kind, tmp_path / kind) and None, 1)
+    prompts = write_lines(tmp_path / "train.jsonl", [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(8)])
+    flags = "--max-prompt-length 48 --max-response-length 4 --global-batch-size 8 --lr 1e-3 --weight-decay 0.5"
+    flags += f" --model-source transformers --train-iters 2 --export-hf --hf-model {tmp_path / kind}"
+    train("sft", [*flags.split(), "--prompts", str(prompts), "--save", str(tmp_path / "run")])
+    ((_, names, unread),) = run_world(read_and_trained, 1, kind)
+    before, after = (load_file(folder / "model.safetensors")
+                     for folder in (tmp_path / kind, tmp_path / "run" / "hf" / "step_00000002"))  # fmt: skip
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert before.keys() == after.keys() and len(names) > len(unread) > 0
+    assert same & {*names} == unread
