@@ -3,10 +3,13 @@
 import json
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from megarl.checkpoint.pretrained import folder_weights
 from megarl.errors import UsageError
 from megarl.mcore.weights.hf.hf_model import read_model
-from tests.helpers.folders.hf_folders import reference
+from tests.helpers.folders.hf_folders import reference, write_folder
+from tests.helpers.folders.hf_layouts import role_of
 
 
 def model_of(tmp_path, case: str = "qwen3", **entries):
@@ -45,3 +48,24 @@ def test_an_export_of_a_multimodal_folder_needs_its_other_parts(tmp_path):
     for value_head, says in ((True, "scalar head"), (False, "without weights")):
         with pytest.raises(UsageError, match=says):
             model.check_exportable(value_head)
+
+
+@pytest.mark.parametrize("name", ["mlp", "block_sparse_moe"])
+def test_dense_layers_of_kimi_linear_have_the_name_of_either_writer(name, tmp_path):
+    """Moonshot's folders call them `mlp`; transformers stores them under the name of the layers with experts."""
+    file = write_folder("kimi_linear", tmp_path / "folder") / "model.safetensors"
+    stored = {key.replace("layers.0.block_sparse_moe.", f"layers.0.{name}."): x for key, x in load_file(file).items()}
+    save_file(stored, file, metadata={"format": "pt"})
+    expected = folder_weights(role_of(file.parent, "", 1, False)).weight_map.expected()
+    assert expected.keys() == stored.keys() and f"model.layers.0.{name}.up_proj.weight" in expected
+
+
+@pytest.mark.parametrize("entries, says", [
+    ({"linear_attn_config": {"gate_lower_bound": -5.0}}, "one without gate_lower_bound and use_full_rank_gate"),
+    ({"mla_use_output_gate": True}, "mla_use_output_gate True: allowed is False or absent"),
+    ({"mla_use_nope": False}, "mla_use_nope False: allowed is True or absent"),
+    ({"layer_types": ["linear_attention"] * 4}, "a list of 4 words, linear_attention or full_attention, both of them"),
+])  # fmt: skip
+def test_other_layers_of_kimis_type_are_refused(entries, says, tmp_path):
+    with pytest.raises(UsageError, match=says):
+        model_of(tmp_path, "kimi_linear", **entries)
