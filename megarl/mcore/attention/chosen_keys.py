@@ -72,8 +72,8 @@ class KeyReads:
         places = [each.rows for each in self.dense] + [each.keys for each in self.long]
         rows, inverse = torch.cat(places).unique(return_inverse=True)
         parts = iter(inverse.split([len(each) for each in places]))
-        found = KeyReads([each._replace(rows=next(parts)) for each in self.dense],
-                         [each._replace(keys=next(parts)) for each in self.long])  # fmt: skip
+        dense = [each._replace(rows=next(parts)) for each in self.dense]
+        found = KeyReads(dense, [each._replace(keys=next(parts)) for each in self.long])
         found.rows = rows
         return found
 

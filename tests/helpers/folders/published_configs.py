@@ -102,11 +102,9 @@ PUBLISHED["deepseek_v3.2"] = (
     _PARAMETERS + 851_524_864,
 )
 # GLM-5 (2602.15763), whose layers all have indexers: 78·(32·128·2048 + 128·6144 + 2·128 + 32·6144) numbers.
-PUBLISHED["glm_5"] = (
-    _V3 | {"model_type": "glm_moe_dsa", "num_hidden_layers": 78, "hidden_size": 6144, "intermediate_size": 12288,
-           "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 2048, "qk_nope_head_dim": 192,
-           "v_head_dim": 256, "head_dim": 64, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "rope_theta": 1000000,
-           "rope_scaling": None, "vocab_size": 154880, "max_position_embeddings": 202752, "index_topk": 2048,
-           "index_n_heads": 32, "index_head_dim": 128, "indexer_types": ["full"] * 78},
-    743_180_190_720 + 731_008_512,
-)  # fmt: skip
+_SIZES = {"num_hidden_layers": 78, "hidden_size": 6144, "intermediate_size": 12288, "num_attention_heads": 64}
+_LATENTS = {"num_key_value_heads": 64, "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "head_dim": 64}
+_INDEXERS = {"index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128, "indexer_types": ["full"] * 78}
+_REST = {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "rope_theta": 1000000, "rope_scaling": None}
+_READS = {"model_type": "glm_moe_dsa", "vocab_size": 154880, "max_position_embeddings": 202752}
+PUBLISHED["glm_5"] = (_V3 | _SIZES | _LATENTS | _INDEXERS | _REST | _READS, 743_180_190_720 + 731_008_512)

@@ -13,6 +13,7 @@ from tests.laws.features.feature import (
     EVALUATED,
     FACTORS,
     GRPO,
+    PARTIAL,
     PP2,
     ROLLOUT_APART,
     SHARDED,
@@ -60,8 +61,7 @@ def _refreshed(flags: str = "", ranks: int = 1, **more) -> Feature:
 
 CHOICE = f"{LATENT} --dsa-indexer-topk {KEYS} --dsa-indexer-n-heads 16 --dsa-indexer-head-dim 16"
 SHARED_CHOICE = f"{CHOICE} --num-layers 4 --dsa-indexer-layers 1,0,1,0"
-SOME_PARTIAL = ("--max-response-length 60 --max-tokens-per-microbatch 200 --prompts-per-step 4 --minibatch-size 4"
-                " --over-sampling 2 --partial-rollouts --rollout-correction tis")  # fmt: skip
+SOME = "--max-response-length 60 --max-tokens-per-microbatch 200 --prompts-per-step 4 --minibatch-size 4"
 
 
 def _chosen(flags: str = "", ranks: int = 1, choice: str = CHOICE, **more) -> Feature:
@@ -151,7 +151,7 @@ MODELS = {
     "chosen keys of experts": _chosen(f"{EXPERTS} --router-replay rollout", layouts=((2, EP2),)),
     "chosen keys, a lag": _chosen(f"{GRPO} {ALL_AHEAD} --verify-weights", 2),
     "chosen keys, a rollout apart": _chosen(f"{GRPO} {ROLLOUT_APART} --verify-weights", 2),
-    "chosen keys, partial rollouts": _chosen(f"{GRPO} {SOME_PARTIAL} --rollout-prefix-caching"),
+    "chosen keys, partial rollouts": _chosen(f"{GRPO} {SOME} {PARTIAL} --rollout-prefix-caching"),
     "chosen keys of factors": _chosen("--lora-rank 2 --lora-alpha 8", layouts=(TP2_SEQUENCE,)),
     "chosen keys in turns": _chosen(f"{GRPO} {TURNS}"),
     "chosen keys of a teacher": _chosen("--advantage grpo --distill loss --teacher ema --ema-decay 0.5",

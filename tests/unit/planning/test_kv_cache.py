@@ -71,8 +71,10 @@ def check_sizes(flags: str, shape: str, ranks: int, more: str, caching: bool, sn
     assert {tokens for _, tokens in found} == {cache.tokens}
 
 
-@pytest.mark.parametrize("flags, shape", [("--bf16", "recurrent"), ("", "latent"), ("", "llama"),
-                                          (f"{CHOOSING} --dsa-indexer-layers 1,0", "latent")])  # fmt: skip
+PREDICTS = [("--bf16", "recurrent"), ("", "latent"), ("", "llama"), (f"{CHOOSING} --dsa-indexer-layers 1,0", "latent")]
+
+
+@pytest.mark.parametrize("flags, shape", PREDICTS)
 def test_a_layer_that_drafts_has_keys_and_values_too(flags, shape):
     ((each, tokens),) = run_world(sizes_of_engine, 1, flags, shape, False, None, True)
     more = "--rollout-buffer-gb 0.01 --rollout-max-requests 32 --mtp-train --mtp-drafts"

@@ -38,10 +38,11 @@ def sizes(rank, flags: str):
     return [tuple(x.shape) for x in caches], context.kv_block_allocator.total_count, context.block_size_bytes
 
 
-@pytest.mark.parametrize("ranks, flags, index_keys", [
-    (1, "", (0, 0)), (2, "--tensor-model-parallel-size 2", (0, 0)), pytest.param(1, ONE_CHOOSES, (INDEX_KEY, 0),
-                                                                                  marks=needs_kernels),
-])  # fmt: skip
+ROWS = [(1, "", (0, 0)), (2, "--tensor-model-parallel-size 2", (0, 0))]
+ROWS.append(pytest.param(1, ONE_CHOOSES, (INDEX_KEY, 0), marks=needs_kernels))
+
+
+@pytest.mark.parametrize("ranks, flags, index_keys", ROWS)
 def test_a_token_has_a_latent_and_a_key_in_each_layer_on_every_rank(ranks, flags, index_keys):
     """A layer that uses the choice of another one has no index keys."""
     widths = [LATENT + KEY + more for more in index_keys]
