@@ -38,6 +38,7 @@ TRACKERS = [
     "mlflow-skinny>=3.17,<4",
 ]
 PARQUET = ["pyarrow>=21,<27"]  # 21 reads JSON columns of Parquet as such
+IMAGES = ["pillow>=11,<14"]  # matplotlib needs it, too
 MUON = "emerging-optimizers>=0.3,<0.4"
 ENVIRONMENTS = [
     "gymnasium>=1.1,<2",
@@ -48,6 +49,7 @@ DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"]  # tools/build_docs.sh
 
 EXTRAS = {
     "environments": ENVIRONMENTS,  # adapters in megarl/environments/adapters/
+    "images": IMAGES,  # images of prompts
     "gpu": ["transformer-engine[pytorch]>=2.10,<3"],
     "math": ["math-verify>=0.8,<1"],  # --reward math-verify
     "optimizers": [MUON],  # --optimizer muon
@@ -63,6 +65,7 @@ EXTRAS = {
         "gguf>=0.17,<1",  # these two: what the tests compare with, or read; megarl needs neither of them
         MUON,
         *PARQUET,
+        *IMAGES,
         *ENVIRONMENTS,
         *SERVE,
         *DOCS,

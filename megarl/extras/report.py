@@ -108,7 +108,7 @@ def page_of(data: dict) -> str:
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; "
     parts = {
         "title": html.escape(f"Report of {data['name']}"),
-        "policy": policy + "form-action 'none'",
+        "policy": policy + ("img-src data:; " if data["samples"].get("images") else "") + "form-action 'none'",
         "style": style,
         "script": script,
         "data": embedded_json(data),

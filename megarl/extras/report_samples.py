@@ -3,27 +3,32 @@
 Every text comes from a model or a data file. A value of another type than `megarl.observe.samples` says is left out.
 """
 
+import base64
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.data.images.marks import names_in
 from megarl.errors import UsageError
 from megarl.observe.files import step_of
-from megarl.observe.samples import QUANTITIES
-from megarl.plain_files import is_absent, parse_record, read_records, reading
+from megarl.observe.samples import QUANTITIES, THUMBNAILS
+from megarl.plain_files import is_absent, parse_record, read_bytes, read_records, reading
 from megarl.plain_values import is_plain_number
 
 STEPS = 12  # in a report
 RESPONSES = 16  # of a step
 PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 8_000, 16_000  # of a text; the rest is cut
+THUMBNAIL_BYTES = 32_000
 TOKENS = 30_000  # shown one by one in a whole report: about 3 MB
 DIGITS = 7  # significant ones of a token's numbers
 
 
 def samples(directory: Path, rows: list[dict]) -> dict:
-    """`{"steps": [{"step", "notes", "total", "rows"}], "recorded"}`: samples of the first and last step, those with the
-    highest and lowest mean reward, and some between. UsageError for a file that is not JSON lines of objects.
+    """`{"steps": [{"step", "notes", "total", "rows"}], "recorded", "images"}`: samples of the first and last
+    step, those with the highest and lowest mean reward, and some between. UsageError for a file that is not JSON lines
+    of objects.
     """
     files = {step_of(path): path for path in sorted(Path(directory, "samples").glob("step_*.jsonl"))}
     covered = {row["step"]: row.get("reward/mean") for row in rows}
@@ -34,7 +39,19 @@ def samples(directory: Path, rows: list[dict]) -> dict:
         tokens = Path(directory, "tokens", files[step].name)
         of_step = step_rows(_read(files[step]), _read(tokens) if not is_absent(tokens) else [])
         found.append({"step": step, "notes": notes, "total": len(of_step), "rows": _shown(of_step, budget)})
-    return {"steps": found, "recorded": len(recorded)}
+    shown = [row["prompt"] for step in found for row in step["rows"] if "prompt" in row]
+    return {"steps": found, "recorded": len(recorded), **_images(Path(directory, THUMBNAILS), shown)}
+
+
+def _images(folder: Path, prompts: list[str]) -> dict:
+    """`{"images": name -> data: URL}` of the images of prompts that the run has written; nothing without one."""
+    found = {}
+    for name in dict.fromkeys(name for prompt in prompts for name in names_in(prompt)):
+        with contextlib.suppress(OSError):
+            data = read_bytes(folder / f"{name}.png", THUMBNAIL_BYTES)
+            if data.startswith(b"\x89PNG"):
+                found[name] = "data:image/png;base64," + base64.b64encode(data).decode()
+    return {"images": found} if found else {}
 
 
 def choose_steps(steps: Sequence[int], rewards: dict[int, Any]) -> dict[int, list[str]]:

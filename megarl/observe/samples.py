@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megarl.observe.files import json_line, step_name, write_atomically
 
+THUMBNAILS = "thumbnails"  # folder of small images of prompts, NAME.png each
 # Per-token fields of a batch that a file of tokens/ has, in the order of the page's menu.
 QUANTITIES = "advantages rollout_logprobs logprobs reference_logprobs values returns entropy".split()
 # What `write_failed` writes: the folder of the run, and a function that returns the rows that this rank has by then.

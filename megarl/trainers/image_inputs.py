@@ -5,6 +5,7 @@ first; ranks that are sent the responses get their images with them (`megarl.com
 """
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -147,6 +148,11 @@ class RunImages:
         for store in self._stores.values():
             counts = counts.plus(store.take_counts())
         return counts.metrics(role_groups)
+
+    def write_thumbnails(self, folder: Path, rows: list[dict]):
+        """Writes small images of the prompts of samples, first of those that the report shows token by token."""
+        texts = [row["prompt"] for row in sorted(rows, key=lambda row: "tokens" not in row)]
+        self._images.write_thumbnails(folder, texts)
 
     def trim(self):
         """Forgets the images that do not fit in `--image-cache-gb`; called where no pass needs them."""

@@ -23,7 +23,7 @@ from megarl.mcore import device
 from megarl.observe import settings_file
 from megarl.observe.alarms import Alarms
 from megarl.observe.metrics_file import MetricsWriter
-from megarl.observe.samples import write_samples
+from megarl.observe.samples import THUMBNAILS, write_samples
 from megarl.observe.terminal import RL_FIELDS, Progress
 from megarl.observe.timers import TIMELINE_FILE, Timers, last_events, reduce_times, write_timeline
 from megarl.observe.trackers import TrackerOptions, parse_names
@@ -283,6 +283,8 @@ class Trainer(abc.ABC):
         rows = sorted((row for report in reports for row in report.samples), key=lambda row: row["sequence"])
         if rows and self.folder:
             write_samples(self.folder, step, rows)
+            if self.images is not None:
+                self.images.write_thumbnails(self.folder / THUMBNAILS, rows)
         self.write(step, row)
         self._progress.line(step, row, seconds)
         self._alarms.watch(step, row)

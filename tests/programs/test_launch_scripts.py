@@ -67,6 +67,8 @@ def test_a_warm_start_makes_data_and_a_policy_on_two_ranks(tmp_path):
     ("rl", {"SAVE": "S", "MODEL": "qwen3_8b", "GPU_MEMORY": "big"}, "GPU_MEMORY=big: allowed is a whole number"),
     ("slurm", {"SAVE": "S"}, "no program or script given"),
     ("agent_quickstart", {"SAVE": "S", "SEED": "x"}, "SEED=x: allowed is"),
+    ("vision_quickstart", {"SAVE": "S", "SEED": "x"}, "SEED=x: allowed is"),
+    ("vision_quickstart", {"SAVE": "S", "SHUFFLE": "2"}, "SHUFFLE=2: allowed is 0 or 1"),
     ("agent_quickstart", {"SAVE": "S", "TASK": "chess"}, "TASK=chess: allowed: guess-number, products, frozen-lake"),
 ])  # fmt: skip
 def test_wrong_variables_are_reported_in_one_line_before_anything_is_made(name, variables, says, tmp_path):

@@ -4,18 +4,23 @@ Ids depend on an image's bytes, its size and the folder's processor, so prompts 
 are made of bytes when somebody asks for a key, as often as it asks: an image that was forgotten is no error.
 """
 
+import contextlib
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from megarl.data.images.decoding import decode, decode_confined, size_of
+from megarl.data.images.decoding import decode, decode_confined, size_of, thumbnail
 from megarl.data.images.ids import image_ids, key_of
-from megarl.data.images.marks import MARK, PATTERN, mark_of
+from megarl.data.images.marks import MARK, PATTERN, mark_of, names_in
 from megarl.data.images.pixels import ImageRef, Pixels, content_key, sha256_of
 from megarl.data.images.processor import ImageProcessor
 from megarl.errors import UsageError
+from megarl.observe.files import write_atomically
 
+THUMBNAILS, SIDE = 16, 64  # of a step of samples; pixels
 ReadBytes = Callable[[ImageRef], bytes]
 
 
@@ -126,6 +131,17 @@ class Images:
             return self.processor.pixels((decode_confined if ref.sent else decode)(data), ref.digest)
         except UsageError as error:
             raise UsageError(f"{ref.name} {ref.source or ''}: {error}") from None
+
+    def write_thumbnails(self, folder: Path, texts: Iterable[str]):
+        """Writes `NAME.png` for the first images whose names are in texts (`names_in`), unless it is there. An image
+        that cannot be read is left out: it is only looked at."""
+        names = itertools.islice(dict.fromkeys(name for text in texts for name in names_in(text)), THUMBNAILS)
+        wanted = [name for name in names if not (folder / f"{name}.png").exists()]
+        known = {digest[: len(wanted[0])]: ref for digest, (ref, _) in self._known.items()} if wanted else {}
+        for name in wanted:
+            with contextlib.suppress(UsageError, KeyError):
+                folder.mkdir(parents=True, exist_ok=True)
+                write_atomically(folder / f"{name}.png", thumbnail(self.bytes_of(known[name]), SIDE))
 
     # -- texts ---------------------------------------------------------------------------------------------------------
 

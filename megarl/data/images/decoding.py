@@ -73,6 +73,17 @@ def decode_confined(data: bytes) -> Decoded:
     return Decoded(*size, base64.b64decode(found["rgb"]))
 
 
+def thumbnail(data: bytes, side: int) -> bytes:
+    """A PNG of an image with sides of at most `side` pixels. UsageError as `decode`."""
+    from PIL import Image
+
+    found, out = decode(data), io.BytesIO()
+    image = Image.frombytes("RGB", (found.width, found.height), found.rgb)
+    image.thumbnail((side, side))
+    image.save(out, "PNG", optimize=True)
+    return out.getvalue()
+
+
 def _opened(data: bytes) -> tuple["Image.Image", str]:
     """An image whose header is read and whose pixels are not, and its kind."""
     from PIL import Image

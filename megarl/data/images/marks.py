@@ -14,6 +14,9 @@ MARK, _END = "\ufdd2", "\ufdd3"
 PATTERN = re.compile(f"{MARK}([0-9a-f]{{64}}):([0-9]+)x([0-9]+){_END}")  # digest, width, height
 
 
+_NAME = re.compile(r"\[image [0-9]+×[0-9]+ sha:([0-9a-f]{8})\]")
+
+
 def mark_of(ref: ImageRef) -> str:
     return f"{MARK}{ref.digest}:{ref.width}x{ref.height}{_END}"
 
@@ -23,6 +26,11 @@ def readable(text: str) -> str:
     if MARK not in text:
         return text
     return PATTERN.sub(lambda found: f"[image {found[2]}×{found[3]} sha:{found[1][:8]}]", text)
+
+
+def names_in(text: str) -> list[str]:
+    """The names of images in a readable text."""
+    return _NAME.findall(text)
 
 
 def shown(value: Any) -> Any:

@@ -152,6 +152,10 @@ function promptCards(rows, quantity, scale) {
     if (!cards.length || row.prompt !== prompt) {
       prompt = row.prompt;
       const asked = el("div", {}, plainText(prompt));
+      for (const [, name] of prompt?.matchAll(/\[image \d+×\d+ sha:([0-9a-f]{8})\]/g) ?? []) {
+        const src = DATA.samples.images?.[name];
+        if (src) asked.append(el("img", { src, alt: name, class: "thumbnail" }));
+      }
       if (row.answer != null) asked.append(el("div", { class: "faint" }, "answer ", showText(el("b"), row.answer)));
       cards.push(el("div", { class: "sample" }, asked, el("div", { class: "responses" })));
     }

@@ -1,5 +1,7 @@
 """The samples of a report: chosen steps, joined with their tokens, of bounded size."""
 
+import base64
+
 from megarl.extras import report_samples
 from megarl.extras.report_samples import choose_steps, samples, step_rows
 from megarl.observe.samples import write_samples
@@ -76,3 +78,14 @@ def test_values_of_other_types_are_left_out(tmp_path):
     assert rows[0]["tokens"] == ["a", "b"] and not {"values", "logprobs"} & set(rows[0])
     assert {"prompt": '["a"]', "response": "1", "extracted": '{"a": 1}'} in rows
     assert all(type(row.get("reward", 0.0)) is float for row in rows) and not any("tokens" in row for row in rows[1:])
+
+
+def test_small_images_of_prompts_are_part_of_the_page(tmp_path):
+    row = {"sequence": 0, "prompt": "[image 32×16 sha:0123abcd]a[image 8×8 sha:ffffffff]", "response": "b"}
+    write_samples(tmp_path, 1, [row])
+    assert "images" not in samples(tmp_path, [{"step": 1}])
+    (tmp_path / "thumbnails").mkdir()
+    (tmp_path / "thumbnails" / "0123abcd.png").write_bytes(b"\x89PNG rest")
+    (tmp_path / "thumbnails" / "ffffffff.png").write_bytes(b"<svg onload='alert(1)'/>")
+    found = samples(tmp_path, [{"step": 1}])["images"]
+    assert found == {"0123abcd": "data:image/png;base64," + base64.b64encode(b"\x89PNG rest").decode()}

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import transformers
+from PIL import Image
 
 from megarl.data.conversations import Encoder
 from megarl.data.images.book import Images, cut_at_borders
@@ -139,3 +140,11 @@ def test_cuts_are_at_borders_of_images():
 def test_why_there_is_no_processor(tmp_path):
     with pytest.raises(UsageError, match="has images; because"):
         Images("because").processor  # noqa: B018
+
+
+def test_thumbnails_are_small_pictures_of_what_texts_name(encoder, tmp_path):
+    refs = [encoder.images.add_bytes(encoded(picture(200 + n, 100, n))) for n in range(20)]
+    texts = [f"{ref.name} and [image 1×1 sha:00000000]" for ref in refs]
+    encoder.images.write_thumbnails(tmp_path / "thumbnails", texts)
+    sizes = {path.stem: Image.open(path).size for path in (tmp_path / "thumbnails").iterdir()}
+    assert len(sizes) == 15 and sizes[refs[0].digest[:8]] == (64, 32)  # the second of 16 names is of no image
