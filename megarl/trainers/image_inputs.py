@@ -68,7 +68,11 @@ class RunImages:
     @staticmethod
     def of(config: RunConfig, encoder: Encoder) -> "RunImages | None":
         """Those of a run; None: its prompts have none, so that its models are computed without a tower."""
-        return RunImages(config, encoder) if encoder.images is not None and len(encoder.images) else None
+        if encoder.images is not None and len(encoder.images):
+            return RunImages(config, encoder)
+        if encoder.images is not None:
+            encoder.images.refuse("the prompts of this run have none, so its models read none")
+        return None
 
     @staticmethod
     def of_server(config: RunConfig, encoder: Encoder) -> "RunImages | None":

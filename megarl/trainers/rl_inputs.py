@@ -47,8 +47,6 @@ class RLInputs:
         self.thinking = thinking_budget_of(s, encoder)
         self.prompt_sets, tokens_of = read_encoded_prompts(s, encoder)
         self.images = RunImages.of(config, encoder)
-        if self.images is None and encoder.images is not None and keys is not None:
-            encoder.images.refuse("the prompts of this run have none, so its models read none")
         self.prompts, self.prompt_tokens = self.prompt_sets[PROMPTS], tokens_of[PROMPTS]
         self.eval_prompts, self.eval_tokens = held_out(self.prompt_sets), held_out(tokens_of)
         check_names(self.eval_prompts, s.eval_samples)

@@ -197,17 +197,22 @@ def test_gradients_are_those_of_transformers(kind):
     ((own, again, is_same, unscored),) = run_world(trained, 1, folder, "")
     assert own.keys() == again.keys() and all(torch.equal(own[name], again[name]) for name in own)
     assert is_same and unscored == 0
-    model = vision_folders.module_of(kind)
-    for prompt, more in zip(vision_folders.PROMPTS, folder.greedy, strict=True):
-        vision_folders.scored(model, prompt, folder.images, more).sum().backward()
-    text = model.model.language_model
-    pairs = {"embedding.word_embeddings.weight": text.embed_tokens.weight.grad,
-             "decoder.final_layernorm.weight": text.norm.weight.grad}  # fmt: skip
-    for name, expected in pairs.items():
+    (theirs,) = run_world(gradients_of_transformers, 1, kind, folder)
+    for name, expected in theirs.items():
         found = own[name][: len(expected)]
         if expected.dim() == 2:  # token 0, on which rows of images stand: in no text, and transformers' padding
             assert found[0].abs().max() == 0 and expected[0].abs().max() == 0
         assert float((found - expected).abs().max() / expected.abs().max()) < CLOSE, name
+
+
+def gradients_of_transformers(rank: int, kind: str, folder: VisionFolder) -> dict[str, torch.Tensor]:
+    """By megarl's names."""
+    model = vision_folders.module_of(kind)
+    for prompt, more in zip(vision_folders.PROMPTS, folder.greedy, strict=True):
+        vision_folders.scored(model, prompt, folder.images, more).sum().backward()
+    text = model.model.language_model
+    return {"embedding.word_embeddings.weight": text.embed_tokens.weight.grad,
+            "decoder.final_layernorm.weight": text.norm.weight.grad}  # fmt: skip
 
 
 def exported(rank: int, folder: VisionFolder, path: Path):

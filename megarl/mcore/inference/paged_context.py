@@ -21,7 +21,7 @@ from megarl.mcore.inference.cache_size import cached_heads
 from megarl.mcore.inference.draft_rows import DraftRows
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.model.decoder_layer import Rotation, StepPlan
-from megarl.mcore.vision.store import ImageRows, ImageStore, RequestPositions
+from megarl.mcore.vision.store import ImageStore, RequestPositions
 
 if TYPE_CHECKING:
     from megarl.mcore.inference.device_decode import DeviceStep
@@ -125,7 +125,8 @@ class PagedContext(DynamicInferenceContext):
         states = self._states_of_step(len(slot_mapping), dedup)
         dedup = dedup and PrefillDedup(*(x.to(slot_mapping.device) for x in dedup))
         positions = view.token_to_position_in_request[tokens].long()
-        images = self._image_rows(dedup)
+        ids = view.token_to_input_ids[tokens] if dedup is None else view.token_to_input_ids[tokens][dedup.kept_tokens]
+        images = None if self._images is None else self._images.feature_rows(ids)
         if self.image_positions is not None:
             positions = self.image_positions.at(positions.cpu(), self._requests_of_rows()).to(positions.device)
         positions = positions if dedup is None else positions[..., dedup.kept_tokens]
@@ -143,12 +144,6 @@ class PagedContext(DynamicInferenceContext):
         else:
             rows = ids.repeat_interleave(self.request_query_lengths[active].long())
         return torch.nn.functional.pad(rows, (0, self.padded_active_token_count - len(rows)), value=-1)
-
-    def _image_rows(self, dedup: PrefillDedup | None) -> ImageRows | None:
-        if self._images is None or not self._images.layers:
-            return None
-        tokens = self.gpu_view.token_to_input_ids[: self.padded_active_token_count]
-        return self._images.rows(tokens if dedup is None else tokens[dedup.kept_tokens])
 
     def layer_caches(self) -> tuple[Tensor, ...]:
         """The cache of each layer of this rank."""

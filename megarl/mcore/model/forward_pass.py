@@ -97,8 +97,8 @@ def run_chunk(
     if axes is not None:
         axes = axes if packing.held is None else axes.index_select(1, packing.held)
         packing.axis_positions = pad(axes, (0, packing.padding)).index_select(1, packing.token_indices)
-    if model.images is not None and model.images.layers:
-        packing.images = model.images.rows(padded[packing.token_indices])
+    if model.images is not None:
+        packing.images = model.images.feature_rows(padded[packing.token_indices])
     next_tokens = torch.cat([padded[1:], padded[:1]])
 
     def process(hidden_states, output_layer, output_weight, **_):

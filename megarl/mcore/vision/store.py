@@ -121,6 +121,10 @@ class ImageStore(OrderedDict[int, Image]):
         at = (tokens < 0).nonzero().flatten()
         return ImageRows(at, tokens[at].cpu(), self) if len(at) else None
 
+    def feature_rows(self, tokens: Tensor) -> "ImageRows | None":
+        """`rows`, if layers add features to them."""
+        return self.rows(tokens) if self.layers else None
+
     def positions(self, tokens: Tensor) -> Tensor:
         """[3, T] positions in time, height and width of one sequence [T] on the host: a function of its tokens alone.
 

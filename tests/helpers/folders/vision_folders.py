@@ -16,6 +16,7 @@ import torch
 from megarl.data.images.ids import image_ids
 from megarl.data.images.pixels import Pixels, content_digest, content_key
 from tests.helpers.texts import small_tokenizers
+from tests.helpers.worlds import run_world
 
 PLACEHOLDER = 100
 BASE = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -134,8 +135,12 @@ def drawn_pixels(grid: tuple[int, int, int], width: int, seed: int) -> Pixels:
 
 @functools.cache
 def folder_of(kind: str, count: int = 16) -> VisionFolder:
-    """The folder of a family, with greedy continuations of so many tokens; the test process makes it once."""
-    path = Path(tempfile.mkdtemp(prefix="vision-")) / kind
+    """The folder of a family, with greedy continuations of so many tokens; made once, in a world: transformers starts
+    threads."""
+    return run_world(_made, 1, kind, count, Path(tempfile.mkdtemp(prefix="vision-")) / kind)[0]
+
+
+def _made(rank: int, kind: str, count: int, path: Path) -> VisionFolder:
     model = module_of(kind)
     vision = model.config.vision_config
     small_tokenizers.characters(path)

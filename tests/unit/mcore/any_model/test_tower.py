@@ -13,17 +13,21 @@ from megarl.mcore.weights.hf.folder import HFFolder
 from tests.helpers.folders import vision_folders
 from tests.helpers.folders.vision_folders import KINDS
 from tests.helpers.tiers import by_default
+from tests.helpers.worlds import on_each_rank, run_world
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _made():
+    """The folder, before ranks are forked."""
+    vision_folders.folder_of("qwen3_vl")
 
 
 def copied(tmp_path, kind: str = "qwen3_vl"):
     return shutil.copytree(vision_folders.folder_of(kind).path, tmp_path / kind)
 
 
-@pytest.mark.parametrize("kind", by_default(KINDS, ["qwen3_vl"]))
-def test_rows_are_those_of_transformers(kind):
-    assert KINDS.keys() == FAMILIES.keys()
-    folder, model = vision_folders.folder_of(kind), vision_folders.module_of(kind)
-    tower = Tower(HFFolder(folder.path))
+def own_and_theirs(rank: int, kind: str, folder: vision_folders.VisionFolder):
+    model, tower = vision_folders.module_of(kind), Tower(HFFolder(folder.path))
     for pixels in folder.images.values():
         with torch.no_grad():
             grid = torch.tensor([pixels.grid])
@@ -36,7 +40,14 @@ def test_rows_are_those_of_transformers(kind):
         assert image.size == (1, pixels.grid[1] // 2, pixels.grid[2] // 2)
 
 
-def test_the_digest_names_the_weights(tmp_path):
+@pytest.mark.parametrize("kind", by_default(KINDS, ["qwen3_vl"]))
+def test_rows_are_those_of_transformers(kind):
+    assert KINDS.keys() == FAMILIES.keys()
+    run_world(own_and_theirs, 1, kind, vision_folders.folder_of(kind))
+
+
+@on_each_rank()
+def test_the_digest_names_the_weights(rank, tmp_path):
     folder, used = copied(tmp_path), Tower(HFFolder(vision_folders.folder_of("qwen3_vl").path))
     before = Tower(HFFolder(folder)).digest
     used.compute(vision_folders.folder_of("qwen3_vl").images["A"])
@@ -51,14 +62,16 @@ def test_the_digest_names_the_weights(tmp_path):
     assert Tower(HFFolder(folder)).digest != before
 
 
-def test_the_language_model_has_no_memory():
+@on_each_rank()
+def test_the_language_model_has_no_memory(rank):
     tower = Tower(HFFolder(vision_folders.folder_of("qwen3_vl").path))
     names = [name for name, _ in tower._module.named_parameters()]
     assert names and all(name.startswith("model.visual.") for name in names)
     assert not any(parameter.requires_grad for parameter in tower._module.parameters())
 
 
-def test_an_image_with_other_rows_than_ids_is_an_error():
+@on_each_rank()
+def test_an_image_with_other_rows_than_ids_is_an_error(rank):
     folder = vision_folders.folder_of("qwen3_vl")
     pixels = folder.images["A"]
     with pytest.raises(ValueError, match="an image of 5 tokens became 4 rows"):
@@ -91,7 +104,8 @@ def text_in_config(config):
         (text_in_config, "config.json: transformers refuses it"),
     ],
 )
-def test_folders_that_cannot_have_images(change, needle, tmp_path):
+@on_each_rank()
+def test_folders_that_cannot_have_images(rank, change, needle, tmp_path):
     folder = copied(tmp_path)
     write_config(folder, change)
     with pytest.raises(UsageError) as caught:
@@ -100,7 +114,8 @@ def test_folders_that_cannot_have_images(change, needle, tmp_path):
 
 
 @pytest.mark.parametrize("problem", ["is missing", "has the shape (3,)"])
-def test_tensors_that_do_not_fit(problem, tmp_path):
+@on_each_rank()
+def test_tensors_that_do_not_fit(rank, problem, tmp_path):
     folder = copied(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     name = "model.visual.merger.norm.bias"

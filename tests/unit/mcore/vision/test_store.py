@@ -8,6 +8,7 @@ from megarl.mcore.vision.store import Image, ImageStore, RequestPositions, axes_
 from tests.helpers.folders import vision_folders
 from tests.helpers.folders.vision_folders import KINDS, PROMPTS
 from tests.helpers.tiers import by_default
+from tests.helpers.worlds import run_world
 
 SIZES = {7: (1, 2, 2), 9: (1, 2, 6), 11: (2, 4, 3)}  # by key
 
@@ -25,10 +26,8 @@ def small_store(layers: int = 2) -> ImageStore:
     return store
 
 
-@pytest.mark.parametrize("kind", by_default(KINDS, ["qwen3_vl"]))
-def test_positions_are_those_of_transformers(kind):
-    folder = vision_folders.folder_of(kind)
-    store, model = vision_folders.store_of(folder), vision_folders.module_of(kind)
+def compare_positions(rank: int, kind: str, folder: vision_folders.VisionFolder):
+    model, store = vision_folders.module_of(kind), vision_folders.store_of(folder)
     for prompt, more in zip(PROMPTS, folder.greedy, strict=True):
         given = vision_folders.inputs_of(prompt, folder.images, more)
         expected = torch.arange(given["input_ids"].shape[1]).expand(3, -1)
@@ -36,6 +35,11 @@ def test_positions_are_those_of_transformers(kind):
             inputs = {name: given[name] for name in ("input_ids", "image_grid_thw", "mm_token_type_ids")}
             expected = model.model.get_rope_index(**inputs)[0][:, 0]
         assert torch.equal(store.positions(torch.tensor(folder.tokens(prompt) + more)), expected)
+
+
+@pytest.mark.parametrize("kind", by_default(KINDS, ["qwen3_vl"]))
+def test_positions_are_those_of_transformers(kind):
+    run_world(compare_positions, 1, kind, vision_folders.folder_of(kind))
 
 
 def test_neighbours_are_two_images_and_a_sequence_may_end_within_one():
