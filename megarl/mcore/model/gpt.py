@@ -56,9 +56,10 @@ class ModelChunk(GPTModel):
             return (embedded, frequencies[positions, 0], *rest)
         # Megatron's attention then rotates nothing: the core attention does, by one kernel for all of a layer.
         by_position = Rotation.by_kind(frequencies.squeeze(1), self.config, self.config.params_dtype)
-        axes = packed_seq_params.axis_positions
-        at = (positions, None) if axes is None else (axes, self.images.axes)
-        rotations = [rotation.at(*at) for rotation in by_position]
+        axes = None if self.images is None else self.images.axes
+        if packed_seq_params.axis_positions is not None:
+            positions = packed_seq_params.axis_positions
+        rotations = [rotation.at(positions, axes) for rotation in by_position]
         packed_seq_params.rotations = rotations[0], rotations[-1]
         return (embedded, None, *rest)
 
