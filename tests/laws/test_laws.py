@@ -187,8 +187,8 @@ def test_no_layout_changes_a_run(name, ranks, flags, tmp_path):
 
 
 LAYOUTS_OF_TYPES = ((1, ""), (2, "--use-torch-fsdp2"), TP2)
-# Types whose small model tensor parallelism refuses although they have a plan, and what the line says: a single key head,
-# or parts that need whole what the plan splits.
+# Types with a plan whose small model tensor parallelism refuses, and what the line says: one has a single key head, or
+# parts that need whole what the plan splits.
 UNSPLIT = dict.fromkeys(
     ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), "with 1 keys, which it does not divide"
 )
