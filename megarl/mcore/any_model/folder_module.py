@@ -36,7 +36,7 @@ class FolderModule(str):
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of a sequence's recurrent states. Raises Unsupported."""
-        return reach.of_path(self).module.state_shapes
+        return walk.of_path(self).module.state_shapes
 
     def untrained(self) -> tuple[str, ...]:
         """As of `Reach`: what no role trains."""
