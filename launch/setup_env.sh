@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Creates, completes or reuses the Python environment of megarl.
-#   PYTHON_BIN=$(bash launch/setup_env.sh [EXTRA,EXTRA])   extras of setup.py: gpu, math, optimizers, parquet, serve,
-#                                                          trackers, environments, test, clients, bench, docs,
+#   PYTHON_BIN=$(bash launch/setup_env.sh [EXTRA,EXTRA])   extras of setup.py: gpu, images, math, optimizers, parquet,
+#                                                          serve, trackers, environments, test, clients, bench, docs,
 #                                                          smollm2; default none
 #   bash launch/setup_env.sh --which-python                print the interpreter that would be used, and exit
 # The last line of stdout is the path of the environment's python; all messages go to stderr.

@@ -6,7 +6,7 @@
 #   SEED=2 bash launch/vision_quickstart.sh
 #   SHUFFLE=1 SAVE=runs/control bash launch/vision_quickstart.sh
 # Reads: SEED (random seed, default 1); SAVE (output folder, default runs/vision_quickstart); SHUFFLE (1: the control,
-# whose training lines have each other's pictures, so that accuracy stays near 1 %); PYTHON and MEGARL_VENV (see
+# whose training lines have each other's pictures, from which nothing can be learned); PYTHON and MEGARL_VENV (see
 # launch/setup_env.sh). An existing folder SAVE is renamed, never overwritten. Exit status: 0; 2 for wrong variables or
 # flags; otherwise that of the command that failed.
 set -euo pipefail

@@ -19,8 +19,10 @@ import numpy as np
 from megarl.errors import ArgumentParser, UsageError, refuses_in_one_line, writing
 
 # Rows of points from above, each a number of five bits.
-GLYPHS = ("0e11131519110e", "040c040404040e", "0e11010204081f", "1f02040201110e", "02060a121f0202",
-          "1f101e0101110e", "0608101e11110e", "1f010204080808", "0e11110e11110e", "0e11110f01020c")  # fmt: skip
+GLYPHS = (
+    "0e11131519110e 040c040404040e 0e11010204081f 1f02040201110e 02060a121f0202 "
+    "1f101e0101110e 0608101e11110e 1f010204080808 0e11110e11110e 0e11110f01020c"
+).split()
 WIDTH, HEIGHT, SCALE = 32, 16, 2  # pixels; of a point
 ASKED = "<image>number?"
 SPECIAL = [
@@ -125,18 +127,41 @@ def write_model(folder: Path, seed: int):
     tokenizer.add_special_tokens(SPECIAL)
     ids = {name: tokenizer.token_to_id(name) for name in SPECIAL}
     rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
-    text = {"vocab_size": 272, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 32,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-            "rope_parameters": rotary, "bos_token_id": None, "eos_token_id": ids["<|end|>"],
-            "pad_token_id": ids["<|end|>"]}  # fmt: skip
-    vision = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "depth": 2, "patch_size": 4,
-              "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 128, "num_position_embeddings": 64,
-              "deepstack_visual_indexes": [0, 1]}  # fmt: skip
+    text = {
+        "vocab_size": 272,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rope_parameters": rotary,
+        "bos_token_id": None,
+        "eos_token_id": ids["<|end|>"],
+        "pad_token_id": ids["<|end|>"],
+    }
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "depth": 2,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 128,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    }
     config = Qwen3VLConfig(
-        text_config=text, vision_config=vision, image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"], vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"], tie_word_embeddings=False,
-    )  # fmt: skip
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=False,
+    )
     torch.manual_seed(seed)
     model = Qwen3VLForConditionalGeneration(config)
     with torch.no_grad():  # the tower stays as it is: its rows have to show the picture

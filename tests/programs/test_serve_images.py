@@ -10,11 +10,16 @@ from PIL import Image
 from megarl.data.images.decoding import decode
 from tests.helpers.server.servers import served
 from tests.helpers.texts.picture_prompts import encoded
+from tests.helpers.worlds import run_world
 from tools import make_number_pictures as numbers
 
 
-def greedy_of_transformers(folder, data: bytes) -> str:
-    """Its greedy answer about an image after the prompt that the template writes."""
+def greedy_of_transformers(rank: int, folder, pictures: list[bytes]) -> list[str]:
+    """Its greedy answers about images after the prompt that the template writes."""
+    return [_answer(folder, data) for data in pictures]
+
+
+def _answer(folder, data: bytes) -> str:
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -55,5 +60,5 @@ def test_answers_are_those_of_transformers(tmp_path):
             answers.append(answer["choices"][0]["message"]["content"])
         refused = ask(server, "http://127.0.0.1/x.png")
     assert refused.status == 400 and "nothing is downloaded" in refused.json()["error"]["message"]
-    assert answers == [greedy_of_transformers(folder, data) for data in (*pictures, pictures[0])]
+    assert answers == run_world(greedy_of_transformers, 1, folder, [*pictures, pictures[0]])[0]
     assert len(set(answers)) > 1  # it looks at them

@@ -20,8 +20,8 @@ MAX_BYTES, MAX_PIXELS, MAX_SIDE = 20 << 20, 50_000_000, 32_768
 MAX_RATIO = 200  # of the sides: the processors of Qwen and GLM refuse more
 _SECONDS = 10.0  # of processor time that decoding an image may take
 _MAGIC = {"PNG": b"\x89PNG\r\n\x1a\n", "JPEG": b"\xff\xd8\xff", "WEBP": b"RIFF", "GIF": b"GIF8", "BMP": b"BM"}
-_TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270",
-          7: "TRANSVERSE", 8: "ROTATE_90"}  # fmt: skip
+_NAMES = "FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSVERSE ROTATE_90"
+_TURNS = dict(enumerate(_NAMES.split(), start=2))  # of EXIF -> Pillow's
 _SWAPPED = (5, 6, 7, 8)  # those that exchange width and height
 _ORIENTATION = 0x0112
 _SHOWN = 160  # characters of a reason

@@ -109,8 +109,9 @@ class ImageTable:
         if not self.refs:
             return []
         lengths = sorted(map(self.images.tokens, self.refs))
-        return [f"{len(lengths):,} images; tokens of an image: median {lengths[len(lengths) // 2]:,}, "
-                f"largest {lengths[-1]:,}; --image-max-pixels bounds them"]  # fmt: skip
+        middle, most = lengths[len(lengths) // 2], lengths[-1]
+        text = f"tokens of an image: median {middle:,}, largest {most:,}; --image-max-pixels bounds them"
+        return [f"{len(lengths):,} images; {text}"]
 
 
 class SharedImages(Sequence[ImageRef]):

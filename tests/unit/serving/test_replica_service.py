@@ -102,16 +102,16 @@ def test_images_of_a_request_are_known_until_it_ends(tmp_path):
     images = encoder_of(write_folder(tmp_path / "model")).images
     data = encoded(picture(80, 64, 3))
     (ref,) = [images.add_bytes(data)]
-    prompt, key = images.ids(ref)[:4], images.key(ref)
+    prompt = images.ids(ref)[:4]
     images.forget([ref])
     asked = GENERATE._replace(prompt=prompt, images=[base64.b64encode(data).decode()])
     bad = asked._replace(id=9, images=["AAAA"])
     replica, engine, frontend = service([asked, bad, said.Abort([4])], [said.Control("stop")])
     replica._images, seen = images, []
-    engine.add = lambda number, request: seen.append((number, images.pixels(key).key))
+    engine.add = lambda number, request: seen.append((number, images.of_token(request.prompt[0]).digest))
     replica.open()
     replica.run()
-    assert seen == [(7, key)] and "not PNG" in frontend.told[1].updates[0].error and len(images) == 1
+    assert seen == [(7, ref.digest)] and "not PNG" in frontend.told[1].updates[0].error and len(images) == 1
     replica._report([TokenChunk(7, [5], [-1.0])])
     assert len(images) == 1
     replica._report([TokenChunk(7, [5], [-1.0], finish_reason="stop")])

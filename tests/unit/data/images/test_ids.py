@@ -1,3 +1,5 @@
+"""Ids of image rows among tokens."""
+
 import pytest
 
 from megarl.data.images.ids import KEY_BITS, MAX_ROWS, image_ids, key_of, row_of

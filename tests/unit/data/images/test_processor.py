@@ -1,0 +1,67 @@
+"""A folder's image processor: the grids of transformers' classes without them, and what is refused."""
+
+import json
+
+import pytest
+
+from megarl.data.images.processor import read_processor
+from megarl.data.tokenizers_hf import HuggingFaceTokenizer
+from megarl.errors import UsageError
+from tests.helpers.texts.picture_prompts import PROCESSORS, processor_of, write_folder
+from tests.helpers.worlds import on_each_rank
+
+SIZES = [(64, 48), (640, 480), (1000, 333), (37, 5000), (3024, 4032), (28, 28), (13, 14), (8191, 50), (1, 1), (45, 46)]
+
+
+@pytest.mark.parametrize("family", PROCESSORS)
+@on_each_rank()
+def test_grids_are_those_of_transformers(rank, family, tmp_path):
+    import transformers
+
+    folder, settings = write_folder(tmp_path / "folder", family), dict(PROCESSORS[family])
+    kind = settings.pop("image_processor_type").removesuffix("Fast")
+    for pixels in (None, 100_000):
+        found = processor_of(folder, pixels)
+        size = {"shortest_edge": found.min_pixels, "longest_edge": found.max_pixels}
+        theirs = getattr(transformers, f"{kind}Pil")(**settings | {"size": size})
+        for width, height in SIZES:
+            grid = found.grid(width, height)
+            assert grid[1] * grid[2] == theirs.get_number_of_image_patches(height, width, {}), (width, height)
+            assert pixels is None or found.tokens(width, height) <= 100_000 / (found.patch * found.merge) ** 2
+
+
+def test_an_image_of_too_many_tokens_names_the_flag(tmp_path):
+    found = processor_of(write_folder(tmp_path / "folder", "qwen2_vl", max_pixels=2**30))
+    with pytest.raises(
+        UsageError, match="becomes .* tokens; allowed: 1 to 65,536, as with --image-max-pixels 51380224"
+    ):
+        found.tokens(20_000, 20_000)
+
+
+def test_settings_and_their_hash(tmp_path):
+    one = processor_of(write_folder(tmp_path / "a"))
+    assert one.fingerprint != processor_of(tmp_path / "a", 100_000).fingerprint
+    assert one.fingerprint != processor_of(write_folder(tmp_path / "b", image_mean=[0.4] * 3)).fingerprint
+    assert one.facts["processor"] == "Qwen2VLImageProcessorPil" and "pillow" in one.facts
+    with pytest.raises(UsageError, match="--image-max-pixels 100: allowed is at least 1024"):
+        processor_of(tmp_path / "a", 100)
+    with pytest.raises(UsageError, match="preprocessor_config.json: patch_size 'x'; allowed: a whole number"):
+        processor_of(write_folder(tmp_path / "c", patch_size="x"))
+
+
+def test_why_a_folder_has_none(tmp_path):
+    folder = write_folder(tmp_path / "a")
+    tokenizer = HuggingFaceTokenizer(str(folder))
+    config = json.loads((folder / "config.json").read_text())
+
+    def reason(**changed) -> str:
+        found = read_processor(folder, config | changed, tokenizer, "--hf-model X")
+        assert isinstance(found, str)
+        return found
+
+    assert reason(image_token_id=None, model_type="llama") == "--hf-model X (llama) has no vision tower"
+    assert "image_token_id 5 is no special token" in reason(image_token_id=5)
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "LlavaNextImageProcessor"}))
+    assert "image_processor_type 'LlavaNextImageProcessor'; known are Qwen2VL" in reason()
+    (folder / "preprocessor_config.json").unlink()
+    assert "has no image processor; expected preprocessor_config.json" in reason()
