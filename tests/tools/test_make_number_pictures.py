@@ -1,4 +1,4 @@
-"""tools/make_number_pictures.py: the same seed gives the same pictures, another one others; wrong flags are one line."""
+"""tools/make_number_pictures.py: the same seed gives the same pictures; wrong flags are one line."""
 
 import json
 

@@ -229,7 +229,9 @@ def test_each_field_of_the_clients_types_has_a_use_no_effect_or_an_error_that_na
      'because nothing constrains what the policy writes; allowed: null, {"type": "text"}'),
     ("chat", {"reasoning_effort": "low"}, "reasoning_effort: 'low' is not supported, because no chat template reads"),
     ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
-     "messages.0.content.0.type: Input should be 'text' (got 'image_url')"),
+     "messages: message 0 has an image, which is not read here"),
+    ("chat", {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+     "'text', 'image_url'"),
     ("responses", {"previous_response_id": "resp_1"}, "because nothing is stored between requests; allowed: null"),
 ])  # fmt: skip
 def test_an_error_names_the_inner_field_and_what_is_allowed(name, body, said):

@@ -20,6 +20,8 @@ def test_grids_are_those_of_transformers(rank, family, tmp_path):
 
     folder, settings = write_folder(tmp_path / "folder", family), dict(PROCESSORS[family])
     kind = settings.pop("image_processor_type").removesuffix("Fast")
+    for name in ("min_pixels", "max_pixels"):  # they would win over the size
+        settings.pop(name, None)
     for pixels in (None, 100_000):
         found = processor_of(folder, pixels)
         size = {"shortest_edge": found.min_pixels, "longest_edge": found.max_pixels}
@@ -27,7 +29,6 @@ def test_grids_are_those_of_transformers(rank, family, tmp_path):
         for width, height in SIZES:
             grid = found.grid(width, height)
             assert grid[1] * grid[2] == theirs.get_number_of_image_patches(height, width, {}), (width, height)
-            assert pixels is None or found.tokens(width, height) <= 100_000 / (found.patch * found.merge) ** 2
 
 
 def test_an_image_of_too_many_tokens_names_the_flag(tmp_path):
