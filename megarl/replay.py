@@ -130,6 +130,7 @@ class ReplayInputs:
 
     def __init__(self, asked: ReplayRequest, config: RunConfig):
         s, actor, saved = config.settings, config.roles["actor"], asked.saved
+        self.saved = saved
         check_environment_flags(s)
         self.encoder = build_role_encoder(actor, s)
         self.tokenizer = self.encoder.tokenizer
@@ -167,12 +168,12 @@ def replay(asked: ReplayRequest, config: RunConfig, timers: Timers) -> int:
             lines += [f"from the record alone: {asked.problem or _DRAWN}"]
             lines += transcript.saved_turns(saved, episodes.turn_tokens)
         else:
-            player = _player(saved, inputs, mesh, episodes, config, timers)
+            player = _player(inputs, mesh, episodes, config, timers)
             checks = player.check()
             lines += [f"weights: {asked.load or 'those that the run began with'}"]
             lines += transcript.saved_turns(saved, episodes.turn_tokens, checks)
             if asked.options.from_turn is not None:
-                lines += _fork(asked.options, saved, inputs, episodes, player)
+                lines += _fork(asked.options, inputs, episodes, player)
     finally:
         episodes.close()
     if mesh.rank == 0:
@@ -180,29 +181,23 @@ def replay(asked: ReplayRequest, config: RunConfig, timers: Timers) -> int:
     return int(asked.options.load is None and not all(check.is_same for check in checks))
 
 
-def _player(
-    saved: SavedResponse,
-    inputs: ReplayInputs,
-    mesh: RoleMesh,
-    episodes: EpisodeRunner,
-    config: RunConfig,
-    timers: Timers,
-) -> Player:
+def _player(inputs: ReplayInputs, mesh: RoleMesh, episodes: EpisodeRunner, config: RunConfig, timers: Timers) -> Player:
+    saved = inputs.saved
     model = load_policy(config.roles["actor"], mesh["actor"], inputs.vocab_size, inputs.weights)
     if inputs.images is not None:
         inputs.images.attach(config.roles["actor"], model)
     role = pretrained.with_stored_factors(config.roles["rollout"], inputs.weights)
     rollout = Rollout(config.settings, role, mesh, model, inputs.tokenizer, timers)
     rollout.load_weights()
-    (request,) = _requests(saved, inputs, config.settings).build([saved.place[1]])
+    (request,) = _requests(inputs, config.settings).build([saved.place[1]])
     limits = episodes.limits if saved.record is not None else None
     return Player(rollout, saved, request, limits)
 
 
-def _requests(saved: SavedResponse, inputs: ReplayInputs, s: Settings) -> RoundRequests:
+def _requests(inputs: ReplayInputs, s: Settings) -> RoundRequests:
     """The request for the response's group, as the step that drew its prompt made it."""
-    line = saved.place[0]
-    step, draw = saved.draw
+    line = inputs.saved.place[0]
+    step, draw = inputs.saved.draw
     limit = inputs.prompts.response_limit(line) or s.max_response_length
     size = inputs.prompts.group_size(line) or s.samples_per_prompt
     prompt = PromptRequest(line, inputs.prompt_tokens.view(line), size, limit, step, draw)
@@ -214,21 +209,19 @@ class _Fork(NamedTuple):
 
     turn: int
     texts: list[str]
-    saved: SavedResponse
     episodes: EpisodeRunner
     player: Player
     prompt: Prompt
     task: Task
 
 
-def _fork(
-    options: argparse.Namespace, saved: SavedResponse, inputs: ReplayInputs, episodes: EpisodeRunner, player: Player
-) -> list[str]:
+def _fork(options: argparse.Namespace, inputs: ReplayInputs, episodes: EpisodeRunner, player: Player) -> list[str]:
     """Goes on after the turn of `--from-turn` with the given answer; returns what to print."""
-    turn, prompt = options.from_turn - 1, inputs.prompts[saved.place[0]]
-    task = episodes.task(_requests(saved, inputs, episodes.settings), saved.place[1], prompt)
-    fork = _Fork(turn, options.answer, saved, episodes, player, prompt, task)
-    messages, lines = _fork_agent(fork) if saved.is_agent else _fork_environment(fork)
+    turn, (line, number) = options.from_turn - 1, inputs.saved.place
+    prompt = inputs.prompts[line]
+    task = episodes.task(_requests(inputs, episodes.settings), number, prompt)
+    fork = _Fork(turn, options.answer, episodes, player, prompt, task)
+    messages, lines = _fork_agent(fork) if player.saved.is_agent else _fork_environment(fork)
     if not messages:
         return ["", f"fork: the agent has not come to turn {options.from_turn} again, or sent nothing after it", *lines]
     return ["", f"fork: after turn {options.from_turn} the policy reads", *transcript.answer(messages), *lines]
@@ -236,8 +229,9 @@ def _fork(
 
 def _fork_environment(fork: _Fork) -> tuple[list[Message], list[str]]:
     """(the other answer, the lines of what follows)."""
-    turn, _, saved, episodes, player, *_ = fork
-    messages, client = other_answer(saved.observations[turn], fork.texts), episodes.client
+    turn, _, episodes, player, *_ = fork
+    saved, client = player.saved, episodes.client
+    messages = other_answer(saved.observations[turn], fork.texts)
     episode = player.forked(turn, episodes.turn_tokens.bridge(messages))
     seen: list[Observation] = []
     if client is not None:
@@ -259,7 +253,7 @@ def _fork_agent(fork: _Fork) -> tuple[list[Message], list[str]]:
     if episodes.client is not None:
         assert isinstance(episodes.client.pool, EnvironmentPool)  # a session is not played again
         options = episodes.client.pool.options
-        pool = ForkedPool(options, fork.saved, fork.turn, fork.texts)
+        pool = ForkedPool(options, player.saved, fork.turn, fork.texts)
         limits, longest = episodes.limits, episodes.settings.max_prompt_length
         client = EnvironmentClient(options, episodes.turn_tokens, limits, longest, None, 0, 1, pool)
     try:
@@ -271,7 +265,7 @@ def _fork_agent(fork: _Fork) -> tuple[list[Message], list[str]]:
     finally:
         if client is not None:
             client.close()
-    played = fork.saved._replace(episode=episode)
+    played = player.saved._replace(episode=episode)
     failures = [] if client is None else [f"  {reason}" for reason in client.statistics.failures]
     answer = [] if pool is None else pool.answer
     return answer, [*transcript.saved_turns(played, episodes.turn_tokens), *failures]

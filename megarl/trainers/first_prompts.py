@@ -15,8 +15,8 @@ from megarl.data.prompts import PromptSet, TooLong
 from megarl.data.ragged import Ragged
 from megarl.data.turns import TurnTokens
 from megarl.environments.loading import AGENT, TOOLS, USER, FirstObservation, check_factories, first_observations
-from megarl.environments.protocol import Task
 from megarl.errors import UsageError
+from megarl.rollout.episodes.runner import task_of
 from megarl.trainers.environment_inputs import check_kinds
 
 _UNKNOWN = (
@@ -96,7 +96,7 @@ class _Added:
         self._name, self._ends = name, list(dict.fromkeys((lines[-1], lines[0])))
         self._where, self._problem = prompts.where(lines[-1]), ""
         self._seen: dict[int, FirstObservation] = {}  # by line
-        tasks = [_task(prompts[line], seed) for seed, line in enumerate(self._ends)]
+        tasks = [task_of(prompts[line], seed, seed) for seed, line in enumerate(self._ends)]
         found = first_observations(name, tasks, s.environment_timeout)
         if isinstance(found, str):
             self._problem = found
@@ -143,14 +143,3 @@ class _Added:
             return []
         unknown = f"; it adds other text on other lines, which counts on {self._where} alone"
         return [f"prompts have at most {longest} tokens with {self.text}{unknown * (not self._is_same)}"]
-
-
-def _task(prompt: Prompt, seed: int) -> Task:
-    return Task(
-        messages=[dict(message) for message in prompt.conversation],
-        answer=prompt.answer,
-        metadata=prompt.metadata or {},
-        task=prompt.task,
-        seed=seed,
-        sample_seed=seed,
-    )

@@ -35,7 +35,7 @@ from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 from tests.laws import files
 from tests.laws.features import FEATURES, NEUTRAL
-from tests.laws.features.feature import DISJOINT, GRPO, TP2, TWO, Feature
+from tests.laws.features.feature import DISJOINT, GRPO, SMALL, TP2, TWO, Feature
 from tools import record_runs
 
 # What is compared of two layouts: rewards, losses, and what they are made of.
@@ -60,6 +60,7 @@ ALSO_ELSEWHERE = [("adaptive kl, epochs", *TP2)]
 LAID_OUT = [
     ("ppo", *DISJOINT), ("mixture", *TWO), ("grouped reward", *TWO), ("rewards by file", *TWO),
     ("carried turns", *FEATURES["carried turns"].layouts[1]), ("pictures", *FEATURES["pictures"].layouts[-1]),
+    ("reward", 1, SMALL),
 ]  # fmt: skip
 KILLED = (
     "waiting groups", "partial rollouts", "lag", "lag, partial rollouts", "pools", "mixture", "average of factors",

@@ -75,6 +75,12 @@ def _key_in(requests: RoundRequests, number: int) -> str:
     return key_of(prompt.step, prompt.line, requests.stream_of(number))
 
 
+def task_of(prompt: Prompt, seed: int, sample_seed: int) -> Task:
+    """What the environment of a prompt begins with."""
+    messages = [dict(message) for message in prompt.conversation]
+    return Task(messages, prompt.answer, prompt.metadata or {}, prompt.task, seed, sample_seed)
+
+
 class EpisodeRunner:
     """The environments of a replica of the rollout, on all of its ranks; only the leader has the processes."""
 
@@ -255,14 +261,8 @@ class EpisodeRunner:
         """What the environment of an episode begins with."""
         asked = requests.prompt_of(number)
         sample = requests.trunk_of(number)  # so that environments answer the samples of a branch alike
-        return Task(
-            messages=[dict(message) for message in prompt.conversation],
-            answer=prompt.answer,
-            metadata=prompt.metadata or {},
-            task=prompt.task,
-            seed=self._seed(asked.step, asked.line, _GROUP_STREAM + asked.draw_index),
-            sample_seed=self._seed(asked.step, asked.line, _SAMPLE_STREAM + sample),
-        )
+        of_group = self._seed(asked.step, asked.line, _GROUP_STREAM + asked.draw_index)
+        return task_of(prompt, of_group, self._seed(asked.step, asked.line, _SAMPLE_STREAM + sample))
 
     def _seed(self, step: int, line: int, stream: int) -> int:
         key = stream_keys(self.settings.seed, step, torch.tensor([line]), torch.tensor([stream]))

@@ -51,20 +51,20 @@ class Player:
             request: that began the response.
             limits: of its turns; None without an environment.
         """
-        self._rollout, self._saved, self._request, self._limits = rollout, saved, request, limits
+        self._rollout, self.saved, self._request, self._limits = rollout, saved, request, limits
         self._sampling = sampling_of(rollout.settings, rollout.settings.temperature)
 
     def check(self) -> list[TurnCheck]:
         """Generates every turn again after the tokens that were before it."""
         assert self._rollout.engine is not None  # every rank is one of the rollout's
-        requests = [self._request_of(turn) for turn in range(len(self._saved.episode.turns))]
+        requests = [self._request_of(turn) for turn in range(len(self.saved.episode.turns))]
         found = self._rollout.engine.generate(requests, self._rollout.ends.ids, self._sampling)
         return [self._compared(turn, completion) for turn, completion in enumerate(found)]
 
     def _request_of(self, turn: int) -> GenerationRequest:
         if self._limits is None:
             return self._request
-        saved, before = self._saved, self._saved.episode.before(turn)
+        saved, before = self.saved, self.saved.episode.before(turn)
         room = saved.episode.prompt_length + self._limits.response - len(before)
         key = turn_key(self._request.stream_of(turn), before)
         limit, stops = min(self._limits.turn, room), None
@@ -74,30 +74,30 @@ class Player:
         return dataclasses.replace(self._request, prompt=before, key=key, max_new_tokens=limit, stops=stops)
 
     def _compared(self, turn: int, completion: Completion) -> TurnCheck:
-        own, saved = completion.tokens, self._saved.episode.turn_tokens(turn)
+        own, saved = completion.tokens, self.saved.episode.turn_tokens(turn)
         pairs = zip(own, saved, strict=False)
         same = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(own), len(saved)))
         found = torch.tensor(completion.logprobs[:same], dtype=torch.float32)
-        expected = torch.tensor(self._saved.episode.logprobs[turn][:same], dtype=torch.float32)
+        expected = torch.tensor(self.saved.episode.logprobs[turn][:same], dtype=torch.float32)
         gap = float((found - expected).abs().max()) if same else 0.0
         is_equal = torch.equal(found, expected) and len(own) == len(saved)
         return TurnCheck(same, len(own), is_equal, gap)
 
     def begun(self) -> Episode:
         assert self._limits is not None  # it has an environment
-        return Episode(number=0, request=self._request, line=self._saved.place[0], limits=self._limits)
+        return Episode(number=0, request=self._request, line=self.saved.place[0], limits=self._limits)
 
     def forked(self, turn: int, tokens: list[int]) -> Episode:
         """The episode up to a turn, counted from 0, followed by other tokens than what its environment has answered."""
-        saved, count, limits = self._saved.episode, turn + 1, self._limits
+        saved, count, limits = self.saved.episode, turn + 1, self._limits
         assert limits is not None  # it has an environment
-        assert self._saved.record is not None
+        assert self.saved.record is not None
         episode = dataclasses.replace(
-            saved, number=0, request=self._request, limits=limits, key=self._saved.record["key"], end=None,
+            saved, number=0, request=self._request, limits=limits, key=self.saved.record["key"], end=None,
             tokens=saved.tokens[: saved.turns[turn][1]], turns=saved.turns[:count], logprobs=saved.logprobs[:count],
             rewards=saved.rewards[:count], verdicts=[False] * turn,
         )  # fmt: skip
-        seen = self._saved.observations[turn]
+        seen = self.saved.observations[turn]
         episode.apply(EnvironmentResult(0, tokens, episode.rewards[-1], correct=seen.correct))
         return episode
 

@@ -1,4 +1,4 @@
-"""Distillation: the loss from whole logits, a policy that is its own teacher, layouts, resume, and wrong input."""
+"""Distillation: the loss from whole logits, a policy that is its own teacher, and wrong input."""
 
 import functools
 import json

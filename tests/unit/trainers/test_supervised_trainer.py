@@ -1,9 +1,7 @@
-"""Training of reward models: pairs become ordered, the same in every layout; resume; runs that start from it."""
+"""Training of reward models: pairs become ordered; runs that start from it. Layouts and resume are in tests/laws."""
 
-import functools
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from tests.helpers.checkpoints import stored_weights
 from tests.helpers.forked_programs import refusal
 from tests.helpers.programs import REWARD_STEPS as STEPS
 from tests.helpers.programs import (
-    assert_close,
     in_world,
     inputs,
     metrics,
@@ -27,9 +24,8 @@ from tests.helpers.programs import (
 from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY, run_world
 
-NAMES = ["reward/loss", "reward/accuracy", "reward/margin", "reward/mean", "reward/grad_norm", "perf/tokens"]
+NAMES = ["reward/loss", "reward/accuracy", "reward/margin", "reward/mean"]
 EVALUATED = ["eval/loss", "eval/accuracy", "eval/margin", "eval/mean"]
-MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 
 
 def held_out() -> str:
@@ -47,40 +43,12 @@ def test_held_out_pairs_become_correctly_ordered():
     assert manifest["program"] == "train_reward" and manifest["step"] == STEPS
 
 
-def test_only_centring_moves_all_scores_together(folder):
+def test_only_centring_moves_all_scores_together(tmp_path):
     """Differences of scores have no gradient for the head's bias, not even that of rounding, which Adam would scale."""
-    run_of(folder)
+    train("reward", reward_argv(tmp_path, "--train-iters 3 --global-batch-size 3 --centring-coefficient 0.1"))
     bias, centred = (stored_weights(save, step, "reward")["output_layer.bias"]
-                     for save, step in [(reward_model(), STEPS), (folder / "1", 3)])  # fmt: skip
+                     for save, step in [(reward_model(), STEPS), (tmp_path, 3)])  # fmt: skip
     assert torch.equal(bias, torch.zeros(1)) and centred != 0
-
-
-@functools.cache
-def run_of(folder: Path, shape: str = "", layout: str = "", size: int = 1) -> dict[int, dict]:
-    """Metrics of three steps of three pairs, with margins and centring."""
-    save = folder / f"{size}{shape}{layout}".replace("/", "")
-    flags = "--overwrite --train-iters 3 --global-batch-size 3 --preference-margin 0.3 --centring-coefficient 0.1"
-    flags += f" {held_out()}"
-    train("reward", reward_argv(save, f"{flags} {shape} {layout}"), size)
-    return metrics(save)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("reward")
-
-
-@pytest.mark.parametrize("size, shape, layout", [
-    (1, "", "--max-tokens-per-microbatch 20"), long((4, "", "")),  # a pair in each micro-batch; a replica without one
-    long((2, "", "--tensor-model-parallel-size 2 --sequence-parallel")), long((2, "", "--context-parallel-size 2")),
-    (4, "", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --max-tokens-per-microbatch 20"),
-    long((2, MOE, "--expert-model-parallel-size 2")),
-])  # fmt: skip
-def test_updates_are_the_same_in_every_layout(size, shape, layout, folder):
-    expected, found = run_of(folder, shape), run_of(folder, shape, layout, size)
-    for step, row in found.items():
-        assert_close(row, expected[step], NAMES, 1e-5)
-    assert_close(found[3], expected[3], EVALUATED, 1e-5)
 
 
 def own_means(network, pairs, lines, margin: float, centring: float) -> list[float]:
@@ -115,7 +83,7 @@ def watched(rank: int, parsed) -> list[tuple[list, list]]:
 
         def log(self, step):
             super().log(step)
-            seen[-1][1].extend(self.metrics[name] for name in NAMES[:4])
+            seen[-1][1].extend(self.metrics[name] for name in NAMES)
             if "eval/loss" in self.metrics:
                 own = own_means(self.trainable_model.model[0], self.inputs.held_out, range(5), *options)
                 seen.append((own, [self.metrics[name] for name in EVALUATED]))
