@@ -4,6 +4,8 @@ Their rows are what the rollout's tower computed. So a receiver has the same bit
 image is computed once. The buffers travel as those of `exchange`: between leaders, then inside the replica.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -37,14 +39,13 @@ def from_bytes(store: ImageStore, buffer: Tensor) -> list[int]:
     header = buffer[8:at].clone().view(torch.int64).view(count, 4).tolist()
     for key, *size in header:
         rows = size[0] * size[1] * size[2]
-        shapes = (rows, store.hidden), (store.layers, rows, store.hidden)
         parts = []
-        for shape in shapes:
-            end = at + torch.Size(shape).numel() * store.dtype.itemsize
+        for shape in ((rows, store.hidden), (store.layers, rows, store.hidden)):
+            end = at + math.prod(shape) * store.dtype.itemsize
             parts.append(buffer[at:end].clone().view(store.dtype).view(shape))
             at = end
         if key not in store:
-            store.put(key, Image(tuple(size), *parts))
+            store.put(key, Image((size[0], size[1], size[2]), parts[0], parts[1]))
     return [key for key, *_ in header]
 
 

@@ -116,6 +116,8 @@ class RunImages:
 
     def dispatch(self, batch: StepBatch, roles: dict[str, RoleSettings]):
         """Sends the images of responses to the roles that were sent these. A collective of the world."""
+        if self._settings.debug_train_only:  # no rank has generated: each computes what it reads
+            return
         source = roles["actor"]
         for name in (name for name in ("actor", "reference", "teacher", "critic") if name in batch.mesh.roles):
             if self._key(roles[name]) != self._key(source):

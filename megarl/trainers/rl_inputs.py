@@ -112,7 +112,8 @@ class RLInputs:
             routes = {"layers": list(numbers), "topk": topk, "experts": experts}
         vocab_size = actor.model_vocab_size(self.tokenizer.vocab_size)
         settings = {name: getattr(s, name) for name in names.split()}
-        return settings | {"vocab_size": vocab_size, "data": self.data, "routes": routes}
+        of_images = {} if self.images is None else {"reads_images": True}
+        return settings | of_images | {"vocab_size": vocab_size, "data": self.data, "routes": routes}
 
     def _frozen_policy(self, config: RunConfig) -> PretrainedWeights:
         s, actor = config.settings, config.roles["actor"]

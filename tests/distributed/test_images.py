@@ -17,7 +17,7 @@ from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.folders import vision_folders
 from tests.helpers.folders.vision_folders import KINDS, VisionFolder
 from tests.helpers.models.layouts import CP2, EP2, PP2, SP, TP2
-from tests.helpers.tiers import by_default
+from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import run_world
 
 RECURRENT = ("qwen3_5", "qwen3_5_moe")
@@ -99,6 +99,22 @@ def test_layouts_have_the_same_responses(kind, layout):
         assert found[0] < CLOSE and found[1] == greedy and found[2] <= largest_gap_allowed()
         for (tokens, logprobs), (others, expected) in zip(found[3], sampled, strict=True):
             assert tokens == others and logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def difference(rank: int, folder: VisionFolder, flags: str) -> float:
+    """The largest of log-probs from transformers'."""
+    from tests.helpers.folders.hf_layouts import logprobs
+
+    role, groups, model, _ = vision_folders.model_of(folder, flags)
+    rows = [prompt + more for prompt, more in zip(folder.prompts, folder.greedy, strict=True)]
+    found = logprobs(model, groups, rows, role.model_vocab_size(0))
+    return max(float((a[-len(b) :] - b).abs().max()) for a, b in zip(found, folder.logprobs, strict=True))
+
+
+@pytest.mark.parametrize("kind", [long(kind) for kind in ("qwen3_vl", "glm4v_moe")])
+def test_sharded_weights_have_the_log_probs_of_transformers(kind):
+    found = run_world(difference, 2, vision_folders.folder_of(kind), "--use-torch-fsdp2")
+    assert max(found) < CLOSE
 
 
 def blocks_gb(model, count: int) -> float:

@@ -64,12 +64,12 @@ KILLED = (
 TRAINED_AGAIN = (
     "waiting groups", "ppo", "routes ahead", "routes of two stages", "greedy baselines, a filter", "sizes, partial",
     "turns of experts", "partial rollouts, a filter", "carried turns of experts", "thoughts", "thoughts in turns",
-    "modules", "modules of experts",
+    "modules", "modules of experts", "pictures",
 )  # fmt: skip
 PLAYED = (
     "turns", "waiting groups", "opening turns of two stages", "turns ahead", "branching agent", "mixture", "drafts",
     "turns of factors", "thoughts", "thoughts in turns", "carried turns",
-    "modules", "modules of unlike layers",
+    "modules", "modules of unlike layers", "pictures",
 )  # fmt: skip
 PARALLEL = "model-parallel-size 2"
 
