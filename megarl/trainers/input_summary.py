@@ -150,8 +150,9 @@ def text_with_special(tokenizer: Tokenizer, tokens: Sequence[int], images: Image
     names = {number: name for name, number in tokenizer.special.items()}
 
     def name_of(token: int) -> str:
-        ref = images.of_token(token) if token < 0 and images is not None else None
-        return names.get(token, "") if ref is None else f"{ref.name[:-1]}, {images.tokens(ref)} tokens]"
+        if images is None or token >= 0 or (ref := images.of_token(token)) is None:
+            return names.get(token, "")
+        return f"{ref.name[:-1]}, {images.tokens(ref)} tokens]"
 
     found = []
     for name, run in groupby(tokens, key=name_of):
