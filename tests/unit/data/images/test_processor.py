@@ -8,12 +8,13 @@ from megarl.data.images.processor import read_processor
 from megarl.data.tokenizers_hf import HuggingFaceTokenizer
 from megarl.errors import UsageError
 from tests.helpers.texts.picture_prompts import PROCESSORS, processor_of, write_folder
+from tests.helpers.tiers import by_default
 from tests.helpers.worlds import on_each_rank
 
 SIZES = [(64, 48), (640, 480), (1000, 333), (37, 5000), (3024, 4032), (28, 28), (13, 14), (8191, 50), (1, 1), (45, 46)]
 
 
-@pytest.mark.parametrize("family", PROCESSORS)
+@pytest.mark.parametrize("family", by_default(PROCESSORS, ["qwen3_vl", "glm4v"]))
 @on_each_rank()
 def test_grids_are_those_of_transformers(rank, family, tmp_path):
     import transformers
