@@ -3,7 +3,6 @@
 import functools
 import json
 import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ FLAGS = ("--max-prompt-length 80 --max-response-length 6 --max-tokens-per-microb
 
 @functools.cache
 def folder() -> Path:
-    path = Path(tempfile.mkdtemp()) / "pictures"
+    path = vision_folders.temporary() / "pictures"
     run_world(vision_folders.write_program_folder, 1, path)
     return path
 
@@ -75,7 +74,7 @@ def test_prompts_without_pictures_need_no_tower(tmp_path):
 
 @functools.cache
 def trained() -> Path:
-    save = Path(tempfile.mkdtemp()) / "run"
+    save = vision_folders.temporary() / "run"
     programs.train("rl", argv(save))
     return save
 

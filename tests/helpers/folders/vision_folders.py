@@ -4,8 +4,10 @@ A prompt is a list of token ids and names of images. transformers reads a placeh
 placeholder that is text has no type of its own.
 """
 
+import atexit
 import functools
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -137,7 +139,14 @@ def drawn_pixels(grid: tuple[int, int, int], width: int, seed: int) -> Pixels:
 def folder_of(kind: str, count: int = 16) -> VisionFolder:
     """The folder of a family, with greedy continuations of so many tokens; made once, in a world: transformers starts
     threads."""
-    return run_world(_made, 1, kind, count, Path(tempfile.mkdtemp(prefix="vision-")) / kind)[0]
+    return run_world(_made, 1, kind, count, temporary() / kind)[0]
+
+
+def temporary() -> Path:
+    """A folder that is removed when the test process ends."""
+    path = Path(tempfile.mkdtemp(prefix="vision-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
 
 
 def _made(rank: int, kind: str, count: int, path: Path) -> VisionFolder:
