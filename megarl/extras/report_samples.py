@@ -34,7 +34,8 @@ def samples(directory: Path, rows: list[dict]) -> dict:
     covered = {row["step"]: row.get("reward/mean") for row in rows}
     recorded = [step for step in files if step in covered]
     chosen = choose_steps(recorded, covered)
-    budget, found = TOKENS // max(1, len(chosen)), []
+    budget = TOKENS // max(1, len(chosen))
+    found: list[dict[str, Any]] = []
     shown_rows: list[list[dict]] = []
     for step, notes in chosen.items():
         tokens = Path(directory, "tokens", files[step].name)

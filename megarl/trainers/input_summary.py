@@ -150,7 +150,8 @@ def text_with_special(tokenizer: Tokenizer, tokens: Sequence[int], images: Image
     names = {number: name for name, number in tokenizer.special.items()}
 
     def name_of(token: int) -> str:
-        if images is None or token >= 0 or (ref := images.of_token(token)) is None:
+        ref = None if images is None or token >= 0 else images.of_token(token)
+        if images is None or ref is None:
             return names.get(token, "")
         return f"{ref.name[:-1]}, {images.tokens(ref)} tokens]"
 

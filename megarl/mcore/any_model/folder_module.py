@@ -36,7 +36,7 @@ class FolderModule(str):
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of a sequence's recurrent states. Raises Unsupported."""
-        return walk.of_path(self).module.state_shapes
+        return walk.of_path(self).module.state_shapes  # type: ignore[return-value]  # `source.find_slots` set it
 
     def untrained(self) -> tuple[str, ...]:
         """As of `Reach`: what no role trains."""

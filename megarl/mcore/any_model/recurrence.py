@@ -93,7 +93,7 @@ class Convolution(NamedTuple):
         """By name of a field, from the gradient of what `by_token` returned and the states that it left."""
         fields = {name: x.detach().requires_grad_() for name, x in self._asdict().items() if torch.is_tensor(x)}
         with torch.enable_grad():
-            read = self._replace(**fields).by_chunks(runs)
+            read = self._replace(**fields).by_chunks(runs)  # type: ignore[arg-type]  # names of tensors alone
         return dict(zip(fields, torch.autograd.grad(read, list(fields.values()), grad), strict=True))
 
 

@@ -125,7 +125,7 @@ def find_slots(
             )
     if not probe.found and not probe.states:
         raise Unsupported(f"{type(module).__name__} {NO_INTERFACE}")
-    module.state_shapes = tuple(probe.states)
+    module.state_shapes = tuple(probe.states)  # type: ignore[assignment]  # torch's type of an attribute
     return tuple(probe.found)
 
 

@@ -383,15 +383,18 @@ class LatentContext(PagedContext):
     rank. A layer whose queries use the choice of another one has no index keys."""
 
     def __init__(self, model_config, inference_config, memory=None, further_layers: int = 0):
-        stage = dist.get_rank(inference_config.pg_collection.pp)
-        own, has_indexer = layers_of_chunk(model_config, stage, None), indexer_pattern(model_config)
-        further = [any(has_indexer)] * further_layers
-        self._widths = latent_widths(model_config, [has_indexer[i] for i in own] + further)
+        self._widths = latent_widths(model_config, self._indexers(model_config, inference_config, further_layers))
         super().__init__(model_config, inference_config, memory, further_layers)
         self._attend = latent_attention(self._backend)
         heads = model_config.num_attention_heads // inference_config.pg_collection.tp.size()
         width = max(model_config.qk_head_dim + model_config.qk_pos_emb_head_dim, model_config.v_head_dim)
         self._token_bytes = 2 * heads * width * model_config.params_dtype.itemsize
+
+    def _indexers(self, model_config, inference_config, further_layers: int) -> list[bool]:
+        """Whether each layer with a cache on this rank has an indexer."""
+        own = layers_of_chunk(model_config, dist.get_rank(inference_config.pg_collection.pp), None)
+        has_indexer = indexer_pattern(model_config)
+        return [has_indexer[layer] for layer in own] + [any(has_indexer)] * further_layers
 
     def _cache_config(self, model_config):
         """Returns a config of one layer whose one key and value together have as many numbers as all layers here."""

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -78,17 +78,17 @@ class RecurrentContext(PagedContext):
         )
         return memory[self._state_bytes :]
 
-    def _states_in(self, parts: list[Tensor]) -> States | Tensor | None:
-        """The states of a layer, from tensors of their shapes."""
+    def _states_in(self, parts: list[Tensor]) -> Any:
+        """The states of a layer, from tensors of their shapes, as its rule takes them."""
         return States(*parts) if parts else None
 
     def _cache_config(self, model_config):
         """Returns a config of one stage that has the layers with keys and values alone, but at least one."""
-        config = copy.copy(super()._cache_config(model_config))
+        config = copy.copy(model_config)
         config.num_layers, config.pipeline_model_parallel_size = max(1, sum(self._has_cache)), 1
         config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
         config.pipeline_model_parallel_layout = config.virtual_pipeline_model_parallel_size = None
-        return config
+        return super()._cache_config(config)
 
     def _device_plan(self, step: "DeviceStep", frequencies: Tensor | None) -> StepPlan:
         plan = super()._device_plan(step, frequencies)
@@ -102,8 +102,9 @@ class RecurrentContext(PagedContext):
 
     def layer_caches(self) -> tuple[Tensor, ...]:
         """The cache of each layer; that of a layer without keys and values is the first one, which it does not use."""
-        caches = iter(self.memory_buffer.unbind())
-        return tuple(next(caches) if own else self.memory_buffer[0] for own in self._has_cache)
+        caches = super().layer_caches()
+        left = iter(caches)
+        return tuple(next(left) if own else caches[0] for own in self._has_cache)
 
     def reset(self, preserve_prefix_cache: bool = False, *, preserve_counters: bool = False):
         """Drops all requests and snapshots."""
@@ -207,7 +208,10 @@ class RecurrentContext(PagedContext):
 
 
 class LatentRecurrentContext(RecurrentContext, LatentContext):
-    """States of some layers beside a cache of latents of others."""
+    """States of some layers beside a cache of latents of others, which have no indexers."""
+
+    def _indexers(self, model_config, inference_config, further_layers):
+        return [False] * max(1, sum(self._has_cache))
 
 
 def runs_of_step(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.nn.functional import pad
 
 MIN_ROWS = 4
 VECTOR = 16
@@ -31,15 +32,18 @@ def silu(x: Tensor) -> Tensor:
 
 
 def by_whole_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Applies an element-wise function to [T, …, W] so that threads get whole rows.
+    """Applies an element-wise function to [T, …, W], of any width, so that threads get whole rows of whole vectors.
 
     CPU threads get equal shares of the elements. If a share ends inside a row, its last elements do not fill a vector
     and use another exp. So the largest leading block of rows that splits into whole rows is computed separately.
     """
-    head = x.shape[0] if x.is_cuda else _shared_rows(x.shape[0], x.numel())
-    if head == x.shape[0]:
+    if x.is_cuda:
         return function(x)
-    return torch.cat([function(rows) for rows in x.split([head, x.shape[0] - head]) if len(rows)])
+    width, x = x.shape[-1], pad(x, (0, extra)) if (extra := -x.shape[-1] % (2 * VECTOR)) else x
+    head = _shared_rows(x.shape[0], x.numel())
+    if head == x.shape[0]:
+        return function(x)[..., :width]
+    return torch.cat([function(rows) for rows in x.split([head, x.shape[0] - head]) if len(rows)])[..., :width]
 
 
 def _shared_rows(rows: int, elements: int) -> int:
@@ -48,12 +52,6 @@ def _shared_rows(rows: int, elements: int) -> int:
     while rows and rows % max(1, min(torch.get_num_threads(), -(-rows * width // GRAIN))):
         rows -= 1
     return rows or all_rows
-
-
-def _padded(x: Tensor) -> Tensor:
-    """[T, …, W] -> [T, …, ≥ W], rows of whole pairs of vectors, where rows are adjacent in memory."""
-    extra = 0 if x.is_cuda else -x.shape[-1] % (2 * VECTOR)
-    return functional.pad(x, (0, extra)) if extra else x
 
 
 class _GELU(torch.autograd.Function):
@@ -75,12 +73,12 @@ class _GELU(torch.autograd.Function):
 
 def _tanh(x: Tensor) -> Tensor:
     inner = x.square().mul_(CUBIC).add_(1).mul_(x).mul_(SCALE)
-    return by_whole_rows(torch.tanh, _padded(inner))[..., : x.shape[-1]]
+    return by_whole_rows(torch.tanh, inner)
 
 
 def gelu(x: Tensor) -> Tensor:
     """x · Φ(x) with the normal distribution's Φ, of [T, …, W] (arXiv 1606.08415 §2)."""
-    return by_whole_rows(functional.gelu, _padded(x))[..., : x.shape[-1]]
+    return by_whole_rows(functional.gelu, x)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -95,4 +93,4 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 def sigmoid(x: Tensor) -> Tensor:
     """σ(x) of [T, …, W], of any width."""
-    return by_whole_rows(torch.sigmoid, _padded(x))[..., : x.shape[-1]]
+    return by_whole_rows(torch.sigmoid, x)
