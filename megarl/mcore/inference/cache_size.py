@@ -1,5 +1,6 @@
 """Size of the rollout's KV cache: what a token takes, and what a number of GiB holds. For the engine, and for plans."""
 
+import copy
 import math
 from collections.abc import Sequence
 
@@ -21,6 +22,19 @@ def latent_widths(model_config, has_indexer: Sequence[bool]) -> list[int]:
     latent, its shared key, and the key of the layer's indexer."""
     width, index_key = model_config.kv_lora_rank + model_config.qk_pos_emb_head_dim, model_config.dsa_indexer_head_dim
     return [width + (index_key if has else 0) for has in has_indexer]
+
+
+def one_stage(model_config, layers: int, heads: tuple[int, int] | None = None):
+    """A copy of a model's config whose layers are so many and on one stage, as far as Megatron's context reads it.
+    `heads`: query groups and channels of a key in the cache; None: those of the model."""
+    config = copy.copy(model_config)
+    config.num_layers, config.pipeline_model_parallel_size = layers, 1
+    config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
+    config.pipeline_model_parallel_layout = config.virtual_pipeline_model_parallel_size = None
+    config.account_for_embedding_in_pipeline_split = config.account_for_loss_in_pipeline_split = False
+    if heads is not None:
+        config.num_query_groups, config.kv_channels = heads
+    return config
 
 
 def token_bytes(model_config, has_indexer: Sequence[bool], tensor_ranks: int) -> int:

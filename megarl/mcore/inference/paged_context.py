@@ -17,11 +17,11 @@ from megarl.mcore import device
 from megarl.mcore.attention import backends
 from megarl.mcore.attention.cache_attention import PrefillDedup, StepRequests, deduplicate_prefills, latent_attention
 from megarl.mcore.attention.segments import window_of
-from megarl.mcore.inference.cache_size import latent_widths
+from megarl.mcore.inference.cache_size import latent_widths, one_stage
 from megarl.mcore.inference.draft_rows import DraftRows
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.model.decoder_layer import Rotation, StepPlan
-from megarl.mcore.model.pipeline_layout import indexer_pattern, layers_of_chunk
+from megarl.mcore.model.pipeline_layout import indexer_pattern, indexers_of_chunk
 from megarl.mcore.vision.store import ImageStore, RequestPositions
 
 if TYPE_CHECKING:
@@ -126,24 +126,19 @@ class PagedContext(DynamicInferenceContext):
         states = self._states_of_step(len(slot_mapping), dedup)
         dedup = dedup and PrefillDedup(*(x.to(slot_mapping.device) for x in dedup))
         positions = view.token_to_position_in_request[tokens].long()
-        ids = view.token_to_input_ids[tokens] if dedup is None else view.token_to_input_ids[tokens][dedup.kept_tokens]
-        images = None if self._images is None else self._images.feature_rows(ids)
+        if self._images is not None:
+            ids = view.token_to_input_ids[tokens]
+            states["images"] = self._images.feature_rows(ids if dedup is None else ids[dedup.kept_tokens])
         if self.image_positions is not None:
             positions = self.image_positions.at(positions.cpu(), self._requests_of_rows()).to(positions.device)
         positions = positions if dedup is None else positions[..., dedup.kept_tokens]
         rotations = self._rotations_at(positions, frequencies)
-        return StepPlan(
-            slot_mapping, dedup, rotations, reads, self.layer_caches(), self._attend, **states, images=images
-        )
+        return StepPlan(slot_mapping, dedup, rotations, reads, self.layer_caches(), self._attend, **states)
 
     def _requests_of_rows(self) -> Tensor:
         """[T] int64 id of the request of each row of the step; −1: padding."""
-        active = self.of_step
-        ids = self.request_ids[active].long()
-        if self.draft_rows is not None:
-            rows = ids[self.draft_rows.requests]
-        else:
-            rows = ids.repeat_interleave(self.request_query_lengths[active].long())
+        ids, counts = self.request_ids[self.of_step].long(), self.request_query_lengths[self.of_step].long()
+        rows = ids.repeat_interleave(counts) if self.draft_rows is None else ids[self.draft_rows.requests]
         return torch.nn.functional.pad(rows, (0, self.padded_active_token_count - len(rows)), value=-1)
 
     def layer_caches(self) -> tuple[Tensor, ...]:
@@ -379,8 +374,7 @@ class PagedContext(DynamicInferenceContext):
 
 
 class LatentContext(PagedContext):
-    """Caches the latent and the shared key of a token, in layers with an indexer its key, too, on every tensor-parallel
-    rank. A layer whose queries use the choice of another one has no index keys."""
+    """Caches a token's latent and shared key, with an indexer its index key, too, on every tensor-parallel rank."""
 
     def __init__(self, model_config, inference_config, memory=None, further_layers: int = 0):
         self._widths = latent_widths(model_config, self._indexers(model_config, inference_config, further_layers))
@@ -392,18 +386,12 @@ class LatentContext(PagedContext):
 
     def _indexers(self, model_config, inference_config, further_layers: int) -> list[bool]:
         """Whether each layer with a cache on this rank has an indexer."""
-        own = layers_of_chunk(model_config, dist.get_rank(inference_config.pg_collection.pp), None)
-        has_indexer = indexer_pattern(model_config)
-        return [has_indexer[layer] for layer in own] + [any(has_indexer)] * further_layers
+        own = indexers_of_chunk(model_config, dist.get_rank(inference_config.pg_collection.pp), None)
+        return own + [any(indexer_pattern(model_config))] * further_layers
 
     def _cache_config(self, model_config):
         """Returns a config of one layer whose one key and value together have as many numbers as all layers here."""
-        config = copy.copy(model_config)
-        config.num_layers = config.num_query_groups = config.pipeline_model_parallel_size = 1
-        config.kv_channels = sum(self._widths) // 2
-        config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
-        config.account_for_embedding_in_pipeline_split = config.account_for_loss_in_pipeline_split = False
-        return config
+        return one_stage(model_config, 1, (1, sum(self._widths) // 2))
 
     def layer_caches(self) -> tuple[Tensor, ...]:
         """[blocks, block, W] of each layer, one after another in the memory."""

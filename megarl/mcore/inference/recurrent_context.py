@@ -5,7 +5,6 @@ tokens before it and as large as the keys and values of thousands, so it is kept
 of each prompt that some token follows. Other responses, and the next turn of an episode, continue there.
 """
 
-import copy
 import dataclasses
 import math
 from collections import OrderedDict
@@ -18,7 +17,7 @@ from torch import Tensor
 from megarl.batch import expand_ranges
 from megarl.mcore import device
 from megarl.mcore.attention.cache_attention import PrefillDedup
-from megarl.mcore.inference.cache_size import GIB, Shapes, bytes_of_shapes, cache_bytes, snapshot_count
+from megarl.mcore.inference.cache_size import GIB, Shapes, bytes_of_shapes, cache_bytes, one_stage, snapshot_count
 from megarl.mcore.inference.paged_context import LatentContext, PagedContext
 from megarl.mcore.model.decoder_layer import StepPlan
 from megarl.mcore.recurrence.rule import apply_rule, layer_sizes
@@ -84,11 +83,7 @@ class RecurrentContext(PagedContext):
 
     def _cache_config(self, model_config):
         """Returns a config of one stage that has the layers with keys and values alone, but at least one."""
-        config = copy.copy(model_config)
-        config.num_layers, config.pipeline_model_parallel_size = max(1, sum(self._has_cache)), 1
-        config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
-        config.pipeline_model_parallel_layout = config.virtual_pipeline_model_parallel_size = None
-        return super()._cache_config(config)
+        return super()._cache_config(one_stage(model_config, max(1, sum(self._has_cache))))
 
     def _device_plan(self, step: "DeviceStep", frequencies: Tensor | None) -> StepPlan:
         plan = super()._device_plan(step, frequencies)

@@ -193,8 +193,10 @@ def contents(rank, flags, shape, routes, **settings):
             with session.inference():
                 done |= dict(session.step())
         caches = engine.context.layer_caches()
-        found = {value: (torch.stack([cache[block].flatten(1) for cache in caches]), blocks.routes[block].clone() if routes else None)
-                 for value, block in blocks.kv_hash_to_block_id.items()}  # fmt: skip
+        found = {}
+        for value, block in blocks.kv_hash_to_block_id.items():
+            numbers = torch.stack([cache[block].flatten(1) for cache in caches])
+            found[value] = numbers, blocks.routes[block].clone() if routes else None
         return [done[number].tokens for number in range(len(requests))], found
 
     with engine.session(settings=settings_of(temperature=0.5), routes=routes) as session:
