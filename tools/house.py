@@ -21,15 +21,15 @@ LONG = 48  # words of a sentence that tires
 
 # What the tree may have at most.
 LIMITS = {
-    "files": 516,
-    "files below 60 lines": 77,
-    "classes": 760,
+    "files": 531,
+    "files below 60 lines": 79,
+    "classes": 792,
     "fmt: skip": 102,
-    "star-passed local tuples": 53,
+    "star-passed local tuples": 61,
     "functions with 9 and more parameters": 1,
     "file names that occur twice": 0,
     "modules of 60 lines and more without a test of their name": 0,
-    "pages": 35,
+    "pages": 36,
     "sentences of 48 words and more": 0,
 }
 

@@ -76,7 +76,8 @@ def _working(args, kind: LayerKind, tokens: int) -> float:
         return 0
     n, heads = _tokens(args, tokens)[0], layer_sizes(args, args.tensor_model_parallel_size)
     keys, values = (7, 6) if args.hybrid_layer_pattern is None else (6, 5)
-    keys += 4 if heads.decays > 1 else 0  # decays of channels, their logarithms, and gradients of both
+    if heads.decays > 1:  # by compiled kernels alone: what the convolution keeps
+        return 4 * n * heads.channels
     # Vectors of each head, and ratios of decays between tokens of a chunk.
     return 4 * n * (3 * heads.channels + heads.heads * (keys * heads.keys + values * heads.values + 3 * 64))
 

@@ -157,6 +157,7 @@ READ_AS = {  # flags whose files another flag's reader reads
 ELSEWHERE = {
     "replay-schedule": "tests/unit/rollout/test_schedule.py",
     "rollout-bank": "tests/unit/rollout/test_response_log.py",
+    "images-folder": "tests/unit/data/images/test_forms.py",
     **dict.fromkeys(
         ("reward", "advantage", "policy-loss", "environment", "tool-call-parser"), "tests/unit/test_plugins.py"
     ),
@@ -259,6 +260,7 @@ NO_FILE_OF_A_TOOL = {
     "curves --steps", "curves --variants", "curves --ranks", "curves --metrics", "curves --jobs", "curves --min-gain",
     "curves --config", "tests_of file",
     "curves --warm-start", "curves --runs", "gpu_check --out", "make_agent_prompts --out", "make_preferences --out",
+    "make_number_pictures --out",
     "make_products --out", "make_prompts --out", "record_runs --work", "record_runs --out", "record_runs --compare",
     "record_runs --runs", "record_runs --extra", "planted_faults --rooms-only", "report --out", "smollm2_folder output",
     "smollm2_folder --gguf", "train_tokenizer --out", "compare_answers --models", "compare_answers --prompts",

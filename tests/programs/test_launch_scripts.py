@@ -60,7 +60,7 @@ def test_a_warm_start_makes_data_and_a_policy_on_two_ranks(tmp_path):
     ("quickstart", {"SAVE": "S", "CONFIG": "moe"}, "CONFIG=moe: allowed: quickstart, moe_quickstart"),
     ("moe_quickstart", {"SAVE": "S", "SEED": "one"}, "SEED=one: allowed is"),
     ("rl", {"SAVE": "S"}, "MODEL or HF_MODEL is not set"),
-    ("rl", {"SAVE": "S", "MODEL": "gpt2"}, "MODEL=gpt2: allowed: deepseek_v3.2 deepseek_v3 glm_5 llama3.1_405b"),
+    ("rl", {"SAVE": "S", "MODEL": "gpt2"}, "MODEL=gpt2: allowed: deepseek_v3.2 deepseek_v3 glm_5 kimi_linear_48b"),
     ("rl", {"SAVE": "S", "MODEL": "qwen3_8b", "ALGORITHM": "dpo"}, "ALGORITHM=dpo: allowed: cispo dapo dppo dr_grpo"),
     ("rl", {"SAVE": "S", "MODEL": "qwen3_8b", "TP": "two"}, "TP=two: allowed is a whole number above 0"),
     ("rl", {"SAVE": "S", "MODEL": "qwen3_8b", "RECOMPUTE": "some"}, "RECOMPUTE=some: allowed: auto, none, selective"),

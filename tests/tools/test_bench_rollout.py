@@ -218,7 +218,7 @@ def end_ids_of_a_run(rank: int, name: str, folder) -> tuple[int, ...]:
 
     step.make_inputs(folder, step.CASES[name])
     step.train_megarl = lambda folder, flags: HuggingFaceTokenizer(str(folder)).end_ids
-    return step.run_megarl(folder, step.CASES[name], 1)
+    return step.run_megarl(folder, step.CASES[name], 1, False)
 
 
 def test_responses_of_the_fixed_case_have_no_end_token(tmp_path):

@@ -123,7 +123,9 @@ def test_what_depends_on_clock_and_machine_is_told_by_name():
     all others must be equal in repeated runs."""
     of_clock = {metric.name for metric in METRICS if metric.unit in ("s", "tokens/s")} | {"environment/waiting_share"}
     of_machine = {metric.name for metric in METRICS if metric.name.startswith(("time/", "memory/"))}
-    of_order = {f"{role}_tokens" for role in ("rollout/prefill", "rollout/reused", "judge/prompt", "judge/reused")}
+    of_order = {"images/cache_hits"} | {
+        f"{role}_tokens" for role in ("rollout/prefill", "rollout/reused", "judge/prompt", "judge/reused")
+    }
     of_queues = {"rollout/lead", "weights/staged_bytes"}
     of_accidents = {f"environment/{name}" for name in ("restarts", "timeouts", "journalled_steps")}
     others = {metric.name for metric in METRICS if not is_reproducible(metric.name)}

@@ -91,7 +91,8 @@ class Convolution(NamedTuple):
 
     def gradients(self, grad: Tensor, runs: Runs, states: Tensor) -> dict[str, Tensor]:
         """By name of a field, from the gradient of what `by_token` returned and the states that it left."""
-        fields = {name: x.detach().requires_grad_() for name, x in self._asdict().items() if torch.is_tensor(x)}
+        pairs = zip(self._fields, self, strict=True)
+        fields = {name: x.detach().requires_grad_() for name, x in pairs if torch.is_tensor(x)}
         with torch.enable_grad():
             read = self._replace(**fields).by_chunks(runs)  # type: ignore[arg-type]  # names of tensors alone
         return dict(zip(fields, torch.autograd.grad(read, list(fields.values()), grad), strict=True))
@@ -139,12 +140,14 @@ class HeadStates(NamedTuple):
 
     def gradients(self, grad: Tensor, runs: Runs, states: Tensor) -> dict[str, Tensor]:
         """As of `Convolution`."""
-        is_delta_rule = isinstance(self.sizes, HeadSizes)
-        backward = native.ops.delta_rule_backward if is_delta_rule else native.ops.state_space_backward
-        one, other = ("decays", "scales") if is_delta_rule else ("scales", "decays")
-        groups, keys, numbers = self.sizes.groups, self.sizes.keys, self._asdict()
-        found = backward(grad.contiguous(), self.x, numbers[one], numbers[other], groups, keys, runs.table, states)
-        return dict(zip(("x", one, other), found, strict=True))
+        if isinstance(self.sizes, HeadSizes):
+            names, backward = ("x", "decays", "scales"), native.ops.delta_rule_backward
+            numbers = self.decays, self.scales
+        else:
+            names, backward = ("x", "scales", "decays"), native.ops.state_space_backward
+            numbers = self.scales, self.decays
+        found = backward(grad.contiguous(), self.x, *numbers, self.sizes.groups, self.sizes.keys, runs.table, states)
+        return dict(zip(names, found, strict=True))
 
 
 Rule = Convolution | HeadStates

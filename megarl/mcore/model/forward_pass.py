@@ -90,8 +90,10 @@ def run_chunk(
     taps = model.config.linear_conv_kernel_dim if recurs else None
     plan, window = backends.load(model.config).plan_attention, window_of(model.config)
     packing = pack_sequences(lengths, pg_collection.cp, tensor_ranks, routing, shared, window, plan, taps)
-    if model.images is None and tokens.device.type == "cpu" and (tokens < 0).any():
-        raise RuntimeError("a token stream has rows of images, and this model has no store of them")
+    if model.images is None and tokens.device.type == "cpu":
+        torch._assert_async(
+            (tokens >= 0).all(), "a token stream has rows of images, and this model has no store of them"
+        )
     axes = None if model.images is None else model.images.packed_positions(tokens, lengths)
     tokens = tokens if packing.held is None else tokens.index_select(0, packing.held)
     padded = torch.cat([tokens, tokens.new_zeros(packing.padding)])

@@ -6,6 +6,8 @@ from megarl.confine import children
 class Lengths:
     """The `children.Answers`: how long a text is."""
 
+    max_result = 1 << 16
+
     def warm_up(self):
         pass
 

@@ -186,6 +186,7 @@ def test_the_moves_are_those_of_the_training_program(flags, roles, monkeypatch):
         def flush(self, wait):
             pass
 
+        images = None
         dispatch = RLTrainer.dispatch
 
     Run.batcher.generate = lambda step: recorder

@@ -42,6 +42,9 @@ class Engine:
     def __init__(self, *_, **__):
         pass
 
+    def take_image_counts(self):
+        return None
+
     def take_decode_counts(self):
         from megarl.mcore.inference.speculative_decode import DecodeCounts
 

@@ -18,7 +18,7 @@ from megarl.serving.replica_messages import (
     Window,
 )
 
-GENERATE = Generate([1], -5, 9, 0.5, False, 0, 1.0, 0.0, [2], ["a"], [3, [4], "hermes"], 1, True, 7)
+GENERATE = Generate([1], -5, 9, 0.5, False, 0, 1.0, 0.0, [2], ["a"], [3, [4], "hermes"], 1, True, 7, ["AA=="])
 LAST = RequestUpdate(7, [1], [-0.5], [[[1, -0.5]]], "stop", {"shape": [1], "data": "AA=="})
 TO_REPLICA = [GENERATE, ScorePrompt([1, 2], 1.0, 2, 8), Abort([7, 8]), Control("pause", 1, "keep"), Control("stop")]
 FROM_LEADERS = [Ready(0, 8, 99, 5, 1, "a"), Controlled(1, None, 2, "b"), Window(True, 3, "c"), Drain()]
