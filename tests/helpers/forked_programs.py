@@ -112,8 +112,9 @@ class _Checker:
         gc.disable()  # each program would collect the garbage of all imports
         environment = dict(os.environ)
         dist.rendezvous = dist.init_process_group = _work_begins  # ranks would wait for each other in the first
-        for program in iter(end.recv, None):
+        for place, program in iter(end.recv, None):
             redirect(self.folder)
+            os.chdir(place)
             os.environ.clear()
             os.environ.update(environment)
             try:
@@ -126,7 +127,7 @@ class _Checker:
             end.send(status)
 
     def check(self, *program) -> Ended:
-        self._end.send(program)
+        self._end.send((os.getcwd(), program))  # a test may have gone elsewhere since the fork
         if not self._end.poll(SAFETY_SECONDS):
             self.process.kill()
             pytest.fail(f"no answer after {SAFETY_SECONDS:g} s: {_printed(self.folder)[1]}")
