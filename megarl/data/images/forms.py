@@ -28,6 +28,7 @@ NAMES = ("images", "image")  # of columns
 PLACE = "<image>"
 PARTS = ("image", "image_url")  # types of parts that are images
 _INNER = ("bytes", "image", "path", "url", "image_url")  # names in an object that is an image, the first counts
+_ALL = {"type": "all"}  # this object, not one like it, is the place of all images of a line
 _SHOWN = 60  # characters of a name
 
 Read = Callable[[Any], ImageRef]
@@ -175,7 +176,7 @@ def _first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         content = message.get("content")
         if message.get("role") == "user" and isinstance(content, str | list):
             text = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            return [*messages[:number], {**message, "content": [{"type": "all"}, *text]}, *messages[number + 1 :]]
+            return [*messages[:number], {**message, "content": [_ALL, *text]}, *messages[number + 1 :]]
     raise UsageError("has images and no message of a user to put them into")
 
 
@@ -203,7 +204,7 @@ def _marked(message: dict[str, Any], waiting: Iterator[ImageRef], splits: bool, 
     if isinstance(content, str) and splits and role != "assistant":
         first, *others = content.split(PLACE)
         return {**message, "content": first + "".join(mark_of(next(waiting)) + text for text in others)}
-    if not isinstance(content, list) or not any(_is_image(part) or part == {"type": "all"} for part in content):
+    if not isinstance(content, list) or not any(_is_image(part) or part is _ALL for part in content):
         return message
     texts = []
     for part in content:
@@ -212,7 +213,7 @@ def _marked(message: dict[str, Any], waiting: Iterator[ImageRef], splits: bool, 
                 raise UsageError("a message of the assistant has an image; a policy writes text")
             own = _own(part)
             texts.append(mark_of(next(waiting) if own is None else read(own)))
-        elif part == {"type": "all"}:
+        elif part is _ALL:
             texts += map(mark_of, waiting)
         elif isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
             texts.append(part["text"])

@@ -145,6 +145,8 @@ WRONG = {
     "part without image": ({"prompt": parts({"type": "image"})}, "has 1 places for images"),
     "video": ({"prompt": parts({"type": "image", "image": "red.png"}, {"type": "video", "video": "x"})},
               "a part of the type video; megarl reads text and images"),
+    "a place of megarl's own": ({"prompt": parts({"type": "image", "image": "red.png"}, {"type": "all"})},
+                                "a part of the type all; megarl reads text and images"),
     "the assistant's": ({"prompt": [parts({"type": "image", "image": URL})[0] | {"role": "assistant"}, *user("b")]},
                         "a message of the assistant has an image"),
     "network": ({"prompt": user(ASKED), "images": ["http://127.0.0.1/x.png"]}, "nothing is downloaded"),
