@@ -13,14 +13,14 @@ from torch import Tensor
 from megarl.batch import Batch
 from megarl.comm import exchange
 from megarl.comm.role_mesh import RoleGroups, RoleMesh
-from megarl.data.images.ids import ROW_BITS
+from megarl.data.images.ids import key_of
 from megarl.mcore import device
 from megarl.mcore.vision.store import Image, ImageStore
 
 
 def keys_of(tokens: Tensor) -> list[int]:
     """The keys of the images among tokens [T], in ascending order."""
-    return (-(tokens[tokens < 0] + 1) >> ROW_BITS).unique().tolist()
+    return key_of(tokens[tokens < 0]).unique().tolist()
 
 
 def to_bytes(store: ImageStore, keys: list[int]) -> Tensor:

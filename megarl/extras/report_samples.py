@@ -36,13 +36,11 @@ def samples(directory: Path, rows: list[dict]) -> dict:
     chosen = choose_steps(recorded, covered)
     budget = TOKENS // max(1, len(chosen))
     found: list[dict[str, Any]] = []
-    shown_rows: list[list[dict]] = []
     for step, notes in chosen.items():
         tokens = Path(directory, "tokens", files[step].name)
         of_step = step_rows(_read(files[step]), _read(tokens) if not is_absent(tokens) else [])
-        shown_rows.append(_shown(of_step, budget))
-        found.append({"step": step, "notes": notes, "total": len(of_step), "rows": shown_rows[-1]})
-    shown = [row["prompt"] for rows in shown_rows for row in rows if "prompt" in row]
+        found.append({"step": step, "notes": notes, "total": len(of_step), "rows": _shown(of_step, budget)})
+    shown = [row["prompt"] for of_step in found for row in of_step["rows"] if "prompt" in row]
     return {"steps": found, "recorded": len(recorded), **_images(Path(directory, THUMBNAILS), shown)}
 
 

@@ -75,9 +75,9 @@ def _working(args, kind: LayerKind, tokens: int) -> float:
     if not kind.is_recurrent:
         return 0
     n, heads = _tokens(args, tokens)[0], layer_sizes(args, args.tensor_model_parallel_size)
-    keys, values = (7, 6) if args.hybrid_layer_pattern is None else (6, 5)
     if heads.decays > 1:  # by compiled kernels alone: what the convolution keeps
         return 4 * n * heads.channels
+    keys, values = (7, 6) if args.hybrid_layer_pattern is None else (6, 5)
     # Vectors of each head, and ratios of decays between tokens of a chunk.
     return 4 * n * (3 * heads.channels + heads.heads * (keys * heads.keys + values * heads.values + 3 * 64))
 

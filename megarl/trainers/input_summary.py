@@ -150,10 +150,9 @@ def text_with_special(tokenizer: Tokenizer, tokens: Sequence[int], images: Image
     names = {number: name for name, number in tokenizer.special.items()}
 
     def name_of(token: int) -> str:
-        ref = None if images is None or token >= 0 else images.of_token(token)
-        if images is None or ref is None:
-            return names.get(token, "")
-        return f"{ref.name[:-1]}, {images.tokens(ref)} tokens]"
+        if images is not None and token < 0 and (ref := images.of_token(token)) is not None:
+            return f"{ref.name[:-1]}, {images.tokens(ref)} tokens]"
+        return names.get(token, "")
 
     found = []
     for name, run in groupby(tokens, key=name_of):

@@ -4,8 +4,10 @@ id = −(key · 2^16 + row) − 1. An id of the vocabulary is always text, also 
 `NO_TOKEN` elsewhere, so a key is at least 1.
 """
 
-ROW_BITS, KEY_BITS = 16, 47
-MAX_ROWS = 1 << ROW_BITS  # of an image
+from typing import Any
+
+KEY_BITS, _ROW_BITS = 47, 16
+MAX_ROWS = 1 << _ROW_BITS  # of an image
 _MIN_KEY, _MAX_KEY = 1, (1 << KEY_BITS) - 1
 
 
@@ -15,15 +17,15 @@ def image_ids(key: int, count: int) -> list[int]:
         raise ValueError(f"an image's key is {key}; allowed: {_MIN_KEY} to 2^{KEY_BITS} - 1")
     if not 1 <= count <= MAX_ROWS:
         raise ValueError(f"an image of {count:,} tokens; allowed: 1 to {MAX_ROWS:,}")
-    first = -(key << ROW_BITS) - 1
+    first = -(key << _ROW_BITS) - 1
     return list(range(first, first - count, -1))
 
 
-def key_of(token: int) -> int:
-    """The key of the image that an id is a row of."""
-    return -(token + 1) >> ROW_BITS
+def key_of(token: Any) -> Any:
+    """The key of the image that an id is a row of; of a tensor of ids, the key of each."""
+    return -(token + 1) >> _ROW_BITS
 
 
-def row_of(token: int) -> int:
-    """The row of its image that an id is."""
+def row_of(token: Any) -> Any:
+    """The row of its image that an id is, or each of a tensor's."""
     return -(token + 1) & (MAX_ROWS - 1)

@@ -13,11 +13,11 @@ from megarl.data.images.pixels import ImageRef
 MARK, _END = "\ufdd2", "\ufdd3"
 PATTERN = re.compile(f"{MARK}([0-9a-f]{{64}}):([0-9]+)x([0-9]+){_END}")  # digest, width, height
 
-
 _NAME = re.compile(r"\[image [0-9]+×[0-9]+ sha:([0-9a-f]{8})\]")
 
 
 def mark_of(ref: ImageRef) -> str:
+    """What stands for an image in a text."""
     return f"{MARK}{ref.digest}:{ref.width}x{ref.height}{_END}"
 
 
@@ -25,7 +25,7 @@ def readable(text: str) -> str:
     """A text with `[image 640×480 sha:12ab34cd]` for each mark."""
     if MARK not in text:
         return text
-    return PATTERN.sub(lambda found: f"[image {found[2]}×{found[3]} sha:{found[1][:8]}]", text)
+    return PATTERN.sub(lambda found: ImageRef(found[1], int(found[2]), int(found[3])).name, text)
 
 
 def names_in(text: str) -> list[str]:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.nn.functional import pad
 
 MIN_ROWS = 4
 VECTOR = 16
@@ -39,7 +38,7 @@ def by_whole_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """
     if x.is_cuda:
         return function(x)
-    width, x = x.shape[-1], pad(x, (0, extra)) if (extra := -x.shape[-1] % (2 * VECTOR)) else x
+    width, x = x.shape[-1], functional.pad(x, (0, extra)) if (extra := -x.shape[-1] % (2 * VECTOR)) else x
     head = _shared_rows(x.shape[0], x.numel())
     if head == x.shape[0]:
         return function(x)[..., :width]

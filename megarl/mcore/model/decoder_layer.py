@@ -21,7 +21,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megarl.mcore.attention.cache_attention import PrefillDedup
-from megarl.mcore.kernels.batch_invariance import by_whole_rows
+from megarl.mcore.kernels.batch_invariance import sigmoid
 from megarl.mcore.kernels.linear import apply_linear
 from megarl.mcore.kernels.norm import AllHeadsRMSNorm, Norm
 from megarl.mcore.kernels.rotation import rotate_
@@ -191,7 +191,7 @@ class PagedSelfAttention(SelfAttention):
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """A sigmoid of each channel (2505.06708, Qwen3-Next). As Megatron's; a row's result does not depend on its
         place."""
-        return (x * by_whole_rows(torch.sigmoid, gate.reshape(x.shape).float())).to(x.dtype)
+        return (x * sigmoid(gate.reshape(x.shape).float())).to(x.dtype)
 
 
 class AllHeadsNormAttention(PagedSelfAttention):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.data.images.ids import MAX_ROWS, ROW_BITS
+from megarl.data.images.ids import key_of, row_of
 from megarl.mcore import device
 
 
@@ -131,11 +131,10 @@ class ImageStore(OrderedDict[int, Image]):
         The three of a text token are equal. The one after an image is one beyond the largest of the image (2409.12191
         §2.1). An image begins at its row 0, so two without text between them are two.
         """
-        numbers = -(tokens + 1)
-        is_first = (tokens < 0) & (numbers & (MAX_ROWS - 1) == 0)
+        is_first = (tokens < 0) & (row_of(tokens) == 0)
         spans, position, end = [], 0, 0
         for first in is_first.nonzero().flatten().tolist():
-            size = self._size(int(numbers[first]) >> ROW_BITS)
+            size = self._size(key_of(int(tokens[first])))
             spans.append((position + torch.arange(first - end)).expand(3, -1))
             position += first - end
             grid = torch.stack(torch.meshgrid(*map(torch.arange, size), indexing="ij"))
@@ -174,8 +173,7 @@ class ImageRows(NamedTuple):
         return self._gather(lambda image: image.features[layer])
 
     def _gather(self, part) -> Tensor:
-        numbers = -(self.ids + 1)
-        keys, rows = numbers >> ROW_BITS, numbers & (MAX_ROWS - 1)
+        keys, rows = key_of(self.ids), row_of(self.ids)
         found = torch.empty(len(keys), self.store.hidden, dtype=self.store.dtype)
         for key in keys.unique().tolist():
             is_own = keys == key

@@ -15,16 +15,15 @@ from torch.autograd.function import once_differentiable
 
 from megarl.mcore.attention.backends import sdpa
 from megarl.mcore.attention.segments import SegmentBatch, SegmentPlan
-from megarl.mcore.kernels.batch_invariance import MIN_ROWS, VECTOR, by_whole_rows
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS, by_whole_rows
 
 plan_attention, plan_cache_reads = sdpa.plan_attention, sdpa.plan_cache_reads
 MAX_SCORES = 2**24  # scores [n, H, Q, K] that exist at a time, if n > 1
 
 
 def _in_vectors(function, column: Tensor) -> Tensor:
-    """Applies an element-wise function to [..., 1]; each element fills a vector, so its place has no effect."""
-    wide = column.expand(*column.shape[:-1], VECTOR).contiguous()
-    return by_whole_rows(function, wide.flatten(0, -2))[:, :1].view(column.shape)
+    """Applies an element-wise function to [..., 1]; each element has vectors of its own, so its place has no effect."""
+    return by_whole_rows(function, column.reshape(-1, 1)).view(column.shape)
 
 
 def _weights(query: Tensor, key: Tensor, mask: Tensor, scale: float, softcap: float | None, sinks: Tensor | None):
