@@ -36,10 +36,10 @@ from megarl.mcore.model import gpt
 from megarl.mcore.model.prediction_layer import PredictionLayer
 from megarl.mcore.model.weight_table import weight_shapes
 from megarl.mcore.weights import dist_checkpoint
-from megarl.mcore.weights.hf.export_weights import export_weights
+from megarl.mcore.weights.hf.folder_weights import export_weights
 from megarl.mcore.weights.hf.safetensors_file import DTYPES
 from megarl.mcore.weights.hf.weight_map import WeightMap, weight_map_of
-from megarl.mcore.weights.reshard_plan import LocalWeights
+from megarl.mcore.weights.reshard_plan import model_weights
 from megarl.observe.timers import Timers
 from megarl.trainers.launch import launch
 from megarl.trainers.setup import check_required, check_save, read_inputs
@@ -57,7 +57,7 @@ def differing_tensors(weight_map: WeightMap, stages, pg_collection) -> dict[str,
 
     Tensors without a difference, not even in the sign of a zero, are left out.
     """
-    weights, different = LocalWeights(stages, pg_collection), {}
+    weights, different = model_weights(stages, pg_collection), {}
     for view, numbers, name in weight_map.read(weights):
         stored = numbers.to(DTYPES[weight_map.model.folder.weights[name].dtype])
         held = view.to(stored.dtype).cpu().contiguous()

@@ -15,7 +15,7 @@ from megarl.mcore.model.weight_table import HEAD, weight_shapes
 from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.dist_checkpoint import average_of
 from megarl.mcore.weights.hf.folder import HFFolder, damaged_decays, damaged_scales
-from megarl.mcore.weights.hf.import_weights import import_weights
+from megarl.mcore.weights.hf.folder_weights import import_weights
 from megarl.mcore.weights.hf.weight_map import WeightMap, weight_map_of
 
 BASES = ("actor", "reward")  # roles whose weights may be under factors

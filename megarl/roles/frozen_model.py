@@ -16,7 +16,7 @@ from megarl.mcore.memory import offload
 from megarl.mcore.model import gpt
 from megarl.mcore.parallel import fsdp
 from megarl.mcore.weights.reshard import WeightTransfer
-from megarl.mcore.weights.reshard_plan import LocalWeights
+from megarl.mcore.weights.reshard_plan import LocalWeights, model_weights
 from megarl.observe.timers import Timers
 from megarl.roles.passes import forward_only
 from megarl.roles.trainable_model import TrainableModel
@@ -125,4 +125,4 @@ class WeightRefresh:
 
 
 def _local_weights(model: TrainableModel | FrozenModel | None) -> LocalWeights:
-    return LocalWeights(model.model, model.role_groups.pg_collection) if model else LocalWeights(None, None)
+    return model_weights(model.model, model.role_groups.pg_collection) if model else model_weights(None, None)

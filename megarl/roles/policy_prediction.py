@@ -26,7 +26,7 @@ from megarl.mcore.kernels.head_scores import head_scores
 from megarl.mcore.model.prediction_layer import PredictionLayer
 from megarl.mcore.training import optimizer
 from megarl.mcore.weights import dist_checkpoint, optimizer_states
-from megarl.mcore.weights.hf.import_weights import import_weights
+from megarl.mcore.weights.hf.folder_weights import import_weights
 from megarl.mcore.weights.hf.weight_map import weight_map_of
 
 

@@ -15,7 +15,7 @@ from megarl.flags.teachers import TeacherModels
 from megarl.mcore.kernels.head_divergence import TeacherHead
 from megarl.mcore.model.forward_pass import TeacherRows
 from megarl.mcore.model.gpt import ModelChunks
-from megarl.mcore.weights.head_transfer import HeadCopy
+from megarl.mcore.weights.reshard import HeadCopy
 from megarl.roles.teacher import Teachers
 
 DISTILL_NAMES: tuple[str, ...] = ("distill/divergence", "distill/forward_kl", "distill/reverse_kl")

@@ -20,7 +20,7 @@ from megarl.mcore.model import gpt
 from megarl.mcore.training import optimizer, parameter_groups
 from megarl.mcore.training.weight_average import WeightAverage
 from megarl.mcore.weights import dist_checkpoint, optimizer_states
-from megarl.mcore.weights.hf.export_weights import export_weights
+from megarl.mcore.weights.hf.folder_weights import export_weights
 from megarl.mcore.weights.hf.weight_map import weight_map_of
 from megarl.roles.passes import forward_only, run_microbatches
 from megarl.roles.policy_prediction import PolicyPrediction

@@ -232,7 +232,7 @@ def gradients_of_transformers(rank: int, kind: str, folder: VisionFolder) -> dic
 
 
 def exported(rank: int, folder: VisionFolder, path: Path):
-    from megarl.mcore.weights.hf.export_weights import export_weights
+    from megarl.mcore.weights.hf.folder_weights import export_weights
 
     _, groups, model, weights = vision_folders.model_of(folder)
     export_weights(weights.weight_map, model, groups.pg_collection, path)

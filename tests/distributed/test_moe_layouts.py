@@ -201,13 +201,13 @@ def test_a_bf16_update_does_not_depend_on_the_layout():
 def transferred(rank):
     from megarl.mcore.model.gpt import build_model
     from megarl.mcore.weights.reshard import WeightTransfer
-    from megarl.mcore.weights.reshard_plan import LocalWeights
+    from megarl.mcore.weights.reshard_plan import model_weights
 
     trainable_model, place = critic_model(f"{FULL} {EP2}")
     groups = place.pg_collection
     args, alone = join_actor(FULL)
     other = build_model(args, VOCAB, alone.pg_collection)
-    weights = LocalWeights(trainable_model.model, groups), LocalWeights(other, alone.pg_collection)
+    weights = model_weights(trainable_model.model, groups), model_weights(other, alone.pg_collection)
     transfer = WeightTransfer(*weights, groups.intra_dist_opt)
     step(trainable_model, place, 2)
     transfer.run()

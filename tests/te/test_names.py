@@ -38,9 +38,9 @@ ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "sequence_parallel", "al
 
 
 def weights_of(stages, pg_collection):
-    from megarl.mcore.weights.reshard_plan import LocalWeights
+    from megarl.mcore.weights.reshard_plan import model_weights
 
-    return LocalWeights(stages, pg_collection)
+    return model_weights(stages, pg_collection)
 
 
 def entries(stages, pg_collection) -> set:

@@ -26,7 +26,7 @@ from megarl.comm import role_mesh
 from megarl.launcher import run_ranks
 from megarl.mcore.model import gpt
 from megarl.mcore.weights.reshard import WeightTransfer
-from megarl.mcore.weights.reshard_plan import LocalWeights
+from megarl.mcore.weights.reshard_plan import model_weights
 from tools.bench.tables import add_output_flags, whole_table
 
 VOCAB = 32_000
@@ -65,7 +65,7 @@ def measure(case: str, rounds: int) -> dict:
             models[name] = gpt.build_frozen_model(roles[name].megatron, VOCAB, mesh[name].pg_collection)
     group = mesh.channel("weights")
     began = time.perf_counter()
-    weights = {name: LocalWeights(model, mesh[name].pg_collection) for name, model in models.items()}
+    weights = {name: model_weights(model, mesh[name].pg_collection) for name, model in models.items()}
     transfer = WeightTransfer(weights["actor"], weights["rollout"], group)
     planning = time.perf_counter() - began
     size = torch.tensor(sum(p.nbytes for p in models["rollout"].parameters()) if models["rollout"] else 0)

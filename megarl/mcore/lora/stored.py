@@ -14,7 +14,7 @@ from megarl.mcore.lora.targets import LoRASettings
 from megarl.mcore.model.gpt import value_head_of
 from megarl.mcore.parallel import fsdp
 from megarl.mcore.weights import dist_checkpoint, reshard
-from megarl.mcore.weights.reshard_plan import LocalWeights
+from megarl.mcore.weights.reshard_plan import model_weights
 
 FINGERPRINT = "base"  # entry of a role's plain state
 
@@ -25,7 +25,7 @@ def base_fingerprint(stages, pg_collection) -> str:
     A head, which critics replace, and what balances experts do not count.
     """
     with base_weights(stages):
-        sums = reshard.checksum(LocalWeights(stages, pg_collection), pg_collection.intra_dist_opt)
+        sums = reshard.checksum(model_weights(stages, pg_collection), pg_collection.intra_dist_opt)
     frozen = [(key, sums[key]) for key in sorted(sums) if not key.endswith(BALANCING) and "output_layer." not in key]
     return f"{stages[0].config.params_dtype} {hashlib.blake2b(repr(frozen).encode(), digest_size=8).hexdigest()}"
 

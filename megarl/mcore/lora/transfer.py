@@ -6,15 +6,15 @@ from torch import Tensor
 from megarl.mcore.lora.adapter import trained_state
 from megarl.mcore.weights import reshard
 from megarl.mcore.weights.reshard import WeightTransfer
-from megarl.mcore.weights.reshard_plan import LocalWeights
+from megarl.mcore.weights.reshard_plan import model_weights
 
 
 def policy_checksums(stages, pg_collection, has_factors: bool) -> dict[str, int]:
     """Checksums of all weights of a policy and of its factors by key, as `reshard.checksum`; collective of the role."""
     group = pg_collection.intra_dist_opt
-    sums = reshard.checksum(LocalWeights(stages, pg_collection), group)
+    sums = reshard.checksum(model_weights(stages, pg_collection), group)
     if has_factors:
-        sums |= reshard.checksum(LocalWeights(stages, pg_collection, trained_state), group)
+        sums |= reshard.checksum(model_weights(stages, pg_collection, trained_state), group)
     return sums
 
 
@@ -32,11 +32,11 @@ class PolicyTransfer:
             group: all ranks of both.
             has_factors: both models have factors apart from their weights.
         """
-        whole = WeightTransfer(LocalWeights(*policy), LocalWeights(*rollout), group)
+        whole = WeightTransfer(model_weights(*policy), model_weights(*rollout), group)
         self._transfers, self._has_run = [whole], False
         self.total_bytes = 0  # sent by all ranks in the last run
         if has_factors:
-            source, destination = (LocalWeights(*model, trained_state) for model in (policy, rollout))
+            source, destination = (model_weights(*model, trained_state) for model in (policy, rollout))
             self._transfers.append(WeightTransfer(source, destination, group))
 
     def run(self) -> int:

@@ -5,6 +5,8 @@ model's tensor into the other's. Other boxes go through a staging buffer in the 
 the same rank share a message. Boxes that stay on a rank are copied locally.
 """
 
+import contextlib
+import functools
 import itertools
 import math
 from collections import defaultdict
@@ -15,7 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.mcore import device
-from megarl.mcore.weights.reshard_plan import ShardCopy, WeightShard, check, merge_wholes, shard_copies, split_copy
+from megarl.mcore.parallel import fsdp
+from megarl.mcore.weights.reshard_plan import (
+    GlobalTensor,
+    LocalWeights,
+    ShardCopy,
+    WeightShard,
+    box_view,
+    check,
+    merge_wholes,
+    shard_copies,
+    split_copy,
+)
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 ELEMENTS_AT_ONCE = 2**18  # per chunk of a checksum: its 64-bit temporaries fit into a cache, twenty times faster
@@ -45,12 +58,11 @@ class WeightTransfer:
     Ranks that hold one of the models alone only send or only receive.
     """
 
-    def __init__(self, source: Any, destination: Any, group, bucket_bytes: int = 64 * 2**20):
+    def __init__(self, source: LocalWeights, destination: LocalWeights, group, bucket_bytes: int = 64 * 2**20):
         """Builds the plan.
 
         Args:
-            source, destination: weights of both models on this rank, empty on ranks that do not hold the model; or
-                anything else with `description` and `view`.
+            source, destination: weights of both models on this rank, empty on ranks that do not hold the model.
             group: all ranks of both.
             bucket_bytes: maximum bytes that a rank sends, and that it receives, in one exchange.
 
@@ -226,7 +238,7 @@ def _split(buffer: Tensor, copies: list[ShardCopy]) -> list[Tensor]:
 # -- checksums ---------------------------------------------------------------------------------------------------
 
 
-def checksum(weights: Any, group, dtypes: dict[str, torch.dtype] | None = None) -> dict[str, int]:
+def checksum(weights: LocalWeights, group, dtypes: dict[str, torch.dtype] | None = None) -> dict[str, int]:
     """Returns a checksum for every key of a model's weights, equal in any layout; a collective of the group.
 
     The sum, modulo 2^64, of each element's bits times an odd hash of its index in the whole tensor. One changed bit
@@ -234,7 +246,7 @@ def checksum(weights: Any, group, dtypes: dict[str, torch.dtype] | None = None) 
     different bits.
 
     Args:
-        weights: on this rank, as of `WeightTransfer`.
+        weights: on this rank.
         dtypes: the weights are converted to these first, by key; None: in their own dtypes.
     """
     totals = {}
@@ -289,3 +301,70 @@ def _hash(numbers: Tensor) -> Tensor:
     numbers *= -0x6B2FB644ECCEEE15
     numbers ^= numbers >> 31
     return numbers
+
+
+# -- the output layer alone --------------------------------------------------------------------------------------
+
+HEAD = "output_layer"
+
+
+def head_rows(rows: Tensor | None, first: int = 0, total: int = 0) -> LocalWeights:
+    """The `rows` [n, H] of an output layer [total, H] from the `first` on; None or no rows: this rank has none."""
+    if rows is None or not len(rows):
+        return LocalWeights({}, {})
+    shard, whole = WeightShard(HEAD, (), (first, 0), tuple(rows.shape)), (total, rows.shape[1])
+    return LocalWeights(
+        {HEAD: GlobalTensor(whole, rows.dtype)}, {shard: functools.partial(box_view, lambda: rows, (first, 0))}
+    )
+
+
+def output_weight(model) -> Tensor | None:
+    """A model's output weight [V/tp, H] on this rank, whether or not it is tied; None without the last stage."""
+    last = list(model)[-1]
+    last = last.module if hasattr(last, "module") else last
+    if not last.post_process:
+        return None
+    # Megatron's method returns the embedding of a first stage also if the head has a weight of its own.
+    is_tied = last.share_embeddings_and_output_weights
+    return (last.shared_embedding_or_output_weight() if is_tied else last.output_layer.weight).detach()
+
+
+class HeadCopy:
+    """Rows of a frozen model's output layer [V_T, H_T] on the ranks of another model's last stage.
+
+    `weight`: [V/tp, H_T] there, None elsewhere. Rows that the frozen model does not have are 0; they are beyond the
+    vocabulary.
+    """
+
+    def __init__(self, frozen, policy, pg_collection, group, dtype: torch.dtype):
+        """Plans the copy, and makes it. A collective of the group, which has the ranks of both.
+
+        Args:
+            frozen: the frozen model, of `dtype`, on this rank; None on others.
+            policy: the other model, of the groups `pg_collection`, on this rank; None on others.
+        """
+        self._frozen, self.weight = frozen, None
+        held, wholes = self._held(), [None] * dist.get_world_size(group)
+        dist.all_gather_object(wholes, held.wholes.get(HEAD), group=group)
+        total, width = next(whole.shape for whole in wholes if whole is not None)
+        own, wanted = None if policy is None else output_weight(policy), head_rows(None)
+        if own is not None:
+            self.weight = torch.zeros(len(own), width, dtype=dtype, device=device.device())
+            first = dist.get_rank(pg_collection.tp) * len(own)
+            wanted = head_rows(self.weight[: max(total - first, 0)], first, total)
+        self._transfer = WeightTransfer(held, wanted, group)
+        self.run()
+
+    def run(self):
+        """Copies the present weights. A collective of the group."""
+        with contextlib.nullcontext() if self._frozen is None else self._frozen.offload.present("weights"):
+            self._transfer.source = self._held()  # an offloaded weight is another tensor each time
+            self._transfer.run()
+
+    def _held(self) -> LocalWeights:
+        weight = None if self._frozen is None else output_weight(self._frozen.model)
+        if weight is None:
+            return head_rows(None)
+        tp, here = self._frozen.role_groups.pg_collection.tp, fsdp.rows_here(weight)
+        first = dist.get_rank(tp) * len(weight) + here.rows.start
+        return head_rows(here.data, first, dist.get_world_size(tp) * len(weight))

@@ -8,6 +8,7 @@ ordered shard copies from the same descriptions.
 import functools
 import math
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 Coordinates = tuple[int, ...]
+BoxView = Callable[[Coordinates, Coordinates], Tensor]  # (offset, shape) -> a view
 
 
 class WeightShard(NamedTuple):
@@ -70,60 +72,70 @@ def _moved(place: Coordinates, by: Coordinates, back_by: Coordinates) -> Coordin
 
 
 class LocalWeights:
-    """The parameters and persistent buffers of a role's model on this rank, as shards.
+    """Weights on this rank as shards, and how to reach a box of each in memory: of a model, or of anything else."""
 
-    Each call takes new views, because an optimizer or an offload may move parameters and replace buffers.
-    """
-
-    def __init__(self, stages, pg_collection, describe=None):
-        """Describes what a rank holds.
-
-        Args:
-            stages: the model's chunks on this rank, or None outside the role.
-            describe: (chunk, metadata) -> sharded state; default: of all weights.
-        """
-        self.wholes, self._locations = {}, {}
-        for chunk in () if stages is None else stages:
-            getters = {id(tensor): getter for tensor, getter in _tensors(chunk)}
-            metadata = {"dp_cp_group": pg_collection.dp_cp}
-            state = describe(chunk, metadata) if describe else chunk.sharded_state_dict(metadata=metadata)
-            for value in nested_values(state):
-                if isinstance(value, (ShardedTensor, ShardedTensorFactory)):
-                    if id(value.data) not in getters:
-                        raise ValueError(f"{value.key}: the model describes a copy of it, which cannot be written to")
-                    self._add(value, getters[id(value.data)])
+    def __init__(self, wholes: dict[str, GlobalTensor], boxes: dict[WeightShard, BoxView]):
+        self.wholes, self._boxes = wholes, boxes
 
     def description(self) -> ShardDescription:
         """Returns the description that other ranks need for the plan."""
-        return ShardDescription(self.wholes, list(self._locations))
+        return ShardDescription(self.wholes, list(self._boxes))
 
     def view(self, shard: WeightShard, offset: Coordinates | None = None, shape: Coordinates | None = None) -> Tensor:
         """Returns a view of a shard, or of a box (offset, shape) in it."""
-        getter, start = self._locations[shard]
-        data = getter().detach()
-        data = data.to_local() if isinstance(data, DTensor) else data
-        start = start if offset is None else _moved(start, offset, shard.offset)
-        shape = shard.shape if shape is None else shape
-        return data[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
+        return self._boxes[shard](offset or shard.offset, shape or shard.shape)
 
-    def _add(self, value, getter):
-        # An FSDP parameter has the shape of all rows, but only this rank's rows in memory.
-        data = value.data
-        held = (0,) * data.dim(), tuple(data.shape)
-        if isinstance(data, DTensor):
-            shape, start = compute_local_shape_and_global_offset(data.shape, data.device_mesh, data.placements)
-            held = tuple(start), tuple(shape)
-        for stored, start in _stored_tensors(value):
-            box = overlap((start, stored.local_shape), held)
-            if box is None:
-                continue
-            stacked = stored.prepend_axis_num
-            index, offset = stored.global_offset[:stacked], stored.global_offset[stacked:]
-            shard = WeightShard(stored.key, tuple(index), _moved(offset, box[0], start), box[1])
-            self.wholes[stored.key] = GlobalTensor(tuple(stored.global_shape), data.dtype)
-            if shard in self._locations:
-                raise ValueError(f"{stored.key}: this rank holds the same part of it twice")
-            self._locations[shard] = getter, tuple(a - b for a, b in zip(box[0], held[0], strict=True))
+
+def box_view(current: Callable[[], Tensor], origin: Coordinates, offset: Coordinates, shape: Coordinates) -> Tensor:
+    """A box of a tensor whose first element is at `origin`; `current` returns it, or a sharded one whose rows it is."""
+    data = current().detach()
+    data = data.to_local() if isinstance(data, DTensor) else data
+    return data[tuple(slice(a - o, a - o + n) for a, o, n in zip(offset, origin, shape, strict=True))]
+
+
+def model_weights(stages, pg_collection, describe=None) -> LocalWeights:
+    """The parameters and persistent buffers of a role's model on this rank.
+
+    Each view is of the present tensor, because an optimizer or an offload may move parameters and replace buffers.
+
+    Args:
+        stages: the model's chunks on this rank, or None outside the role.
+        describe: (chunk, metadata) -> sharded state; default: of all weights.
+    """
+    wholes: dict[str, GlobalTensor] = {}
+    boxes: dict[WeightShard, BoxView] = {}
+    for chunk in () if stages is None else stages:
+        getters = {id(tensor): getter for tensor, getter in _tensors(chunk)}
+        metadata = {"dp_cp_group": pg_collection.dp_cp}
+        state = describe(chunk, metadata) if describe else chunk.sharded_state_dict(metadata=metadata)
+        for value in nested_values(state):
+            if isinstance(value, (ShardedTensor, ShardedTensorFactory)):
+                if id(value.data) not in getters:
+                    raise ValueError(f"{value.key}: the model describes a copy of it, which cannot be written to")
+                for shard, shape, origin in _shards(value):
+                    wholes[shard.key] = GlobalTensor(shape, value.data.dtype)
+                    if shard in boxes:
+                        raise ValueError(f"{shard.key}: this rank holds the same part of it twice")
+                    boxes[shard] = functools.partial(box_view, getters[id(value.data)], origin)
+    return LocalWeights(wholes, boxes)
+
+
+def _shards(value) -> Iterator[tuple[WeightShard, Coordinates, Coordinates]]:
+    """Yields the shards as which a parameter is stored, each with the shape of its whole tensor, and with its offset
+    less that of the same element in this rank's memory."""
+    # An FSDP parameter has the shape of all rows, but only this rank's rows in memory.
+    data = value.data
+    first, held = (0,) * data.dim(), tuple(data.shape)
+    if isinstance(data, DTensor):
+        held, first = compute_local_shape_and_global_offset(data.shape, data.device_mesh, data.placements)
+    for stored, start in _stored_tensors(value):
+        box = overlap((start, stored.local_shape), (tuple(first), tuple(held)))
+        if box is None:
+            continue
+        stacked = stored.prepend_axis_num
+        index, offset = stored.global_offset[:stacked], stored.global_offset[stacked:]
+        shard = WeightShard(stored.key, tuple(index), _moved(offset, box[0], start), box[1])
+        yield shard, tuple(stored.global_shape), _moved(offset, first, start)
 
 
 def _tensors(chunk):

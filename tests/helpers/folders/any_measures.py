@@ -37,7 +37,7 @@ def _measure(folder: Path, export: Path, flags: str) -> Measured:
     from transformers import AutoModelForCausalLM
 
     from megarl.algorithms.token_sampling import SamplingSettings
-    from megarl.mcore.weights.hf.export_weights import export_weights
+    from megarl.mcore.weights.hf.folder_weights import export_weights
     from tests.helpers.folders import hf_layouts
 
     role, groups, model, weights = hf_layouts.build(folder, flags, False, longest=LONGEST)

@@ -99,7 +99,7 @@ def build(folder: Path, flags: str, is_reward: bool, load: bool = True, longest:
 
 
 def _run(case: str, folder: Path, flags: str, export: Path, count: int) -> InLayout:
-    from megarl.mcore.weights.hf.export_weights import export_weights
+    from megarl.mcore.weights.hf.folder_weights import export_weights
 
     stored = reference(case.partition("+")[0])
     is_reward = stored.scores is not None

@@ -51,10 +51,10 @@ class Pair:
 
     def transfer(self, **options):
         from megarl.mcore.weights.reshard import WeightTransfer
-        from megarl.mcore.weights.reshard_plan import LocalWeights
+        from megarl.mcore.weights.reshard_plan import model_weights
 
         models, places = (self.source, self.destination), self.places.values()
-        weights = [LocalWeights(model, place.pg_collection) for model, place in zip(models, places, strict=True)]
+        weights = [model_weights(model, place.pg_collection) for model, place in zip(models, places, strict=True)]
         return WeightTransfer(*weights, self.group, **options)
 
     def check(self, expect=lambda tensor: tensor):

@@ -16,11 +16,10 @@ from megarl.mcore.model.weight_table import (
     stored_weights,
 )
 from megarl.mcore.weights.hf import quantized
-from megarl.mcore.weights.hf.export_weights import write_rows
 from megarl.mcore.weights.hf.family import LAYER, LM_HEAD, MODEL, SCALAR_HEAD
 from megarl.mcore.weights.hf.folder import READABLE, FolderReader, slices_of
+from megarl.mcore.weights.hf.folder_weights import read_rows, write_rows
 from megarl.mcore.weights.hf.hf_model import HFModel
-from megarl.mcore.weights.hf.import_weights import read_boxes
 from megarl.mcore.weights.hf.mapping import Mapping, RowRange
 from megarl.mcore.weights.reshard_plan import GlobalTensor, LocalWeights
 
@@ -197,8 +196,7 @@ class WeightMap:
 
     def read(self, weights: LocalWeights) -> Iterator[tuple[Tensor, Tensor, str]]:
         """Yields (a view of this rank's weights, what the folder has for it, the tensor's name), box by box."""
-        for box, stored in read_boxes(weights, self):
-            yield box.view_of(weights), stored, box.rows.name
+        yield from read_rows(weights, self)
 
     def write(self, stages, weights: LocalWeights, wholes: dict[str, GlobalTensor], files, copies, group):
         """Writes an export's tensors into its files; a collective.

@@ -46,8 +46,7 @@ def measured(rank: int, flags: str, folders: dict[str, Path], out: Path) -> dict
     """Largest difference of each case from the stored numbers; writes its export."""
     from megarl.mcore.model.forward_pass import inference_mode, run_chunk
     from megarl.mcore.model.prediction_layer import PredictionLayer
-    from megarl.mcore.weights.hf.export_weights import export_weights
-    from megarl.mcore.weights.hf.import_weights import import_weights
+    from megarl.mcore.weights.hf.folder_weights import export_weights, import_weights
     from megarl.mcore.weights.hf.weight_map import WeightMap
 
     stored, differences = json.loads(STORED.read_text()), {}

@@ -24,9 +24,9 @@ def split(key: str, rest: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
 def of_model(model, groups) -> Shapes:
     """What the model itself describes, but for the state of training alone."""
     from megarl.mcore.weights.hf.weight_map import NOT_STORED, WeightMap
-    from megarl.mcore.weights.reshard_plan import LocalWeights
+    from megarl.mcore.weights.reshard_plan import model_weights
 
-    wholes = LocalWeights(model, groups.pg_collection).wholes
+    wholes = model_weights(model, groups.pg_collection).wholes
     return {
         split(key, index): whole.shape[len(index) :]
         for key, whole in wholes.items() if not key.endswith(NOT_STORED)

@@ -17,7 +17,7 @@ from megarl.mcore.parallel import fsdp, pipeline
 from megarl.mcore.training import optimizer
 from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.reshard import WeightTransfer
-from megarl.mcore.weights.reshard_plan import LocalWeights
+from megarl.mcore.weights.reshard_plan import model_weights
 from megarl.roles.trainable_model import TrainableModel
 from tests.helpers.checkpoints import save_state
 from tests.helpers.models.tiny_models import VOCAB, farthest, join_actor, parse_roles, ragged_tokens, whole_tensor
@@ -239,7 +239,7 @@ def test_a_rollout_model_gets_its_weights_from_the_shards(rank):
     found = trainable_model(f"{SGD_LIKE} {SHARDED}")
     groups = found.role_groups.pg_collection
     other = build_model(found.role.megatron, VOCAB, groups)
-    transfer = WeightTransfer(LocalWeights(found.model, groups), LocalWeights(other, groups), groups.intra_dist_opt)
+    transfer = WeightTransfer(model_weights(found.model, groups), model_weights(other, groups), groups.intra_dist_opt)
     step(found)
     transfer.run()
     transfer.verify()

@@ -1,4 +1,4 @@
-"""Weight transfers between layouts: every tensor exact on every rank, one plan, bytes counted."""
+"""Weight transfers between layouts: every tensor exact on every rank, one plan, bytes counted; output layers."""
 
 import pytest
 import torch
@@ -219,12 +219,12 @@ def test_the_sender_converts_to_the_destinations_dtypes():
 
 def damage(rank):
     from megarl.mcore.weights.reshard import checksum
-    from megarl.mcore.weights.reshard_plan import LocalWeights
+    from megarl.mcore.weights.reshard_plan import model_weights
 
     pair = Pair(roles("0-1", [TP2], "1-2", []))
     transfer = pair.transfer()
     transfer.run()
-    sums = [checksum(LocalWeights(getattr(pair, side), place.pg_collection), pair.group)
+    sums = [checksum(model_weights(getattr(pair, side), place.pg_collection), pair.group)
             for side, place in zip(("source", "destination"), pair.places.values(), strict=True)]  # fmt: skip
     assert sums[0] == sums[1] and len(set(sums[0].values())) == len(sums[0])
     for ranks, message in (([1, 2], "weights differ .*: decoder.layers.mlp.linear_fc2.weight$"),
@@ -295,23 +295,42 @@ def test_checksum_is_the_sum_of_bits_times_odd_hashes(monkeypatch):
 
 
 def misdescribed(rank):
-    from megarl.mcore.weights.reshard_plan import LocalWeights
+    from megarl.mcore.weights.reshard_plan import model_weights
 
     pair = Pair(roles("0", [], "0", []))
     pg_collection = pair.places["actor"].pg_collection
     with pytest.raises(
         ValueError, match="^embedding.word_embeddings.weight: this rank holds the same part of it twice"
     ):
-        LocalWeights([*pair.source, *pair.source], pg_collection)
+        model_weights([*pair.source, *pair.source], pg_collection)
 
     def clone(module, state, *_):
         state.update({name: tensor.clone() for name, tensor in state.items()})
 
     pair.source[0].decoder.final_layernorm._register_state_dict_hook(clone)
     with pytest.raises(ValueError, match="^decoder.final_layernorm.weight: the model describes a copy"):
-        LocalWeights(pair.source, pg_collection)
+        model_weights(pair.source, pg_collection)
     return True
 
 
 def test_a_state_dict_that_describes_other_memory_is_rejected():
     assert run_world(misdescribed, 1) == [True]
+
+
+# -- the output layer alone ----------------------------------------------------------------------------------------
+
+
+def moved(rank: int) -> list[list[float]]:
+    """Rows 0-2 and 3-5 of [6, 2], as ranks hold them that have 4 rows each."""
+    from megarl.mcore.weights.reshard import WeightTransfer, head_rows
+
+    held = head_rows(torch.arange(12.0).view(6, 2)[3 * rank : 3 * rank + 3], 3 * rank, 6)
+    rows = torch.zeros(4, 2, dtype=torch.float64)
+    wanted = head_rows(rows[: max(6 - 4 * rank, 0)], 4 * rank, 6)
+    WeightTransfer(held, wanted, dist.group.WORLD).run()
+    return rows.tolist()
+
+
+def test_each_row_arrives_once():
+    first, second = run_world(moved, 2)
+    assert [*first, *second] == [*torch.arange(12.0).view(6, 2).tolist(), [0, 0], [0, 0]]

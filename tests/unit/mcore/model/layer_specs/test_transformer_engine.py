@@ -32,10 +32,10 @@ def results(impl, args, place):
     """(log-probs of packed sequences, tokens of the engine, gap of its log-probs, gradients by shard) of one spec."""
     from megarl.mcore.inference.engine import RolloutEngine
     from megarl.mcore.model.forward_pass import inference_mode, token_scores
-    from megarl.mcore.weights.reshard_plan import LocalWeights
+    from megarl.mcore.weights.reshard_plan import model_weights
 
     (model,) = stages = build(impl, args, place.pg_collection)
-    weights = LocalWeights(stages, place.pg_collection)
+    weights = model_weights(stages, place.pg_collection)
     fill(weights)
     for parameter in model.parameters():
         parameter.data.mul_(0.1 if parameter.dim() > 1 else 1)

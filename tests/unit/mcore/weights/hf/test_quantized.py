@@ -156,7 +156,7 @@ def write_case(case: str, quantize, tmp_path: Path, block=BLOCK) -> tuple[Path, 
 
 def imported(rank: int, folder: Path, plain: Path, flags: str, export: Path) -> tuple[dict, torch.Tensor]:
     """Tensors that differ from the plain folder's, and log-probs; exports."""
-    from megarl.mcore.weights.hf.export_weights import export_weights
+    from megarl.mcore.weights.hf.folder_weights import export_weights
     from tools.convert import differing_tensors
 
     role, groups, model, weights = build(folder, flags, False)

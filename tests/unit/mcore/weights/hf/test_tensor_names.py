@@ -51,7 +51,7 @@ LAYOUTS = {
 
 def export_changed(rank: int, source: Path, folder: Path, flags: str):
     """Exports the model after a change of all its weights."""
-    from megarl.mcore.weights.hf.export_weights import export_weights
+    from megarl.mcore.weights.hf.folder_weights import export_weights
 
     _, groups, model, weights = build(source, flags, False)
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_a_critic_has_none(tmp_path):
 
 
 def export_critic(rank: int, source: Path, folder: Path):
-    from megarl.mcore.weights.hf.export_weights import export_weights
+    from megarl.mcore.weights.hf.folder_weights import export_weights
 
     _, groups, model, weights = build(source, "", True)
     export_weights(weights.weight_map, model, groups.pg_collection, folder)

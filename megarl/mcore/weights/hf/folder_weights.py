@@ -1,15 +1,18 @@
-"""Writes a model of any layout as a Hugging Face folder: one more weight transfer, whose destination is a folder.
+"""Loads a Hugging Face folder into a model of any layout, and writes a model of any layout as such a folder.
 
-Tensors have the names, types and files of the folder that the model came from. Each file has one writer. The folder
-cannot be loaded before the last rename: that of its index, or of its only weight file. The plan says what an export
-consists of: the files with their tensors, the index, and config.json.
+Each rank reads only its slices, without collectives. An export is one more weight transfer, whose destination is a
+folder. Its tensors have the names, types and files of the folder that the model came from. Each file has one writer.
+The folder cannot be loaded before the last rename: that of its index, or of its only weight file. The plan says what an
+export consists of: the files with their tensors, the index, and config.json.
 """
 
+import functools
 import json
 import math
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,19 +20,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.mcore.weights.hf import folder as folders
 from megarl.mcore.weights.hf.folder import CONFIG, INDEX, SINGLE, FolderReader, HFFolder, slices_of
 from megarl.mcore.weights.hf.hf_model import CLASSIFIER, LANGUAGE_MODEL
-from megarl.mcore.weights.hf.mapping import RowRange
 from megarl.mcore.weights.hf.quantized import CONFIG_ENTRY, FolderTensor, StoredTensor, dtype_of
 from megarl.mcore.weights.hf.safetensors_file import Header, MappedFile, make_header, read_header, size_of
 from megarl.mcore.weights.reshard import WeightTransfer
 from megarl.mcore.weights.reshard_plan import (
-    Coordinates,
     GlobalTensor,
     LocalWeights,
-    ShardDescription,
     WeightShard,
     merge_wholes,
+    model_weights,
+    overlap,
 )
 
 FILE_BYTES = 5 * 10**9  # maximum size of a new file's tensors, unless one tensor is larger
@@ -39,7 +42,56 @@ NO_FILES: Mapping[str, bytes] = {}
 COPIED_ELEMENTS = 2**21  # of a quantized tensor, at a time
 PARTIAL = ".partial"  # suffix of a file that is being written
 
+# Mapped bytes for each element that is read at a time: the numbers of a dequantized tensor add little to them.
+BYTES_PER_ELEMENT = 64
+
 Tensors = dict[str, tuple[str, tuple[int, ...]]]  # name -> type and shape
+
+
+@torch.no_grad()
+def import_weights(weight_map, stages, pg_collection):
+    """Fills a model's chunks from a folder that `WeightMap.check` has passed.
+
+    A scalar head that the folder lacks keeps its initial value; rows that pad the vocabulary become 0. UsageError for a
+    number that is not finite: a run would skip every update.
+    """
+    weights = model_weights(stages, pg_collection)
+    for shard in weights.description().shards:
+        if weight_map.is_vocabulary(shard.key):
+            weights.view(shard).zero_()
+    for view, stored, name in weight_map.read(weights):
+        view.copy_(stored)
+        # The ends show every NaN and infinity, without the memory of `isfinite`.
+        if view.numel() and not torch.stack(torch.aminmax(view)).isfinite().all():
+            dtype = str(view.dtype).removeprefix("torch.")
+            raise weight_map.model.folder.error(f"{name} has a NaN or an infinity in {dtype}")
+
+
+def read_rows(weights: LocalWeights, weight_map) -> Iterator[tuple[Tensor, Tensor, str]]:
+    """Yields (a view of this rank's weights, what the folder has for it, the tensor's name), file by file, in boxes of
+    whole rows and bounded size.
+
+    What the folder has must not be kept: it is a view of the mapped file, or the fp32 numbers of a quantized tensor.
+    """
+    by_file, folder = defaultdict(list), weight_map.model.folder
+    wholes, shards = weights.description()
+    for shard in shards:
+        rows, *rest = wholes[shard.key].shape[len(shard.index) :]
+        for part in weight_map.ranges(shard.key, shard.index, rows):
+            if box := overlap(part.box(rest), (shard.offset, shard.shape)):
+                by_file[folder.weights[part.name].file].append((shard, part, *box))
+    reader = FolderReader(folder)
+    for file in sorted(by_file):
+        for shard, part, (first, *others), (count, *columns) in by_file[file]:
+            at_once = max(1, folders.MAPPED_BYTES // BYTES_PER_ELEMENT // max(1, math.prod(columns)))
+            for start in range(0, count, at_once):
+                offset, shape = (first + start, *others), (min(at_once, count - start), *columns)
+                stored = part.view_of(reader[part.name], offset, shape)
+                yield weights.view(shard, offset, shape), stored.reshape(shape), part.name
+        reader.close()
+
+
+# -- exports -----------------------------------------------------------------------------------------------------
 
 
 class ExportPlan(NamedTuple):
@@ -155,33 +207,16 @@ def _json(content: dict) -> bytes:
 def write_rows(written, weights: LocalWeights, wholes: dict[str, GlobalTensor], files, group):
     """Writes weights into the files of a rank, row by row; arguments as of `WeightMap.write`."""
     for names in written.names_without_copies():
-        WeightTransfer(weights, _WrittenFiles(written, wholes, files, names), group).run()
-
-
-class _WrittenFiles:
-    """Tensors in the files that this rank writes, as the destination of a weight transfer."""
-
-    def __init__(self, weight_map, wholes: dict[str, GlobalTensor], files: dict[str, MappedFile], names: set[str]):
-        """`weight_map`: of the written folder; `wholes`: Megatron's tensors on all ranks; `files`: by name.
-
-        `names`: of the tensors, of which no two have the same weights.
-        """
-        self.wholes = wholes
-        self._shards: dict[WeightShard, tuple[RowRange, MappedFile]] = {}
-        tensors = {name: file for file in files.values() for name in names.intersection(file.names)}
+        tensors = {name: file[name] for file in files.values() for name in names.intersection(file.names)}
+        boxes = {}
         for key, whole in wholes.items():
-            for index in weight_map.indices(key, whole.shape):
+            for index in written.indices(key, whole.shape):
                 rows, *rest = whole.shape[len(index) :]
-                for part in weight_map.ranges(key, index, rows):
+                for part in written.ranges(key, index, rows):
                     if part.name in tensors:
-                        self._shards[WeightShard(key, index, *part.box(rest))] = part, tensors[part.name]
-
-    def description(self) -> ShardDescription:
-        return ShardDescription(self.wholes, list(self._shards))
-
-    def view(self, shard: WeightShard, offset: Coordinates | None = None, shape: Coordinates | None = None) -> Tensor:
-        part, file = self._shards[shard]
-        return part.view_of(file[part.name], offset or shard.offset, shape or shard.shape)
+                        view = functools.partial(part.view_of, tensors[part.name])
+                        boxes[WeightShard(key, index, *part.box(rest))] = view
+        WeightTransfer(weights, LocalWeights(wholes, boxes), group).run()
 
 
 @torch.no_grad()
@@ -193,7 +228,7 @@ def export_weights(weight_map, stages, pg_collection, folder: Path, files: Mappi
         folder: to write; created, or overwritten if it exists. ValueError for the one that the model came from.
         files: content by name of files besides the weights that are not those of the model's folder.
     """
-    group, source = pg_collection.intra_dist_opt, LocalWeights(stages, pg_collection)
+    group, source = pg_collection.intra_dist_opt, model_weights(stages, pg_collection)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if folder.resolve() == weight_map.model.folder.path.resolve():
         raise ValueError(f"{folder}: an export must not overwrite the folder that the model came from")
