@@ -36,8 +36,8 @@ from megarl.mcore.model import gpt
 from megarl.mcore.model.prediction_layer import PredictionLayer
 from megarl.mcore.model.weight_table import weight_shapes
 from megarl.mcore.weights import dist_checkpoint
+from megarl.mcore.weights.hf.folder import DTYPES
 from megarl.mcore.weights.hf.folder_weights import export_weights
-from megarl.mcore.weights.hf.safetensors_file import DTYPES
 from megarl.mcore.weights.hf.weight_map import WeightMap, weight_map_of
 from megarl.mcore.weights.reshard_plan import model_weights
 from megarl.observe.timers import Timers

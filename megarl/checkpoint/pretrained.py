@@ -9,8 +9,8 @@ from megarl.arguments import RoleSettings
 from megarl.checkpoint import factors, folders
 from megarl.data import node_files
 from megarl.errors import UsageError
-from megarl.mcore.lora.stored import load_factors
 from megarl.mcore.lora.targets import LoRASettings
+from megarl.mcore.lora.transfer import load_factors
 from megarl.mcore.model.weight_table import HEAD, weight_shapes
 from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.dist_checkpoint import average_of

@@ -293,12 +293,12 @@ def with_hf_defaults(role: str, own: dict, values: dict[str, object], hf_model: 
 
 def check_models(settings, offloads: dict[str, bool], megatron: dict, lora: dict, hf_models: dict):
     """UsageError for models that a run's settings do not allow; all by role, `offloads` of those with a model."""
-    from megarl.mcore.config import kernel_rules, model_flags, module_rules, recurrent_rules  # they import Megatron
+    from megarl.mcore.config import kernel_rules, model_flags, recurrent_rules  # they import Megatron
     from megarl.mcore.model.pipeline_layout import check_shared_choices
 
     for role, args in megatron.items():
         check_shared_choices(role, args)
-    module_rules.check_run(settings, hf_models)
+    kernel_rules.check_run(settings, hf_models)
     kernel_rules.check_lora(megatron, lora)
     recurrent_rules.check_run(settings, megatron)
     model_flags.check_prediction(settings, megatron, lora, hf_models)

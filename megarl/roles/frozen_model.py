@@ -11,8 +11,8 @@ from megarl.batch import Batch
 from megarl.checkpoint.pretrained import PretrainedWeights
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups, RoleMesh
+from megarl.mcore import offload
 from megarl.mcore.lora import adapter
-from megarl.mcore.memory import offload
 from megarl.mcore.model import gpt
 from megarl.mcore.parallel import fsdp
 from megarl.mcore.weights.reshard import WeightTransfer
@@ -121,7 +121,7 @@ class WeightRefresh:
 
     def _weights(self) -> list[torch.Tensor]:
         """This rank's rows of the frozen role's parameters; [] outside the role."""
-        return [fsdp.rows_here(p).data for p in self._frozen.model.parameters()] if self._frozen else []
+        return [fsdp.rows_here(p) for p in self._frozen.model.parameters()] if self._frozen else []
 
 
 def _local_weights(model: TrainableModel | FrozenModel | None) -> LocalWeights:

@@ -14,10 +14,10 @@ from megarl.batch import Batch
 from megarl.checkpoint.pretrained import PretrainedWeights
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
-from megarl.mcore.lora import adapter, peft_files, stored
-from megarl.mcore.memory import offload
+from megarl.mcore import offload
+from megarl.mcore.lora import adapter, peft_files, transfer
 from megarl.mcore.model import gpt
-from megarl.mcore.training import optimizer, parameter_groups
+from megarl.mcore.training import optimizer
 from megarl.mcore.training.weight_average import WeightAverage
 from megarl.mcore.weights import dist_checkpoint, optimizer_states
 from megarl.mcore.weights.hf.folder_weights import export_weights
@@ -54,7 +54,7 @@ class TrainableModel:
         self.role, self.role_groups = role, role_groups
         self.value_head, self.updates = value_head, updates
         self.model = gpt.build_model(role.megatron, vocab_size, role_groups.pg_collection, value_head)
-        parameter_groups.freeze(self.model, role.megatron, role_groups.pg_collection)
+        optimizer.freeze(self.model, role.megatron, role_groups.pg_collection)
         if role.lora:
             adapter.add_factors(self.model, role.lora, role.megatron, role_groups.pg_collection)
         self.wrapped = optimizer.wrap_for_training(self.model, role.megatron, role_groups.pg_collection)
@@ -125,14 +125,14 @@ class TrainableModel:
     def _load_adapter(self):
         path, family = self.role.lora_adapter, self.role.hf_model.family
         found = peft_files.read_adapter(path, self.role.megatron, family)
-        stored.fill_factors(self.model, found.factors, found.head, self.role_groups.pg_collection)
+        transfer.fill_factors(self.model, found.factors, found.head, self.role_groups.pg_collection)
         adapter.merge(self.model)
         self.optimizer.reload_model_params()
 
     def export_peft(self, folder: Path):
         """Writes the low-rank factors as a PEFT adapter. A collective of the role."""
         with self.offload.present("weights"):
-            gathered = stored.gather_factors(self.model, self.role_groups.pg_collection)
+            gathered = transfer.gather_factors(self.model, self.role_groups.pg_collection)
         if gathered is not None:
             factors, head = gathered
             args, known = self.role.megatron, self.role.hf_model
@@ -299,8 +299,8 @@ class TrainableModel:
         """Identifies in a checkpoint the weights under low-rank factors; {} without factors. Collective."""
         if self.role.lora and self._base_fingerprint is None:
             with self.offload.present("weights"):
-                self._base_fingerprint = stored.base_fingerprint(self.model, self.role_groups.pg_collection)
-        return {stored.FINGERPRINT: self._base_fingerprint} if self.role.lora else {}
+                self._base_fingerprint = transfer.base_fingerprint(self.model, self.role_groups.pg_collection)
+        return {transfer.FINGERPRINT: self._base_fingerprint} if self.role.lora else {}
 
     def restore(self, loaded: dict) -> dict:
         """Loads the filled state of `state(..., loading=True)`; returns the caller's `extra`.
@@ -310,7 +310,7 @@ class TrainableModel:
         """
         for name, found in self._fingerprint().items():
             pg_collection = self.role_groups.pg_collection
-            stored.check_fingerprint(loaded["plain"].pop(name), found, self.role.name, pg_collection)
+            transfer.check_fingerprint(loaded["plain"].pop(name), found, self.role.name, pg_collection)
         with self.offload.present("weights", "optimizer", changed=True):
             # Low-rank factors are loaded onto weights that come from elsewhere.
             dist_checkpoint.load_weights(self.model, loaded["model"], strict=not adapter.adapted_linears(self.model))

@@ -22,9 +22,9 @@ from megarl.mcore.inference.engine import RequestList, RequestSource, RolloutEng
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.mcore.lora import adapter
 from megarl.mcore.lora.transfer import policy_checksums
-from megarl.mcore.memory.offload import KVCacheInGradBuffer
 from megarl.mcore.model import gpt
 from megarl.mcore.model.prediction_layer import layer_of
+from megarl.mcore.offload import KVCacheInGradBuffer
 from megarl.mcore.parallel import fsdp
 from megarl.observe.timers import Timers
 from megarl.rollout.bank import RolloutBank, past_bank
@@ -146,7 +146,7 @@ class Rollout:
         bit. A collective of the ranks of actor and rollout."""
         own: list[tuple[Tensor, Tensor]] = []
         if self._weight_sync is not None and self.model is not None:
-            held = [*(fsdp.rows_here(p).data for p in self.model.parameters()), *self.model.buffers()]
+            held = [*(fsdp.rows_here(p) for p in self.model.parameters()), *self.model.buffers()]
             own = [(tensor, tensor.cpu() if tensor.is_cuda else tensor.clone()) for tensor in held]
         with self.timers.evaluation():
             self.load_weights()

@@ -10,8 +10,8 @@ from tests.helpers.models.tiny_models import SAFETY, VOCAB, join_actor, parse_ro
 
 def offload(walk: Walk) -> dict:
     """What is counted while a trained model leaves and comes back, by kind of its memory; and sizes of its storages."""
-    from megarl.mcore.memory.offload import KVCacheInGradBuffer, offload_trainable
     from megarl.mcore.model import gpt
+    from megarl.mcore.offload import KVCacheInGradBuffer, offload_trainable
     from megarl.mcore.training import optimizer
 
     args, place = join_actor("--bf16 --use-distributed-optimizer")

@@ -97,7 +97,7 @@ def offload_read_early(rank: int):
 
 
 def _offloaded(x: Tensor):
-    from megarl.mcore.memory.arena import DeviceBlock
+    from megarl.mcore.offload import DeviceBlock
 
     return DeviceBlock(x.untyped_storage(), torch.empty(x.nbytes, dtype=torch.uint8).pin_memory())
 
@@ -236,7 +236,7 @@ def healthy(rank: int):
     block.arrive()
     assert y.sum().item() == N * 6
     assert _steps_of_a_replaced_table().sum().item() == N * 2
-    from megarl.mcore.memory.arena import host_memory
+    from megarl.mcore.offload import host_memory
 
     storage = host_memory(4 * N).untyped_storage()  # the tensor is gone
     assert torch.empty(0).set_(storage, 0, (N,)).is_pinned() and not host_memory(N, is_pinned=False).is_pinned()

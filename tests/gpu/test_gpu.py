@@ -77,7 +77,7 @@ def test_updates_by_the_host_are_those_of_the_device_in_less_memory(tmp_path):
 @pytest.mark.gpu
 def test_offload_on_a_cuda_device_is_exact_and_uses_pinned_memory():
     script = (
-        "import torch; from megarl.mcore.memory.arena import Arena\n"
+        "import torch; from megarl.mcore.offload import Arena\n"
         "tensors = [torch.randn(1000, 1001, device='cuda').to(t) for t in (torch.float32, torch.bfloat16)]\n"
         "copies = [t.clone() for t in tensors]; arena = Arena(lambda: tensors); assert arena.host_copy.is_pinned()\n"
         "for _ in range(3):\n"

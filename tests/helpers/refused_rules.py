@@ -19,11 +19,11 @@ class Refused(NamedTuple):
     unbroken: list[str]  # rules that are covered by those before them in every row
 
 
-def refused(module, model: str, rows: Rows, on_gpus: Collection[str] = ()) -> Refused:
-    """Parses each row once. `module`: whose `rules` they are; `on_gpus`: rows of a world of GPUs that is pretended."""
+def refused(module, model: str, rows: Rows, on_gpus: Collection[str] = (), function: str = "rules") -> Refused:
+    """Parses each row once. `function`: of the module, gives rules; `on_gpus`: rows of a pretended world of GPUs."""
     from megarl.mcore.parallel.process_groups import fake_world
 
-    lines, stopped, total, names, rules = dict.fromkeys(rows, ""), set(), set(), [], module.rules
+    lines, stopped, total, names, rules = dict.fromkeys(rows, ""), set(), set(), [], getattr(module, function)
 
     def recorded(*args):
         found = rules(*args)
@@ -33,7 +33,7 @@ def refused(module, model: str, rows: Rows, on_gpus: Collection[str] = ()) -> Re
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "rules", recorded)
+        patch.setattr(module, function, recorded)
         for name, (text, ranks, _) in rows.items():
             with fake_world(ranks) if name in on_gpus else contextlib.nullcontext():
                 try:

@@ -90,7 +90,7 @@ def run_step(flags: list[str], out: Path):
 
 def run_rounds(payload: int, rounds: int = 5) -> dict:
     """Moves four matrices of about `payload` bytes in total; host memory and seconds of each direction."""
-    from megarl.mcore.memory import offload
+    from megarl.mcore import offload
 
     before = resident("VmRSS")
     forget_peak()

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from megarl.errors import ArgumentParser, UsageError
 from megarl.mcore import cuda_environment, device
-from megarl.mcore.config import kernel_rules, layout_rules, model_flags, module_rules, optimizer_flags, recurrent_rules
+from megarl.mcore.config import kernel_rules, layout_rules, model_flags, optimizer_flags, recurrent_rules
 from megarl.mcore.config.rules import require
 from megarl.mcore.config.supported_flags import ARCHITECTURE, DEFAULTS, ONLY, used
 from megarl.mcore.kernels.batch_invariance import gelu, gelu_tanh, quick_gelu, silu
@@ -119,7 +119,7 @@ def with_folder(role: str, described: list[str], folder: str, tokens: list[str],
     of_folder, given = parse_tokens(role, described), parse_tokens(role, tokens)
     options = (token.split("=", 1)[0] for token in tokens)
     for option, dest in ((option, destinations()[option]) for option in options if option in destinations()):
-        if is_module and module_rules.is_of_layers(dest):
+        if is_module and kernel_rules.is_of_layers(dest):
             raise UsageError(
                 f"{role}: {option}: the modules of transformers that compute {folder} do not read it; leave the flag "
                 "out, or give it with another role's prefix"
@@ -166,7 +166,7 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
         if args.kv_channels is not None:
             raise UsageError(f"{role}: --kv-channels {args.kv_channels}: allowed is none with --multi-latent-attention")
         args.kv_channels = args.v_head_dim
-    require(role, args, module_rules.rules(args))  # first: others would advise flags of layers
+    require(role, args, kernel_rules.module_rules(args))  # first: others would advise flags of layers
     require(role, args, layout_rules.rules(role, args))
     require(role, args, model_flags.rules(args))
     require(role, args, recurrent_rules.rules(args))

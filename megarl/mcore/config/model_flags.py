@@ -5,26 +5,10 @@ namespace and of the model's config. A flag that would have no effect in a model
 """
 
 import re
-from collections.abc import Callable
-from typing import NamedTuple
 
 from megarl.errors import Rule, UsageError
 from megarl.mcore.config.rules import allow, defaults, is_pattern, min_value, only, positive, require, value_of
 from megarl.mcore.kernels.batch_invariance import VECTOR
-
-
-class ModelFlag(NamedTuple):
-    """A flag without its dashes, the type of its value (None: a switch), its default, and what it means."""
-
-    name: str
-    kind: Callable | None
-    default: object
-    help: str
-    choices: tuple[str, ...] | None = None
-
-    @property
-    def attribute(self) -> str:
-        return self.name.replace("-", "_")
 
 
 def number(text: str) -> int | float:
@@ -47,38 +31,39 @@ def divisors_of(text: str) -> list[float]:
     return found if all(0 < each < float("inf") for each in found) else []
 
 
-MODEL_FLAGS = (
-    ModelFlag("layernorm-position", str, "pre", "norms of a layer: before attention and MLP, after them (OLMo 2), or "
-              "both (Gemma 2)", ("pre", "post", "sandwich")),
-    ModelFlag("qk-layernorm-all-heads", None, False, "RMSNorm of queries and of keys, over all heads (OLMo 2)"),
-    ModelFlag("latent-norm-epsilon", float, None, "epsilon of the norms of latents (default --norm-epsilon)"),
-    ModelFlag("embedding-multiplier", float, None, "factor of the embeddings, rounded to their type (Gemma)"),
-    ModelFlag("geglu", None, False, "gated MLP with GELU (Gemma)"),
-    ModelFlag("gelu-approximation", str, None, "form of GELU, as PyTorch names them: none is the exact one, with erf; "
-              "default: tanh with --geglu, else none", ("none", "tanh")),
-    ModelFlag("attn-logit-softcapping", float, None, "c of attention scores c·tanh(score/c) (Gemma 2)"),
-    ModelFlag("final-logit-softcapping", float, None, "c of logits c·tanh(logit/c) (Gemma 2)"),
-    ModelFlag("query-pre-attn-scalar", float, None, "attention scores are divided by its root (default --kv-channels)"),
-    ModelFlag("window-rotary-base", number, None, "rotary base, without scaling, of layers with a window (Gemma 3)"),
-    ModelFlag("rotary-divisors", str, None, "numbers, with commas between them, that divide the frequencies of pairs of"
-              " rotated channels (LongRoPE)"),
-    ModelFlag("rotary-attention-factor", float, None, "factor of cosines and sines (LongRoPE; default 1, or YaRN's)"),
-    ModelFlag("moe-router-group-score", str, "sum", "score of --moe-router-num-groups: of its best experts, their sum "
-              "(DeepSeek-V3) or the largest (DeepSeek-V2)", ("sum", "max")),
-    ModelFlag("dsa-indexer-layers", pattern, None, "a zero or a one for each layer: which have an indexer; others use"
-              " the choice of the last one before (GLM-5; default: all)"),
-    ModelFlag("linear-channel-decay", None, False, "gated delta nets with a decay of each channel of a key, and output "
-              "gates of a sigmoid (Kimi delta attention)"),
-    ModelFlag("linear-gate-rank", int, None, "channels of the latents from which decays and output gates of "
-              "--linear-channel-decay come (Kimi-Linear; default: from hidden states)"),
-    ModelFlag("linear-decay-bound", float, None, "lowest logarithm of a decay of --linear-channel-decay, which is this "
-              "times a sigmoid (Ling 3; default: none, minus a softplus)"),
-    ModelFlag("mamba-dt-min", float, 0.0, "smallest time step Δ of the Mamba-2 layers of --hybrid-layer-pattern "
-              "(Nemotron-H)"),
-    ModelFlag("rope-low-freq-factor", float, None, "of --use-rope-scaling (default 1)"),
-    ModelFlag("rope-high-freq-factor", float, None, "of --use-rope-scaling (default 4)"),
-    ModelFlag("rope-original-max-position-embeddings", int, None, "of --use-rope-scaling (default 8192)"),
-)  # fmt: skip
+# Flag, without its dashes -> what it means, and how argparse reads it.
+MODEL_FLAGS: dict[str, tuple[str, dict]] = {
+    "layernorm-position": ("norms of a layer: before attention and MLP, after them (OLMo 2), or both (Gemma 2)",
+                           {"default": "pre", "choices": ("pre", "post", "sandwich")}),
+    "qk-layernorm-all-heads": ("RMSNorm of queries and of keys, over all heads (OLMo 2)", {"action": "store_true"}),
+    "latent-norm-epsilon": ("epsilon of the norms of latents (default --norm-epsilon)", {"type": float}),
+    "embedding-multiplier": ("factor of the embeddings, rounded to their type (Gemma)", {"type": float}),
+    "geglu": ("gated MLP with GELU (Gemma)", {"action": "store_true"}),
+    "gelu-approximation": ("form of GELU, as PyTorch names them: none is the exact one, with erf; default: tanh with "
+                           "--geglu, else none", {"choices": ("none", "tanh")}),
+    "attn-logit-softcapping": ("c of attention scores c·tanh(score/c) (Gemma 2)", {"type": float}),
+    "final-logit-softcapping": ("c of logits c·tanh(logit/c) (Gemma 2)", {"type": float}),
+    "query-pre-attn-scalar": ("attention scores are divided by its root (default --kv-channels)", {"type": float}),
+    "window-rotary-base": ("rotary base, without scaling, of layers with a window (Gemma 3)", {"type": number}),
+    "rotary-divisors": ("numbers, with commas between them, that divide the frequencies of pairs of rotated channels "
+                        "(LongRoPE)", {}),
+    "rotary-attention-factor": ("factor of cosines and sines (LongRoPE; default 1, or YaRN's)", {"type": float}),
+    "moe-router-group-score": ("score of --moe-router-num-groups: of its best experts, their sum (DeepSeek-V3) or the "
+                               "largest (DeepSeek-V2)", {"default": "sum", "choices": ("sum", "max")}),
+    "dsa-indexer-layers": ("a zero or a one for each layer: which have an indexer; others use the choice of the last "
+                           "one before (GLM-5; default: all)", {"type": pattern}),
+    "linear-channel-decay": ("gated delta nets with a decay of each channel of a key, and output gates of a sigmoid "
+                             "(Kimi delta attention)", {"action": "store_true"}),
+    "linear-gate-rank": ("channels of the latents from which decays and output gates of --linear-channel-decay come "
+                         "(Kimi-Linear; default: from hidden states)", {"type": int}),
+    "linear-decay-bound": ("lowest logarithm of a decay of --linear-channel-decay, which is this times a sigmoid (Ling"
+                           " 3; default: none, minus a softplus)", {"type": float}),
+    "mamba-dt-min": ("smallest time step Δ of the Mamba-2 layers of --hybrid-layer-pattern (Nemotron-H)",
+                     {"type": float, "default": 0.0}),
+    "rope-low-freq-factor": ("of --use-rope-scaling (default 1)", {"type": float}),
+    "rope-high-freq-factor": ("of --use-rope-scaling (default 4)", {"type": float}),
+    "rope-original-max-position-embeddings": ("of --use-rope-scaling (default 8192)", {"type": int}),
+}  # fmt: skip
 SCORE_BACKENDS = ("eager",)  # attention backends for models that `has_score_options`
 ROTARY = ("rope", "yarn")  # values of --position-embedding-type with rotary embeddings
 # Flags that are for one kind of model, and their defaults.
@@ -112,14 +97,13 @@ def add_to(parser):
         if action.dest in ("rotary_base", "rotary_seq_len_interpolation_factor"):
             action.type = number
     group = parser.add_argument_group("megarl's layers")
-    for flag in MODEL_FLAGS:
-        kind = {"type": flag.kind, "default": flag.default, "choices": flag.choices}
-        group.add_argument(f"--{flag.name}", help=flag.help, **(kind if flag.kind else {"action": "store_true"}))
+    for name, (text, options) in MODEL_FLAGS.items():
+        group.add_argument(f"--{name}", help=text, **options)
 
 
 def attributes() -> frozenset[str]:
     """The attributes that the flags set."""
-    return frozenset(flag.attribute for flag in MODEL_FLAGS)
+    return frozenset(name.replace("-", "_") for name in MODEL_FLAGS)
 
 
 def has_score_options(args) -> bool:
@@ -342,7 +326,7 @@ def _check_folder(flag: str, model):
     layers = {re.search(r"layers\.(\d+)\.|$", name)[1] for name in names if prediction.has(name)} - {None}
     if not layers:
         raise folder.error(f"has no tensors of multi-token prediction, which {flag} needs")
-    if not prediction.described.layer:
+    if not prediction.layer:
         raise folder.error(f"has a layer of multi-token prediction that exports keep and {flag} does not compute")
     if len(layers) > 1:
         raise folder.error(f"has {len(layers)} layers of multi-token prediction; {flag} allows 1")

@@ -37,11 +37,11 @@ from megarl.mcore.inference.reusable_blocks import PrefillCounts, attach_routes
 from megarl.mcore.inference.speculative_decode import DecodeCounts, SpeculativeEngine
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 from megarl.mcore.kernels.linear import prepacked_weights
-from megarl.mcore.memory.offload import KVCacheInGradBuffer
 from megarl.mcore.model.forward_pass import eval_mode
 from megarl.mcore.model.prediction_layer import PredictionLayer
 from megarl.mcore.model.recurrent_mixer import RecurrentMixer
 from megarl.mcore.moe.router import moe_layers_of
+from megarl.mcore.offload import KVCacheInGradBuffer
 from megarl.mcore.vision.store import ImageCounts
 
 for _signal in (signal.SIGTERM, signal.SIGINT):

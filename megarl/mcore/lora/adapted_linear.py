@@ -22,7 +22,7 @@ from megarl.mcore.kernels.linear import (
 )
 from megarl.mcore.lora.targets import ROW_PARALLEL, LoRASettings, Projection
 from megarl.mcore.model.initialization import draw_uniform
-from megarl.mcore.parallel.fsdp import rows_here
+from megarl.mcore.parallel.fsdp import range_here, rows_here
 
 
 class LowRankProduct(NamedTuple):
@@ -187,7 +187,7 @@ class AdaptedLinear(torch.nn.Module):
         """Keeps a copy of W if the layer's weight will have the factors merged; after FSDP has sharded the weight."""
         self._sharded = (self.layer.weight,)
         if self.product.is_merged:
-            self.base = torch.nn.Parameter(rows_here(self.layer.weight).data.clone(), requires_grad=False)
+            self.base = torch.nn.Parameter(rows_here(self.layer.weight).clone(), requires_grad=False)
 
     @property
     def layer(self):
@@ -247,28 +247,28 @@ class AdaptedLinear(torch.nn.Module):
     @torch.no_grad()
     def merge(self):
         """Sets the layer's weight to W + s·B·A; does nothing in 16 bits, where they stay apart."""
-        weight, here = rows_here(self.weight)
+        weight, here = rows_here(self.weight), range_here(self.weight)
         for rows, change in () if self.base is None else self.change(here):
             weight[rows] = self.base.data[rows] + change
 
     @torch.no_grad()
     def fold(self):
         """Adds s·B·A to a weight that does not contain it; in 16 bits with rounding."""
-        weight, here = rows_here(self.weight)
+        weight, here = rows_here(self.weight), range_here(self.weight)
         for rows, change in self.change(here):
             weight[rows] += change
 
     def set_base(self):
         """Takes W from the layer's weight, which has no factors merged."""
         if self.base is not None:
-            self.base.data.copy_(rows_here(self.layer.weight).data)
+            self.base.data.copy_(rows_here(self.layer.weight))
 
     @torch.no_grad()
     def swap_base(self):
         """Exchanges the memory of the layer's weight and of W; in 16 bits the layer stops or starts adding factors."""
         layer = self.layer
         if self.base is not None and isinstance(layer.weight, DTensor):  # FSDP gathers from the weight's own memory
-            weight = rows_here(layer.weight).data
+            weight = rows_here(layer.weight)
             kept = weight.clone()
             weight.copy_(self.base)
             self.base.copy_(kept)

@@ -174,7 +174,7 @@ def base_weights(stages):
 def folded_weights(stages):
     """Context with weights that contain the factors, for an export; rounded in 16 bits, where they are apart."""
     apart = [chunk for chunk in stages if hasattr(chunk, "adapter") and chunk.adapter.is_apart]
-    weights = [rows_here(linear.layer.weight).data for linear in adapted_linears(apart)]
+    weights = [rows_here(linear.layer.weight) for linear in adapted_linears(apart)]
     kept = [weight.clone() for weight in weights]
     for chunk in apart:
         with gathered_outside_layers(chunk):

@@ -16,7 +16,7 @@ from megarl.mcore.lora.peft_config import CONFIG, MERGE, check_patterns, read_co
 from megarl.mcore.lora.peft_modules import Member, PeftModule, fuse, known_modules, peft_modules, unfuse
 from megarl.mcore.lora.targets import MLP_TARGETS, TARGETS, LoRASettings
 from megarl.mcore.weights.hf.family import Family
-from megarl.mcore.weights.hf.safetensors_file import DTYPES
+from megarl.mcore.weights.hf.folder import DTYPES
 from megarl.plain_files import check_regular
 
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"

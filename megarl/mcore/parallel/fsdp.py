@@ -8,7 +8,6 @@ mix types in a layer: fp32 vectors of a layer of 16 bits (decays of recurrent st
 
 import contextlib
 from dataclasses import replace
-from typing import NamedTuple
 
 import megatron.core.dist_checkpointing.optimizer as checkpoint_optimizer
 import torch
@@ -102,18 +101,17 @@ def _keep_fp32_gradients(module: FSDPModule):
         parameter.sharded_param.grad_dtype = torch.float32
 
 
-class RowsHere(NamedTuple):
-    """A parameter's rows on this rank: all, without FSDP."""
-
-    data: torch.Tensor  # a view
-    rows: range
+def rows_here(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a parameter, a view, outside of forward and backward passes; all of them without FSDP."""
+    return parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
-def rows_here(parameter: torch.Tensor) -> RowsHere:
-    """This rank's rows of a parameter, outside of forward and backward passes."""
+def range_here(parameter: torch.Tensor) -> range:
+    """Which rows these are."""
     if not isinstance(parameter, DTensor):
-        return RowsHere(parameter.detach(), range(len(parameter)))
-    return RowsHere(parameter.detach().to_local(), _local_range(parameter))
+        return range(len(parameter))
+    shape, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return range(start[0], start[0] + shape[0])
 
 
 def with_rows(parameter: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -122,13 +120,6 @@ def with_rows(parameter: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return rows
     mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
     return DTensor.from_local(rows, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
-
-
-def _local_range(parameter: DTensor) -> range:
-    (height, *_), (first, *_) = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return range(first, first + height)
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -163,7 +154,7 @@ def local_rows(state: dict) -> dict:
 
 def _rows(entry: ShardedTensor | ShardedTensorFactory) -> ShardedTensorFactory:
     whole = entry.data.detach()
-    here = _local_range(whole)
+    here = range_here(whole)
 
     def build(key: str, data: DTensor, *_) -> list[ShardedTensor]:
         local = data.to_local()

@@ -15,7 +15,7 @@ from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from megarl.mcore.memory.arena import host_memory, lay_out
+from megarl.mcore.offload import host_memory, lay_out
 
 PIECE = 2**24  # elements whose 16-bit moments have fp32 copies at a time
 

@@ -1,10 +1,11 @@
-"""Optimizer, gradient buffers and learning-rate schedule of a role: Megatron's, with an Adam for plain PyTorch."""
+"""Optimizer, gradient buffers and learning-rate schedule of a role: Megatron's, with an Adam for plain PyTorch; which
+parameters are trained, and which have learning rates and weight decays of their own."""
 
 import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 import megatron.core.optimizer as megatron_optimizer
@@ -12,7 +13,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, clip_grads, distrib_optimizer, get_megatron_optimizer
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    ParamKey,
+    ParamPredicate,
+    clip_grads,
+    distrib_optimizer,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer import optimizer as mixed_precision
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
@@ -21,12 +30,15 @@ from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_s
 from torch import Tensor
 
 from megarl.mcore import device
-from megarl.mcore.config.optimizer_flags import on_host
+from megarl.mcore.config import optimizer_flags
+from megarl.mcore.config.optimizer_flags import LEARNING_RATES, MUON, WEIGHT_DECAYS, on_host
+from megarl.mcore.lora.adapter import give_gradient_to_layers
+from megarl.mcore.model.gpt import value_head_of
+from megarl.mcore.model.initialization import global_name
 from megarl.mcore.moe.balancing import balanced_routers, finish_update
 from megarl.mcore.moe.layer import stacked_experts
 from megarl.mcore.parallel.fsdp import FullyShardedDataParallel
 from megarl.mcore.training.adam import Adam, HostAdam
-from megarl.mcore.training.parameter_groups import group_overrides
 from megarl.mcore.training.sharded_optimizer import copy_together, create_momentum
 
 # To exempt these methods from compilation, torch would import its compiler, which takes half a second of each start.
@@ -181,6 +193,75 @@ def _number_as_grouped(part):
     for number, of_group in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
         for place, parameter in enumerate(chain.from_iterable(of_group)):
             part.model_param_group_index_map[parameter] = number, place
+
+
+# -- parameters that are trained, and those with rates and decays of their own ------------------------------------
+
+
+def named(chunk, pg_collection) -> Iterator[tuple[str, Tensor]]:
+    """(the name that patterns are matched with, parameter) of each parameter of a bare chunk."""
+    for name, parameter in chunk.named_parameters():
+        yield optimizer_flags.layout_free(global_name(name, chunk, pg_collection)), parameter
+
+
+def freeze(stages, args, pg_collection):
+    """Excludes the parameters that `--freeze` names, and indexers, from training: they get neither gradients nor
+    optimizer states.
+
+    Args:
+        stages: the model's bare chunks, before they get gradient buffers.
+        args: the role's Megatron namespace.
+    """
+    if not optimizer_flags.frozen_patterns(args):
+        return
+    for chunk in stages:
+        for name, parameter in named(chunk, pg_collection):
+            if optimizer_flags.is_frozen(args, name):
+                parameter.requires_grad_(False)
+        if chunk.pre_process and args.model_folder is None:
+            give_gradient_to_layers(chunk)
+
+
+def _keep_from_muon(wrapped):
+    """Marks matrices that Adam trains beside Muon, but Megatron does not mark: of scalar heads and positions."""
+    for chunk in (each.module for each in wrapped):
+        heads = chunk.output_layer.parameters() if value_head_of(chunk) else ()
+        positions = getattr(getattr(chunk, "embedding", None), "position_embeddings", None)
+        for parameter in chain(heads, positions.parameters() if positions is not None else ()):
+            parameter.is_embedding_or_output_parameter = True
+
+
+def group_overrides(wrapped, config: OptimizerConfig, args, pg_collection) -> dict[ParamKey, dict]:
+    """What groups of parameters have instead of the optimizer's values: Megatron's rules, and the role's multipliers.
+
+    A multiplier of a weight decay multiplies Megatron's own, so that vectors stay without decay.
+
+    Args:
+        wrapped: chunks of `wrap_for_training`.
+    """
+    standard = get_standard_config_overrides(config)
+    if args.optimizer == MUON:
+        _keep_from_muon(wrapped)
+    if not args.lr_multipliers and not args.weight_decay_multipliers:
+        return standard
+    members: dict[tuple, set[int]] = {}
+    for chunk in wrapped:
+        for name, parameter in named(chunk.module, pg_collection):
+            own = {
+                k: v for key, override in standard.items() if key.matches(parameter, name) for k, v in override.items()
+            }
+            own["lr_mult"] = optimizer_flags.multiplier(args, LEARNING_RATES, name)
+            own["wd_mult"] = own.get("wd_mult", 1.0) * optimizer_flags.multiplier(args, WEIGHT_DECAYS, name)
+            own = {k: v for k, v in own.items() if v != 1.0 or not k.endswith("_mult")}
+            members.setdefault(tuple(sorted(own.items())), set()).add(id(parameter))
+    return {
+        ParamKey(predicate=ParamPredicate(name=repr(own), fn=lambda p, ids=ids: id(p) in ids)): dict(own)
+        for own, ids in members.items()
+        if own
+    }
+
+
+# -- updates -----------------------------------------------------------------------------------------------------
 
 
 def loss_scale(optimizer) -> float | None:

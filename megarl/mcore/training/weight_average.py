@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megarl.mcore.lora import adapter
-from megarl.mcore.memory.arena import host_memory, lay_out
+from megarl.mcore.offload import host_memory, lay_out
 from megarl.mcore.parallel import fsdp
 from megarl.mcore.weights import dist_checkpoint
 
@@ -39,7 +39,7 @@ class WeightAverage:
         return sum(average.nbytes for average in self._averages)
 
     def _rows(self) -> list[Tensor]:
-        return [fsdp.rows_here(parameter).data for parameter in self._parameters]
+        return [fsdp.rows_here(parameter) for parameter in self._parameters]
 
     @torch.no_grad()
     def reset(self):
@@ -87,4 +87,4 @@ class WeightAverage:
         for chunk, state in dist_checkpoint.trained_weights(self._stages, pg_collection).items():
             for name, entry in state.items():
                 if (average := average_of.get(id(entry.data))) is not None:
-                    average.copy_(fsdp.rows_here(loaded["model"][chunk][name]).data)
+                    average.copy_(fsdp.rows_here(loaded["model"][chunk][name]))

@@ -365,6 +365,6 @@ class HeadCopy:
         weight = None if self._frozen is None else output_weight(self._frozen.model)
         if weight is None:
             return head_rows(None)
-        tp, here = self._frozen.role_groups.pg_collection.tp, fsdp.rows_here(weight)
-        first = dist.get_rank(tp) * len(weight) + here.rows.start
-        return head_rows(here.data, first, dist.get_world_size(tp) * len(weight))
+        tp = self._frozen.role_groups.pg_collection.tp
+        first = dist.get_rank(tp) * len(weight) + fsdp.range_here(weight).start
+        return head_rows(fsdp.rows_here(weight), first, dist.get_world_size(tp) * len(weight))

@@ -16,7 +16,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, filesystem, metadata
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from megarl.errors import UsageError
@@ -79,19 +78,11 @@ class SafeReader(FileSystemReader):
         return done
 
 
-def _load_bytes(planner, read_item, value: io.BytesIO):
-    """A planner's method that reads an object as plain data and tensors only."""
-    planner.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
-
-
 class SafeLoadPlanner(torch_strategy.MCoreLoadPlanner):
-    """Megatron's planner for safe reading."""
+    """Megatron's planner, which reads an object as plain data and tensors only."""
 
-    load_bytes = _load_bytes
-
-
-class _SafeDefaultPlanner(DefaultLoadPlanner):
-    load_bytes = _load_bytes
+    def load_bytes(self, read_item, value: io.BytesIO):
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 def load_plain(data: bytes, where: str):
@@ -108,7 +99,7 @@ def _load_common_state(checkpoint_dir) -> dict:
         raise UnsafeFile(f"{checkpoint_dir}: has a {serialization.COMMON_STATE_FNAME}, which megarl does not write")
     key = ShardedObject("common_state", None, (1,), (0,)).unique_key
     state: dict[str, Any] = {key: io.BytesIO()}
-    planner = _SafeDefaultPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = SafeLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     checkpoint.load(state, storage_reader=SafeReader(checkpoint_dir), planner=planner, no_dist=True)
     return state[key][0]
 

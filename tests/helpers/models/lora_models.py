@@ -25,7 +25,7 @@ def draw_factors(stages):
     """Fills B, which starts as 0, with numbers that are the same in every layout; merges."""
     from megarl.mcore.lora import adapter
     from megarl.mcore.model.initialization import draw_uniform
-    from megarl.mcore.parallel.fsdp import rows_here
+    from megarl.mcore.parallel.fsdp import range_here, rows_here
 
     for linear in adapter.adapted_linears(stages):
         size, rank = dist.get_world_size(linear.layer.tp_group), dist.get_rank(linear.layer.tp_group)
@@ -33,8 +33,8 @@ def draw_factors(stages):
             is_whole = linear.product.has_whole_b
             rows = len(factors.b) * (1 if is_whole else size)
             whole = draw_uniform(f"{linear.whole_name}.{name}", 7, (rows, factors.b.shape[1]), 0.3)
-            data, here = rows_here(factors.b)
-            data.copy_((whole if is_whole else whole.chunk(size)[rank])[here.start : here.stop])
+            here = range_here(factors.b)
+            rows_here(factors.b).copy_((whole if is_whole else whole.chunk(size)[rank])[here.start : here.stop])
     adapter.merge(stages)
 
 

@@ -7,14 +7,12 @@ from tests.helpers.models.tiny_models import VOCAB, draw_vectors, parse_roles
 from tests.helpers.worlds import SAFETY
 
 DEEP = "--num-layers 4"
-TP2, PP2, EP2 = "tensor-model-parallel-size 2", "pipeline-model-parallel-size 2", "expert-model-parallel-size 2"
-TP4 = "tensor-model-parallel-size 4"
-CP2, VP2, SP = "context-parallel-size 2", "num-layers-per-virtual-pipeline-stage 1", "sequence-parallel"
 
 
 def roles(actor: str, actor_flags: list[str], reference: str, reference_flags: list[str], model: str = "") -> str:
     """Flags of a source (the actor) and a destination (the reference) on their ranks."""
-    own = [f"--actor-{flag}" for flag in actor_flags] + [f"--reference-{flag}" for flag in reference_flags]
+    of_roles = {"actor": actor_flags, "reference": reference_flags}
+    own = [flag.replace("--", f"--{role}-", 1) for role, flags in of_roles.items() for flag in flags]
     return f"--role-map actor={actor};critic=0;reward=0;reference={reference} {model} {' '.join(own)}"
 
 

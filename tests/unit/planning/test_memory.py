@@ -165,7 +165,7 @@ def sharded_step(rank: int, cases: list[tuple[str, str]]) -> list:
 
 @pytest.mark.parametrize("flags", [MOE, f"--bf16 {DISTRIBUTED}"])
 def test_offload_leaves_the_planned_bytes_on_device_and_host(flags):
-    from megarl.mcore.memory import offload
+    from megarl.mcore import offload
     from megarl.mcore.parallel.process_groups import fake_world
 
     with fake_world(1):
@@ -238,7 +238,7 @@ HOST_MODELS = [
 
 @pytest.mark.parametrize("flags, shape, ranks", by_default(HOST_MODELS, HOST_MODELS[:1]))
 def test_states_on_the_host_are_exact_on_every_rank(flags, shape, ranks):
-    from megarl.mcore.memory.offload import bytes_on_host
+    from megarl.mcore.offload import bytes_on_host
     from megarl.mcore.parallel.process_groups import fake_world
 
     for rank in range(ranks):

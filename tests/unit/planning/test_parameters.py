@@ -62,7 +62,7 @@ def check_bytes(flags: str, shape: str, value_head: bool, ranks: int):
     from megarl.mcore.lora import adapter
     from megarl.mcore.model import gpt
     from megarl.mcore.parallel.process_groups import fake_world
-    from megarl.mcore.training import optimizer, parameter_groups
+    from megarl.mcore.training import optimizer
 
     kind = "value" if value_head else "train"
     found: dict[int, list] = {}
@@ -72,7 +72,7 @@ def check_bytes(flags: str, shape: str, value_head: bool, ranks: int):
             ((name, role),) = roles.items()
             groups = role_mesh.create_mesh(roles, timedelta(minutes=1))[name].pg_collection
             stages = gpt.build_model(role.megatron, VOCAB, groups, value_head)
-            parameter_groups.freeze(stages, role.megatron, groups)
+            optimizer.freeze(stages, role.megatron, groups)
             if role.lora:
                 adapter.add_factors(stages, role.lora, role.megatron, groups)
             wrapped = optimizer.wrap_for_training(stages, role.megatron, groups)

@@ -21,10 +21,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.mcore.weights.hf import folder as folders
-from megarl.mcore.weights.hf.folder import CONFIG, INDEX, SINGLE, FolderReader, HFFolder, slices_of
+from megarl.mcore.weights.hf.folder import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    FolderReader,
+    Header,
+    HFFolder,
+    MappedFile,
+    make_header,
+    read_header,
+    size_of,
+    slices_of,
+)
 from megarl.mcore.weights.hf.hf_model import CLASSIFIER, LANGUAGE_MODEL
 from megarl.mcore.weights.hf.quantized import CONFIG_ENTRY, FolderTensor, StoredTensor, dtype_of
-from megarl.mcore.weights.hf.safetensors_file import Header, MappedFile, make_header, read_header, size_of
 from megarl.mcore.weights.reshard import WeightTransfer
 from megarl.mcore.weights.reshard_plan import (
     GlobalTensor,

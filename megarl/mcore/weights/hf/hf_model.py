@@ -5,12 +5,11 @@ from typing import NamedTuple
 
 from megarl.errors import UsageError
 from megarl.mcore.weights.hf.families import families
-from megarl.mcore.weights.hf.family import Family
+from megarl.mcore.weights.hf.family import Family, Naming, Prediction, is_kept, naming_of
 from megarl.mcore.weights.hf.folder import INDEX, HFFolder
 from megarl.mcore.weights.hf.mapping import Heads, Mapping, Rows, StackedExperts, rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
 from megarl.mcore.weights.hf.quantized import StoredTensor, method_of
-from megarl.mcore.weights.hf.tensor_names import Naming, PredictionTensors, is_kept, naming_of, prediction_tensors
 
 LANGUAGE_MODEL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 TEXT, MULTIMODAL = "text_config", "ForConditionalGeneration"
@@ -38,7 +37,7 @@ class HFModel(NamedTuple):
     flags: dict[str, object]  # Megatron's, without dashes; True for a switch
     vocab_size: int  # rows of the embedding; a tokenizer may have fewer tokens
     has_scalar_head: bool  # a reward model or critic
-    prediction: PredictionTensors
+    prediction: Prediction
     naming: Naming  # of the folder's tensors
     notes: tuple[str, ...] = ()  # for the user: tensors that are not used
 
@@ -117,7 +116,7 @@ def read_model(
         family = family._replace(kept=None)
     if not is_tied:
         flags["untie-embeddings-and-output-weights"] = True
-    prediction = prediction_tensors(family, config, keeps_prediction, trains_prediction)
+    prediction = family.prediction.of_folder(config, keeps_prediction, trains_prediction)
     model = HFModel(folder, family, flags, config.whole("vocab_size"), is_classifier, prediction, naming)
     if not folder.has_weights:
         return model

@@ -81,7 +81,7 @@ class WeightMap:
         """
         if key.endswith(NOT_STORED):
             return []
-        naming, described = self.model.naming, self.model.prediction.described
+        naming, described = self.model.naming, self.model.prediction
         if match := LAYER.fullmatch(key):
             layer, rest = (int(match[1]), index) if match[1] else (index[0], index[1:])
             return self._of_layer(f"model.layers.{layer}.", match[2], rest, rows)

@@ -3,7 +3,7 @@
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.mcore.config import kernel_rules, module_rules
+from megarl.mcore.config import kernel_rules
 from tests.helpers.folders import any_types, hf_layouts
 from tests.helpers.models import interpreted_kernels
 from tests.helpers.rollout.engines import largest_gap, make_engine, make_requests, settings_of
@@ -36,8 +36,7 @@ def as_on_cuda(monkeypatch):
     """Models compute as on CUDA, without its rules."""
     interpreted_kernels.multiply_rows_alone(monkeypatch)
     interpreted_kernels.use_one_unit(monkeypatch)
-    for rules in (kernel_rules, module_rules):
-        monkeypatch.setattr(rules, "is_exact", lambda args: True)
+    monkeypatch.setattr(kernel_rules, "is_exact", lambda args: True)
     monkeypatch.setattr(kernel_rules, "check", lambda role, args: None)
     monkeypatch.setattr(kernel_rules, "_automatic_attention", lambda args: kernel_rules.INVARIANT)
 

@@ -5,7 +5,8 @@ import functools
 import pytest
 import torch
 
-from tests.helpers.models.layouts import CP2, DENSE, EP2, MOE, ONE_GROUP, PP2, RECOMPUTE, SP, TP2, TP4, VP2
+from tests.helpers.models import layouts
+from tests.helpers.models.layouts import CP2, DENSE, EP2, MOE, ONE_GROUP, PP2, RECOMPUTE, SP, TP2, TP4
 from tests.helpers.models.lora_models import (
     LORA,
     SCALE,
@@ -21,57 +22,32 @@ from tests.helpers.worlds import run_world
 
 FSDP = "--use-torch-fsdp2"
 CHANNELS, HEADS = 16, 4  # of the tiny llama
-LAYOUTS = {
-    "one": (1, DENSE, ""),
-    "tp2": (2, DENSE, TP2),
-    "tp2-sp": (2, DENSE, f"{TP2} {SP}"),
-    "pp2": (2, DENSE, PP2),
-    "pp2-vp2": (2, DENSE, f"{PP2} {VP2}"),
-    "dp2": (2, DENSE, ""),
-    "cp2": (2, DENSE, CP2),
-    "tp2-pp2": (4, DENSE, f"{TP2} {PP2}"),
-    "tp2-sp-recompute": (2, DENSE, f"{TP2} {SP} {RECOMPUTE}"),
+ALIKE = """
+    one tp2 tp2-sp pp2 pp2-vp2 dp2 cp2 tp2-pp2 tp2-sp-recompute tp2-ep2-sp tp2-one-group tp4-sp-one-group
+""".split()
+LAYOUTS = {name: layouts.LAYOUTS[name] for name in ALIKE} | {
     "moe": (1, MOE, ""),
     "ep2": (2, MOE, EP2),
     "tp2-sp-moe": (2, MOE, f"{TP2} {SP}"),
-    "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
     "fsdp2": (2, DENSE, FSDP),
     "fsdp3": (3, DENSE, FSDP),
     "tp2-sp-fsdp2": (4, DENSE, f"{TP2} {SP} {FSDP}"),
     "cp2-fsdp2-recompute": (2, DENSE, f"{CP2} {RECOMPUTE} {FSDP}"),
     "fsdp2-moe": (2, MOE, FSDP),
-    "tp2-one-group": (2, ONE_GROUP, TP2),
-    "tp4-sp-one-group": (4, ONE_GROUP, f"{TP4} {SP}"),  # a rank without queries, one with queries alone
     "tp4-sp-two-groups": (4, DENSE, f"{TP4} {SP} {RECOMPUTE}"),
     "tp2-sp-fsdp2-one-group": (4, ONE_GROUP, f"{TP2} {SP} {FSDP}"),
 }
-
-
-LATENT_LAYOUTS = {
-    "tp2": (2, DENSE, TP2),
-    "tp2-sp": (2, DENSE, f"{TP2} {SP}"),
-    "pp2-recompute": (2, DENSE, f"{PP2} --recompute-activations"),
-    "cp2": (2, DENSE, CP2),
-    "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
-}
-
-
-RECURRENT_LAYOUTS = {
-    "tp2-sp": (2, DENSE, f"{TP2} {SP}"),
-    "tp2-one-group": (2, ONE_GROUP, TP2),
-    "pp2-vp2": (2, DENSE, f"{PP2} {VP2}"),
-    "cp2-recompute": (2, DENSE, f"{CP2} {RECOMPUTE}"),
-    "fsdp2": (2, DENSE, FSDP),
-    "tp2-sp-fsdp2": (4, DENSE, f"{TP2} {SP} {FSDP}"),
-    "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
-}
+LATENT_LAYOUTS = {name: LAYOUTS[name] for name in ("tp2", "tp2-sp", "cp2", "tp2-ep2-sp")}
+LATENT_LAYOUTS["pp2-recompute"] = (2, DENSE, f"{PP2} --recompute-activations")
+OF_STATES = ("tp2-sp", "tp2-one-group", "pp2-vp2", "fsdp2", "tp2-sp-fsdp2", "tp2-ep2-sp")
+RECURRENT_LAYOUTS = {name: LAYOUTS[name] for name in OF_STATES} | {"cp2-recompute": (2, DENSE, f"{CP2} {RECOMPUTE}")}
 MAMBA_MOE = f"{MOE} --moe-layer-freq 1 --hybrid-layer-pattern ME*M --moe-latent-size 40"
 MAMBA_LAYOUTS = RECURRENT_LAYOUTS | {"dp2": (2, DENSE, ""), "tp2-ep2-sp": (4, MAMBA_MOE, f"{TP2} {SP} {EP2}")}
 MODELS = {  # its layouts, and projections of all its layers
     "llama": (LAYOUTS, 4 * 7), "latent": (LATENT_LAYOUTS, 4 * 8), "mamba": (MAMBA_LAYOUTS, 2 * 2 + 4 + 2),
     "recurrent": (RECURRENT_LAYOUTS, 2 * (7 + 3) + 2 * (4 + 3)),
 }  # fmt: skip
-ROWS = [(model, layout) for model, (layouts, _) in MODELS.items() for layout in layouts]
+ROWS = [(model, layout) for model, (of_model, _) in MODELS.items() for layout in of_model]
 SPACE_PARTS = ("z", "x", "B", "C", "dt")  # of the gradient of Mamba-2's first projection
 PARTS = {"in_proj_q": "query", "in_proj_k": "key", "in_proj_v": "value", "in_proj_z": "z", "in_proj_b": "beta",
          "in_proj_a": "alpha"}  # fmt: skip  # of the gradient of a gated delta net's first projection
@@ -146,8 +122,8 @@ FIRST = [*((model, "tp2-sp") for model in MODELS), ("llama", "pp2-vp2"), ("llama
 
 @pytest.mark.parametrize("model_shape, layout", by_default(ROWS, FIRST))
 def test_gradients_equal_those_of_the_dense_computation(model_shape, layout):
-    layouts, projections = MODELS[model_shape]
-    size, shape, flags = layouts[layout]
+    of_model, projections = MODELS[model_shape]
+    size, shape, flags = of_model[layout]
     (one_weights, one_factors, _, _, one_norm), (dense_loss, gradients) = of_one_rank(shape, model_shape)
     expected = expected_gradients(one_factors, gradients, model_shape)
     for weights, factors, found, loss, norm in run_world(low_rank, size, f"{shape} {flags}", model_shape):

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megarl.mcore import offload
 from megarl.mcore.kernels import native, swiglu
 from megarl.mcore.kernels.linear import HAS_INNER_PRODUCT
 from megarl.mcore.kernels.swiglu import stack_of
-from megarl.mcore.memory import offload
 from tests.helpers.models.gradient_accumulation import accumulate
 from tests.helpers.models.lora_models import trainable
 from tests.helpers.models.tiny_models import build, build_stages

@@ -12,14 +12,9 @@ from megarl.batch import Batch
 from megarl.comm import microbatches as mb
 from megarl.mcore.model import forward_pass, gpt
 from megarl.mcore.model.forward_pass import token_scores
-from megarl.mcore.model.gpt import build_model
 from megarl.mcore.parallel import fsdp, pipeline
 from megarl.mcore.training import optimizer
-from megarl.mcore.weights import dist_checkpoint
-from megarl.mcore.weights.reshard import WeightTransfer
-from megarl.mcore.weights.reshard_plan import model_weights
 from megarl.roles.trainable_model import TrainableModel
-from tests.helpers.checkpoints import save_state
 from tests.helpers.models.tiny_models import VOCAB, farthest, join_actor, parse_roles, ragged_tokens, whole_tensor
 from tests.helpers.tiers import by_default, long
 from tests.helpers.waiting import wait_until
@@ -92,15 +87,6 @@ def whole(found, tensors: dict) -> dict:
 
 def weights(found) -> dict:
     return whole(found, {name: p.detach() for name, p in found.model[0].named_parameters()})
-
-
-def contents(found) -> dict:
-    """Weights, moments and step counters."""
-    (part,) = found.optimizer.chained_optimizers
-    state = {name: part.optimizer.state[p] for name, p in found.model[0].named_parameters()}
-    moments = {f"{name}/{moment}": t for name, one in state.items() for moment, t in one.items()}
-    steps = torch.tensor([group.get("step", 0) for group in part.optimizer.param_groups])
-    return {**weights(found), **whole(found, moments), "steps": steps}
 
 
 LAYOUTS = {
@@ -232,57 +218,3 @@ def test_a_frozen_model_is_sharded_for_scoring(rank):
         fsdp.shard(stages[0], place.pg_collection)
         assert all(map(torch.equal, plain, scores(stages[0], batch)))
         assert 2 * held(stages.parameters()) == sum(p.numel() * 4 for p in stages.parameters())
-
-
-@on_each_rank(2)
-def test_a_rollout_model_gets_its_weights_from_the_shards(rank):
-    found = trainable_model(f"{SGD_LIKE} {SHARDED}")
-    groups = found.role_groups.pg_collection
-    other = build_model(found.role.megatron, VOCAB, groups)
-    transfer = WeightTransfer(model_weights(found.model, groups), model_weights(other, groups), groups.intra_dist_opt)
-    step(found)
-    transfer.run()
-    transfer.verify()
-    assert all(torch.equal(p, weights(found)[name]) for name, p in other[0].named_parameters())
-
-
-def relay(rank, flags: str, value_head: bool, source, target, updates: int):
-    """Loads (or not), updates, saves (or not): contents before and after the updates."""
-    found = trainable_model(f"--lr 1e-2 {flags}", value_head)
-    if source:
-        found.restore(dist_checkpoint.load({"r": found.state({}, loading=True)}, source)["r"])
-    before = contents(found)
-    found.scheduler.step(int(before["steps"].max()))
-    for _ in range(updates):
-        assert step(found, value_head=value_head)[1]
-    if target:
-        save_state({"r": found.state({})}, target)
-    return before, contents(found)
-
-
-def assert_same(found: dict, expected: dict):
-    assert found.keys() == expected.keys()
-    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
-
-
-ROUTE = [(2, SHARDED), (3, SHARDED), (1, ""), (4, f"{SHARDED} {TP2}"), (2, TP2), (4, SHARDED), (2, "")]
-
-
-@pytest.mark.parametrize("value_head, layouts", [(True, ROUTE[:3]), long((False, ROUTE)), long((True, ROUTE))])
-def test_a_checkpoint_of_any_layout_loads_in_any_other(value_head, layouts, tmp_path):
-    """A value head has one row and one bias, so some ranks hold no part of it."""
-    folders = [tmp_path / str(i) for i in range(len(layouts))]
-    for folder in folders:
-        folder.mkdir()
-    saved = run_world(relay, 2, SHARDED, value_head, None, folders[0], 2)[0][1]
-    assert int(saved["steps"].max()) == 2 and any(name.endswith("/exp_avg_sq") for name in saved)
-    for (size, flags), source, target in zip(layouts[1:], folders, folders[1:], strict=False):
-        for before, _ in run_world(relay, size, flags, value_head, source, target, 0):
-            assert_same(before, saved)
-
-
-def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
-    straight = run_world(relay, 2, SHARDED, False, None, None, 2)
-    run_world(relay, 2, SHARDED, False, None, tmp_path, 1)
-    for (_, found), (_, expected) in zip(run_world(relay, 2, SHARDED, False, tmp_path, None, 1), straight, strict=True):
-        assert_same(found, expected)

@@ -119,18 +119,18 @@ def test_a_critic_checkpoint_loads_exactly_in_fp32_and_bf16(tmp_path, precision)
         assert all(torch.equal(before[key], weight) for key, weight in saved.items())
 
 
-def train_and_save(rank, flags: str, target, shape: str = "llama"):
+def train_and_save(rank, flags: str, target, shape: str = "llama", value_head: bool = False):
     """Saves a model after one update, so that its moments are not 0."""
-    continue_run(rank, flags, None, target, False, shape)
+    continue_run(rank, flags, None, target, value_head, shape)
 
 
-def load_and_save(rank, flags: str, sources, targets, shape: str = "llama"):
+def load_and_save(rank, flags: str, sources, targets, shape: str = "llama", value_head: bool = False):
     """Loads checkpoints, after one update each, one after the other into the same model, and saves each again."""
     from megarl.mcore.weights import dist_checkpoint
     from megarl.roles.trainable_model import TrainableModel
 
     _, place = join_actor(flags, shape)
-    model = TrainableModel(parse_roles(flags, dist.get_world_size(), shape)["actor"], place, VOCAB, 1)
+    model = TrainableModel(parse_roles(flags, dist.get_world_size(), shape)["actor"], place, VOCAB, 1, value_head)
     for source, target in zip(sources, targets, strict=True):
         state = model.state({"count": 0}, loading=True)
         model.restore(dist_checkpoint.load_role(state, source, place.pg_collection))
@@ -168,8 +168,10 @@ FSDP, FP16 = "--use-torch-fsdp2", "--fp16"
 EVERY_KIND = [
     (1, SHARDED), (2, f"--bf16 {FSDP}"), (2, FSDP), (2, f"--bf16 {SHARDED}"), (1, FP16), (2, SHARDED), (1, ""),
 ]  # fmt: skip
-
-
+OF_STATES = [
+    (2, f"--bf16 {FSDP}"), (2, f"--bf16 {SHARDED}"), (3, f"--bf16 {FSDP}"), (2, FSDP), (4, f"--bf16 {TP2} {FSDP}"),
+    (1, "--bf16"), (1, ""),
+]  # fmt: skip
 HOST = f"{SHARDED} --optimizer-cpu-offload --optimizer-offload-fraction"  # here the host's memory is the device's
 HOST_KINDS = [
     (2, f"--bf16 {HOST} 0.5"), (1, f"{HOST} 1"), (2, f"--bf16 {SHARDED} {TP2} {SP}"), (2, f"{HOST} 0.7 {PP2}"),
@@ -187,32 +189,26 @@ HOST_KINDS = [
     *(long((shape, model, HOST_KINDS)) for shape, model in (
         (DENSE, "recurrent"), (MOE, "llama"), (f"{DENSE} {SMALL}", "llama"))),
     long((f"{FROZEN} --bf16 {SHARDED}", "llama", [(2, f"{HOST} 0.5"), (1, f"{HOST} 1"), (2, TP2), (1, "")])),
+    *(long((DENSE, model, OF_STATES)) for model in ("recurrent", "mamba")),
+    # A scalar head has one row and one bias, so some ranks hold no part of it.
+    (DENSE, "critic", [(2, FSDP), (3, FSDP), (1, "")]),
+    *(long((DENSE, model, [(2, FSDP), (3, FSDP), (1, ""), (4, f"{FSDP} {TP2}"), (2, TP2), (4, FSDP), (2, "")]))
+      for model in ("llama", "critic")),
 ])  # fmt: skip
 def test_an_optimizer_of_another_kind_takes_weights_moments_and_steps_to_the_bit(shape, model, kinds, tmp_path):
-    """Through all kinds and back: fp32 weights, which those of 16 bits and the distributed one keep as copies."""
+    """Through all kinds and back: fp32 weights, which those of 16 bits and the distributed one keep as copies. FSDP
+    leaves fp32 parameters of a model of 16 bits whole on each rank."""
     move_through(kinds, shape, model, tmp_path)
 
 
-OF_STATES = [
-    (2, f"--bf16 {FSDP}"), (2, f"--bf16 {SHARDED}"), (3, f"--bf16 {FSDP}"), (2, FSDP), (4, f"--bf16 {TP2} {FSDP}"),
-    (1, "--bf16"), (1, ""),
-]  # fmt: skip
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("model", ["recurrent", "mamba"])
-def test_fp32_parameters_beside_sharded_ones_of_16_bits_move_to_the_bit(model, tmp_path):
-    """They are whole on each rank."""
-    move_through(OF_STATES, DENSE, model, tmp_path)
-
-
 def move_through(kinds, shape: str, model: str, tmp_path):
-    folder, expected = tmp_path / "first", {}
-    run_world(train_and_save, 1, shape, folder, model)
+    (folder, expected), value_head = (tmp_path / "first", {}), model == "critic"
+    model = "llama" if value_head else model
+    run_world(train_and_save, 1, shape, folder, model, value_head)
     for number, (size, flags) in enumerate(kinds):
         expected = expected or stored_tensors(folder)
         source, folder = folder, tmp_path / str(number)
-        run_world(load_and_save, size, f"{shape} {flags}", [source], [folder], model)
+        run_world(load_and_save, size, f"{shape} {flags}", [source], [folder], model, value_head)
     found = stored_tensors(folder)
     moments = {"sgd": ("momentum_buffer",), "muon": ("momentum_buffer", "exp_avg_sq")}
     kinds_of = next((names for name, names in moments.items() if name in shape), ("exp_avg_sq",))

@@ -1,4 +1,4 @@
-"""A folder's files: what is refused by name, slices that make up a tensor, and numbers that are none."""
+"""A folder's files: what is refused by name, slices that make up a tensor, numbers that are none; new files."""
 
 import json
 import math
@@ -8,7 +8,19 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.errors import UsageError
-from megarl.mcore.weights.hf.folder import CONFIG, INDEX, SINGLE, FolderReader, HFFolder, damaged_decays, slices_of
+from megarl.mcore.weights.hf.folder import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    FolderReader,
+    HFFolder,
+    MappedFile,
+    damaged_decays,
+    make_header,
+    read_header,
+    size_of,
+    slices_of,
+)
 
 
 def folder_of(path, tensors: dict[str, torch.Tensor], **index: str) -> HFFolder:
@@ -56,3 +68,32 @@ def test_decays_that_are_not_finite_are_found_and_nothing_else(tmp_path):
     folder = folder_of(tmp_path, tensors | {"l.1.weight": torch.tensor([math.nan])})
     assert damaged_decays(folder, folder.weights) == ["l.1.A_log", "l.2.A_log"]
     assert FolderReader(folder)["l.0.A_log"][slice(1, 2),].tolist() == [0.0]
+
+
+# -- files that are written ----------------------------------------------------------------------------------------
+
+TENSORS = {
+    "b": torch.arange(6, dtype=torch.bfloat16).view(3, 2), "a": torch.arange(5.0), "c": torch.ones(1, 4).half(),
+    "empty": torch.zeros(0, 3), "one": torch.tensor(2.0),
+}  # fmt: skip
+KINDS = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
+
+
+def test_header_and_bytes_are_the_librarys(tmp_path):
+    theirs, ours = tmp_path / "theirs.safetensors", tmp_path / "ours.safetensors"
+    save_file(TENSORS, theirs, metadata={"format": "pt"})
+    header = make_header({name: (KINDS[each.dtype], tuple(each.shape)) for name, each in TENSORS.items()})
+    assert header.content == read_header(theirs).content and header.file_bytes == theirs.stat().st_size
+    file = MappedFile(ours, header)
+    for name, tensor in TENSORS.items():
+        file[name].copy_(tensor)
+    file.flush()
+    assert ours.read_bytes() == theirs.read_bytes()
+    copy = MappedFile(tmp_path / "copy.safetensors", header)
+    copy.copy_from(theirs, [*TENSORS])
+    copy.flush()
+    assert (tmp_path / "copy.safetensors").read_bytes() == theirs.read_bytes()
+
+
+def test_sizes_of_types_of_any_width():
+    assert [size_of(kind, (3, 4)) for kind in ("F4", "F8_E4M3", "BF16", "I64", "BOOL")] == [6, 12, 24, 96, 12]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.mcore.inference.engine import RolloutEngine
-from megarl.mcore.memory.offload import KVCacheInGradBuffer
+from megarl.mcore.offload import ALIGNMENT, Arena, KVCacheInGradBuffer, TensorLayout, lay_out
 from megarl.mcore.weights import dist_checkpoint
 from tests.helpers.checkpoints import save_state
 from tests.helpers.models.trainable_models import DISTRIBUTED, MOE, TP2, critic_model
@@ -238,7 +238,7 @@ def run_with_shared_cache(folder: Path, monkeypatch, size: int, flags: str) -> l
 def test_a_run_is_the_same_with_the_cache_in_gradients(size, flags, tmp_path, monkeypatch):
     flags += " --train-iters 2 --reward tests.helpers.programs:graded_reward"
     assert run_with_shared_cache(tmp_path, monkeypatch, size, flags) == [f"{rank}-True" for rank in range(size)]
-    monkeypatch.setattr("megarl.mcore.memory.offload.KVCacheInGradBuffer", lambda *_: None)
+    monkeypatch.setattr("megarl.mcore.offload.KVCacheInGradBuffer", lambda *_: None)
     train("rl", rl_argv(tmp_path / "own", flags), size)
     for step in (1, 2):
         rows = [timeless(metrics(tmp_path / name)[step]) for name in ("shared", "own")]
@@ -249,3 +249,45 @@ def test_a_run_is_the_same_with_the_cache_in_gradients(size, flags, tmp_path, mo
 def test_a_separate_rollout_has_its_own_cache_memory(tmp_path, monkeypatch):
     flags = "--role-map actor=0;critic=0;reward=0;reference=0;rollout=1 --train-iters 1"
     assert run_with_shared_cache(tmp_path, monkeypatch, 2, flags) == ["1-False"]
+
+
+# -- blocks --------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_are_laid_out_one_after_another():
+    tensors = [torch.zeros(3), torch.zeros(5, dtype=torch.bfloat16), torch.zeros(40, dtype=torch.float64)]
+    layouts, size = lay_out(tensors)
+    assert [layout.offset * tensor.itemsize for layout, tensor in zip(layouts, tensors, strict=True)] == [
+        0, ALIGNMENT, 2 * ALIGNMENT,
+    ]  # fmt: skip
+    assert size == 2 * ALIGNMENT + 5 * 64
+    wide = TensorLayout.of(torch.zeros(2, 3).t(), 4).on(torch.zeros(10).untyped_storage())
+    assert wide.shape == (3, 2) and wide.stride() == (1, 3) and wide.storage_offset() == 4
+
+
+def test_an_arena_moves_its_tensors_and_copies_back_what_was_changed():
+    tensors = [torch.arange(6.0).view(2, 3).t(), torch.ones(5, dtype=torch.bfloat16)]
+    expected = [tensor.clone() for tensor in tensors]
+    arena = Arena(lambda: tensors)
+    assert not arena.is_present and not arena.storage.nbytes()
+    arena.arrive()
+    assert tensors[0].stride() == (1, 3) and all(map(torch.equal, tensors, expected))
+    tensors[0].add_(1)
+    arena.is_changed = True
+    arena.leave()
+    assert torch.equal(arena.on_host(tensors[0]), expected[0] + 1)
+    arena.arrive()
+    tensors[1].add_(1)  # nobody says so
+    arena.leave()
+    arena.arrive()
+    assert torch.equal(tensors[0], expected[0] + 1) and torch.equal(tensors[1], expected[1])
+
+
+def test_replaced_tensors_join_the_block_when_it_leaves():
+    tensors = [torch.zeros(4)]
+    arena = Arena(lambda: tensors)
+    arena.arrive()
+    tensors[0].data = torch.full((4,), 3.0)
+    arena.leave()
+    arena.arrive()
+    assert tensors[0].untyped_storage().data_ptr() == arena.storage.data_ptr() and (tensors[0] == 3).all()
