@@ -11,7 +11,7 @@ from megarl.data import node_files
 from megarl.errors import UsageError
 from megarl.mcore.lora.targets import LoRASettings
 from megarl.mcore.lora.transfer import load_factors
-from megarl.mcore.model.weight_table import HEAD, weight_shapes
+from megarl.mcore.model.weight_table import weight_shapes
 from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.dist_checkpoint import average_of
 from megarl.mcore.weights.hf.folder import HFFolder, damaged_decays, damaged_scales
@@ -89,9 +89,7 @@ def load_weights(folder: Path, stages, pg_collection, source: str | None = None,
     """
     shapes = dist_checkpoint.tensor_shapes(folder)
     source = source or folders.source_of(folder, "--pretrained-checkpoint")
-    has_scalar_head = shapes.get(f"{source}.{HEAD}", (0,))[0] == 1
-    wanted = dist_checkpoint.model_state(source, stages, pg_collection, with_value_head=has_scalar_head)
-    dist_checkpoint.drop_missing_balancing_buffers(wanted, shapes)
+    wanted = dist_checkpoint.model_state(source, stages, pg_collection, shapes)
     dist_checkpoint.load_weights(stages, dist_checkpoint.load_role(wanted, folder, pg_collection), strict=False)
     if optimizer is not None:
         optimizer.reload_model_params()

@@ -14,9 +14,9 @@ from megarl.mcore.lora.targets import LoRASettings, projections_of
 from megarl.mcore.model.gpt import value_head_of
 from megarl.mcore.model.initialization import global_name
 from megarl.mcore.parallel.fsdp import gathered_outside_layers, rows_here
+from megarl.mcore.weights.dist_checkpoint import BALANCING
 
 EXPERT = re.compile(r"(.*\.local_experts)\.(\d+)(\..*)")
-BALANCING = (".expert_bias", ".expert_share")  # buffers that training changes beside the factors
 
 
 class Adapter(torch.nn.Module):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import UsageError
-from megarl.mcore.lora.adapter import BALANCING, Adapter, base_weights, set_base, trained_state
+from megarl.mcore.lora.adapter import Adapter, base_weights, set_base, trained_state
 from megarl.mcore.lora.targets import LoRASettings
 from megarl.mcore.model.gpt import value_head_of
 from megarl.mcore.parallel import fsdp
@@ -92,7 +92,11 @@ def base_fingerprint(stages, pg_collection) -> str:
     """
     with base_weights(stages):
         sums = reshard.checksum(model_weights(stages, pg_collection), pg_collection.intra_dist_opt)
-    frozen = [(key, sums[key]) for key in sorted(sums) if not key.endswith(BALANCING) and "output_layer." not in key]
+    frozen = [
+        (key, sums[key])
+        for key in sorted(sums)
+        if not key.endswith(dist_checkpoint.BALANCING) and "output_layer." not in key
+    ]
     return f"{stages[0].config.params_dtype} {hashlib.blake2b(repr(frozen).encode(), digest_size=8).hexdigest()}"
 
 

@@ -5,7 +5,7 @@ Saving is one collective of the whole world. Keys of a role's tensors are prefix
 which may not belong to the role.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 import torch
@@ -21,11 +21,13 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megarl.errors import UsageError
 from megarl.mcore.model.gpt import value_head_of
+from megarl.mcore.model.weight_table import HEAD
 from megarl.mcore.parallel.fsdp import local_rows
 from megarl.mcore.weights import optimizer_states, safe_reading
 
 safe_reading.install()
 
+BALANCING = (".expert_bias", ".expert_share")  # buffers that training changes beside weights
 PREDICTION = "prediction"  # the state of multi-token prediction in that of its role
 
 
@@ -157,22 +159,21 @@ def factors_state(role: str, stages, adapters, pg_collection, held: Container[st
     return {"model": weights, "plain": plain}
 
 
-def model_state(role: str, stages, pg_collection, with_value_head: bool = True) -> dict:
-    """Returns the state of one role's weights only, under the keys of `role` in the checkpoint."""
-    weights = _weights(stages, pg_collection)
-    for chunk, state in zip(stages, weights.values(), strict=True):
-        if not with_value_head and value_head_of(chunk):
-            for key in [key for key in state if key.startswith("output_layer.")]:
-                del state[key]
-    return _prefixed(local_rows(weights), role)
+def model_state(role: str, stages, pg_collection, held: Mapping[str, tuple[int, ...]] | None = None) -> dict:
+    """Returns the state of one role's weights only, under the keys of `role` in the checkpoint.
 
-
-def drop_missing_balancing_buffers(weights: dict, held: Container[str]):
-    """Removes expert-balancing buffers from a role's weights if their keys are not in `held`, a checkpoint's keys."""
-    for state in weights.values():
-        for name in [name for name in state if name.endswith((".expert_bias", ".expert_share"))]:
-            if state[name].key not in held:
+    Args:
+        held: global shapes by the checkpoint's keys; a scalar head or a buffer of expert balancing that it lacks is left
+            out. None: it has all.
+    """
+    weights = _prefixed(local_rows(_weights(stages, pg_collection)), role)
+    for chunk, state in zip(stages, weights.values(), strict=True) if held is not None else ():
+        lacks_head = value_head_of(chunk) and held.get(f"{role}.{HEAD}", (0,))[0] != 1
+        for name, entry in list(state.items()):
+            is_lacking = name.endswith(BALANCING) and entry.key not in held
+            if is_lacking or lacks_head and name.startswith("output_layer."):
                 del state[name]
+    return weights
 
 
 def load_weights(stages, state: dict, strict: bool = True):

@@ -34,21 +34,8 @@ Index = tuple[Any, ...]  # an expert (int) of a tensor that stacks them, then a 
 ReadStored = Callable[[str, Index], Tensor]  # (name, index) -> a slice of a tensor as the file holds it
 
 
-class Fp8Format(NamedTuple):
-    """How the fp8 weights of a folder are scaled."""
-
-    scales: str  # after a tensor's name
-    rows: int | None  # that share a scale; None: all
-    columns: int | None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether a matrix has one scale."""
-        return self.rows is None and self.columns is None
-
-    def block_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Rows and columns that share a scale in a matrix of this shape, or in each expert's."""
-        return self.rows or shape[-2], self.columns or shape[-1]
+# What is after the name of a scale's tensor, and rows and columns that share a scale; None: all.
+Fp8Format = tuple[str, int | None, int | None]
 
 
 def as_object(entry: Any) -> dict[str, Any]:
@@ -63,12 +50,12 @@ def format_of(entry: Any, error: MakeError) -> Fp8Format | None:
     method = values["quant_method"]
     if method == FP8:
         block = values.get("weight_block_size", list(DEFAULT_BLOCK))
-        return Fp8Format("_scale_inv", *((None, None) if block is None else _block(block, error)))
+        return "_scale_inv", *((None, None) if block is None else _block(block, error))
     if method == MODELOPT:
         algorithm = values.get("quant_algo")
         if algorithm != "FP8":
             raise error(f"config.json: {CONFIG_ENTRY}: quant_algo {algorithm!r} of {MODELOPT}: allowed is 'FP8'")
-        return Fp8Format("_scale", None, None)
+        return "_scale", None, None
     return _compressed(values, error) if method == COMPRESSED else None
 
 
@@ -94,7 +81,7 @@ def _compressed(values: dict[str, Any], error: MakeError) -> Fp8Format:
             f"config.json: {CONFIG_ENTRY}: config_groups {str(groups)[:200]}: allowed is one kind of weights of "
             f"{COMPRESSED}, in fp8"
         )
-    return Fp8Format("_scale", *STRATEGIES[found.pop()])
+    return "_scale", *STRATEGIES[found.pop()]
 
 
 def _strategy(weights: Any, error: MakeError) -> str:
@@ -227,37 +214,37 @@ def dequantized(
 def _fp8(tensors: dict[str, StoredTensor], config: dict[str, Any], error: MakeError) -> dict[str, Fp8Tensor]:
     form, dtype, found = format_of(config[CONFIG_ENTRY], error), dtype_of(config, error), {}
     assert form is not None
+    suffix, *sizes = form
     for name, tensor in tensors.items():
-        scales = name + form.scales
+        scales = name + suffix
         if tensor.dtype != FP8_TYPE:
             if scales in tensors:
-                raise error(f"{name} has a {form.scales[1:]}, but is of type {tensor.dtype}; allowed is {FP8_TYPE}")
+                raise error(f"{name} has a {suffix[1:]}, but is of type {tensor.dtype}; allowed is {FP8_TYPE}")
             continue
         if scales not in tensors:
             raise error(f"{scales} is missing, without which {name} of type {FP8_TYPE} cannot be read")
-        _check_scales(name, tensor, scales, tensors[scales], form, error)
-        block, axes = form.block_of(tensor.shape), len(tensors[scales].shape)
-        found[name] = Fp8Tensor(tensor.file, dtype, tensor.shape, (name, scales), block, axes)
+        if len(tensor.shape) not in (2, 3):
+            raise error(f"{name} of type {FP8_TYPE} has shape {list(tensor.shape)}; allowed are matrices")
+        block = sizes[0] or tensor.shape[-2], sizes[1] or tensor.shape[-1]
+        described = "with one scale" if sizes == [None, None] else f"in blocks of {list(block)} (weight_block_size)"
+        described = "with one scale for each row" if sizes == [1, None] else described
+        found[name] = Fp8Tensor(tensor.file, dtype, tensor.shape, (name, scales), block, len(tensors[scales].shape))
+        _check_scales(found[name], tensors[scales], sizes == [None, None], described, error)
     return found
 
 
-def _check_scales(
-    name: str, tensor: StoredTensor, scales_name: str, scales: StoredTensor, form: Fp8Format, error: MakeError
-):
-    if len(tensor.shape) not in (2, 3):
-        raise error(f"{name} of type {FP8_TYPE} has shape {list(tensor.shape)}; allowed are matrices")
+def _check_scales(tensor: Fp8Tensor, scales: StoredTensor, is_whole: bool, described: str, error: MakeError):
+    """`is_whole`: a matrix has one scale; `described`: which numbers share one, in words."""
     *experts, rows, columns = tensor.shape
-    block = form.block_of(tensor.shape)
-    expected = (*experts, -(-rows // block[0]), -(-columns // block[1]))
-    if scales.shape != expected and not (form.is_whole and not experts and scales.shape in ONE_SCALE):
-        how = "with one scale" if form.is_whole else f"in blocks of {list(block)} (weight_block_size)"
-        how = "with one scale for each row" if form.rows == 1 and form.columns is None else how
+    expected = (*experts, -(-rows // tensor.block[0]), -(-columns // tensor.block[1]))
+    name, name_of_scales = tensor.stored
+    if scales.shape != expected and not (is_whole and not experts and scales.shape in ONE_SCALE):
         raise error(
-            f"{scales_name} has shape {list(scales.shape)}; {name} of shape {list(tensor.shape)} {how} needs "
+            f"{name_of_scales} has shape {list(scales.shape)}; {name} of shape {list(tensor.shape)} {described} needs "
             f"{list(expected)}"
         )
     if scales.dtype not in SCALE_TYPES:
-        raise error(f"{scales_name} has type {scales.dtype}; allowed are {', '.join(SCALE_TYPES)}")
+        raise error(f"{name_of_scales} has type {scales.dtype}; allowed are {', '.join(SCALE_TYPES)}")
 
 
 def _mxfp4(tensors: dict[str, StoredTensor], config: dict[str, Any], error: MakeError) -> dict[str, Mxfp4Tensor]:

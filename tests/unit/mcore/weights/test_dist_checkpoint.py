@@ -54,7 +54,7 @@ DISTRIBUTED_ROUTE = [(2, ""), (4, f"{TP2} {PP2}"), (2, f"{PP2} {VP2}"), (1, "")]
 EXPERT_ROUTE = [(1, ""), (2, EP2), (4, f"{TP2} {SP} {EP2}"), (4, f"{PP2} {EP2}"), (1, "")]
 
 
-def travel(folder, shape: str, route, model: str = "llama", tolerance: float = 2e-6):
+def travel(folder, shape: str, route, model: str, tolerance: float):
     """One update in each layout of the route; compares with a run that stays on one rank."""
     stay = here = arrived = None
     for leg, (size, flags) in enumerate(route):
@@ -80,6 +80,16 @@ FROZEN_ROUTE = [(1, ""), (4, f"{TP2} {PP2}"), (2, CP2), (2, f"{TP2} {SP}"), (1, 
 SHARDED, BUCKETS = "--use-distributed-optimizer", "--overlap-grad-reduce --ddp-bucket-size 1"
 RECURRENT_ROUTE = [(2, f"{TP2} {SP}"), (2, f"{PP2} {VP2}"), (2, EP2), (1, "")]
 GROUPS_ROUTE = [(1, ""), (4, f"{TP4} {SP}"), (2, PP2), (4, f"{TP2} {CP2}"), (4, TP4), (1, "")]
+MUON = "--num-layers 4 --optimizer muon --lr 0.002 --weight-decay 0.1 --adam-eps 1 --muon-fp32-matmul-prec highest"
+
+
+def muon(row):
+    """A long row that needs the package of Muon."""
+    is_absent = importlib.util.find_spec("emerging_optimizers") is None
+    reason = "emerging-optimizers is not installed: pip install 'megarl[optimizers]'"
+    return pytest.param(*row, marks=[pytest.mark.long, pytest.mark.skipif(is_absent, reason=reason)])
+
+
 TRAVELS = [
     (DENSE, DENSE_ROUTE[1:5:3], "llama"),
     (DENSE, [(2, f"{SHARDED} {BUCKETS}"), (1, SHARDED)], "recurrent"),
@@ -103,12 +113,17 @@ TRAVELS = [
         (f"{FROZEN} --use-torch-fsdp2", [(2, ""), (4, TP2), (2, "")], "llama"),
         (f"{SGD} {EXPERTS}", EXPERT_ROUTE, "llama"),
     ]),
+    *map(muon, [
+        (MUON, [(1, ""), (4, f"{TP2} {PP2}"), (2, f"{PP2} {VP2}"), (2, CP2), (2, f"{TP2} {SP}"), (1, "")], "llama"),
+        (f"{MUON} {SHARDED}", [(2, ""), (4, TP2), (2, f"{PP2} {VP2}"), (2, CP2), (3, ""), (1, "")], "llama"),
+        (f"{MUON} {RATES} --freeze embedding.* *.layers.2.*", FROZEN_ROUTE, "llama"),
+    ]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("shape, route, model", TRAVELS)
 def test_a_checkpoint_continues_in_other_layouts(shape, route, model, tmp_path):
-    travel(tmp_path, shape, route, model)
+    travel(tmp_path, shape, route, model, 2e-5 if MUON in shape else 2e-6)
 
 
 @pytest.mark.parametrize("precision", [long(""), "--bf16"])
@@ -194,14 +209,13 @@ HOST_KINDS = [
     (DENSE, "critic", [(2, FSDP), (3, FSDP), (1, "")]),
     *(long((DENSE, model, [(2, FSDP), (3, FSDP), (1, ""), (4, f"{FSDP} {TP2}"), (2, TP2), (4, FSDP), (2, "")]))
       for model in ("llama", "critic")),
+    muon((MUON, "llama", [(2, TP2), (2, "--bf16"), (2, PP2), (2, SHARDED), (2, f"--bf16 {SHARDED}"), (1, "")])),
+    muon((f"{MUON} {EXPERTS}", "llama", [
+        (2, f"{TP2} {SP}"), (2, EP2), (4, f"{TP2} {SP} {EP2} --bf16"), (4, f"{EP2} {SHARDED}"), (1, "")])),
 ])  # fmt: skip
 def test_an_optimizer_of_another_kind_takes_weights_moments_and_steps_to_the_bit(shape, model, kinds, tmp_path):
     """Through all kinds and back: fp32 weights, which those of 16 bits and the distributed one keep as copies. FSDP
     leaves fp32 parameters of a model of 16 bits whole on each rank."""
-    move_through(kinds, shape, model, tmp_path)
-
-
-def move_through(kinds, shape: str, model: str, tmp_path):
     (folder, expected), value_head = (tmp_path / "first", {}), model == "critic"
     model = "llama" if value_head else model
     run_world(train_and_save, 1, shape, folder, model, value_head)
@@ -214,32 +228,3 @@ def move_through(kinds, shape: str, model: str, tmp_path):
     kinds_of = next((names for name, names in moments.items() if name in shape), ("exp_avg_sq",))
     assert found.keys() == expected.keys() and all(any(kind in key for key in found) for kind in kinds_of)
     assert [key for key, value in expected.items() if not torch.equal(found[key], value)] == []
-
-
-needs_muon = pytest.mark.skipif(
-    importlib.util.find_spec("emerging_optimizers") is None,
-    reason="emerging-optimizers is not installed: pip install 'megarl[optimizers]'",
-)
-MUON = "--num-layers 4 --optimizer muon --lr 0.002 --weight-decay 0.1 --adam-eps 1 --muon-fp32-matmul-prec highest"
-
-
-@needs_muon
-@pytest.mark.long
-@pytest.mark.parametrize("shape, route", [
-    (MUON, [(1, ""), (4, f"{TP2} {PP2}"), (2, f"{PP2} {VP2}"), (2, CP2), (2, f"{TP2} {SP}"), (1, "")]),
-    (f"{MUON} --use-distributed-optimizer", [(2, ""), (4, TP2), (2, f"{PP2} {VP2}"), (2, CP2), (3, ""), (1, "")]),
-    (f"{MUON} {RATES} --freeze embedding.* *.layers.2.*", FROZEN_ROUTE),
-])  # fmt: skip
-def test_a_checkpoint_of_muon_continues_in_other_layouts(shape, route, tmp_path):
-    travel(tmp_path, shape, route, tolerance=2e-5)
-
-
-@needs_muon
-@pytest.mark.long
-@pytest.mark.parametrize("shape, kinds", [
-    (MUON, [(2, TP2), (2, "--bf16"), (2, PP2), (2, SHARDED), (2, f"--bf16 {SHARDED}"), (1, "")]),
-    (f"{MUON} {EXPERTS}",
-     [(2, f"{TP2} {SP}"), (2, EP2), (4, f"{TP2} {SP} {EP2} --bf16"), (4, f"{EP2} {SHARDED}"), (1, "")]),
-])  # fmt: skip
-def test_momentum_of_muon_and_moments_of_adam_move_to_the_bit(shape, kinds, tmp_path):
-    move_through(kinds, shape, "llama", tmp_path)

@@ -18,7 +18,7 @@ from megarl.mcore.weights.hf.config_flags import (
     shared_experts,
     softmax_gates,
 )
-from megarl.mcore.weights.hf.families.llama import check_query_scaling
+from megarl.mcore.weights.hf.families.dense import check_query_scaling
 from megarl.mcore.weights.hf.family import (
     EXPERT_LAYERS,
     LATENT,
