@@ -92,11 +92,8 @@ def base_fingerprint(stages, pg_collection) -> str:
     """
     with base_weights(stages):
         sums = reshard.checksum(model_weights(stages, pg_collection), pg_collection.intra_dist_opt)
-    frozen = [
-        (key, sums[key])
-        for key in sorted(sums)
-        if not key.endswith(dist_checkpoint.BALANCING) and "output_layer." not in key
-    ]
+    changed = (key for key in sums if key.endswith(dist_checkpoint.BALANCING) or "output_layer." in key)
+    frozen = [(key, sums[key]) for key in sorted(sums.keys() - set(changed))]
     return f"{stages[0].config.params_dtype} {hashlib.blake2b(repr(frozen).encode(), digest_size=8).hexdigest()}"
 
 

@@ -163,8 +163,8 @@ def model_state(role: str, stages, pg_collection, held: Mapping[str, tuple[int, 
     """Returns the state of one role's weights only, under the keys of `role` in the checkpoint.
 
     Args:
-        held: global shapes by the checkpoint's keys; a scalar head or a buffer of expert balancing that it lacks is left
-            out. None: it has all.
+        held: global shapes by the checkpoint's keys. A scalar head and buffers of expert balancing that it lacks are
+            left out. None: it has all.
     """
     weights = _prefixed(local_rows(_weights(stages, pg_collection)), role)
     for chunk, state in zip(stages, weights.values(), strict=True) if held is not None else ():

@@ -1,5 +1,4 @@
-"""Families of dense models, and their relatives: Llama, Mistral, Phi, GLM; Gemma, OLMo and EXAONE, which have norms after
-attention and MLP."""
+"""Dense families and their relatives: Llama, Mistral, Phi, GLM; Gemma, OLMo, EXAONE, with norms after the layers' parts."""
 
 from megarl.mcore.weights.hf.config_flags import (
     GEGLU,
