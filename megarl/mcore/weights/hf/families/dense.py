@@ -1,4 +1,4 @@
-"""Dense families and their relatives: Llama, Mistral, Phi, GLM; Gemma, OLMo, EXAONE, with norms after the layers' parts."""
+"""Dense families and relatives: Llama, Mistral, Phi, GLM; Gemma, OLMo, EXAONE, with norms after attention and MLP."""
 
 from megarl.mcore.weights.hf.config_flags import (
     GEGLU,
