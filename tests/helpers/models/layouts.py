@@ -13,7 +13,7 @@ TP4, GROUP = "--tensor-model-parallel-size 4", "--num-query-groups 1"
 ONE_GROUP = f"{DENSE} {GROUP}"
 CP2, EP2 = "--context-parallel-size 2", "--expert-model-parallel-size 2"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-VP2 = "--num-layers-per-virtual-pipeline-stage 1"
+VP2, FSDP = "--num-layers-per-virtual-pipeline-stage 1", "--use-torch-fsdp2"
 LAYOUTS = {
     "tp2": (2, DENSE, TP2),
     "tp2-sp": (2, DENSE, f"{TP2} {SP}"),
@@ -32,8 +32,15 @@ LAYOUTS = {
     "pp2-vp2-overlap": (4, DENSE, f"{PP2} {VP2} --use-distributed-optimizer --overlap-grad-reduce"),
     "tp2-sp-recompute": (2, DENSE, f"{TP2} {SP} {RECOMPUTE}"),
     "pp2-cp2-recompute": (4, DENSE, f"{PP2} {CP2} --recompute-activations"),
-    "sharded-dp2": (2, DENSE, "--use-torch-fsdp2"),
-    "tp2-sp-sharded-dp2": (4, DENSE, f"{TP2} {SP} --use-torch-fsdp2"),
+    "sharded-dp2": (2, DENSE, FSDP),
+    "tp2-sp-sharded-dp2": (4, DENSE, f"{TP2} {SP} {FSDP}"),
+    "sharded-dp3": (3, DENSE, FSDP),  # which divide no matrix
+    "sharded-dp4": (4, DENSE, FSDP),
+    "sharded-cp2": (2, DENSE, f"{CP2} {FSDP}"),
+    "tp2-sharded-dp2": (4, DENSE, f"{TP2} {FSDP}"),
+    "sharded-dp2-recompute": (2, DENSE, f"{RECOMPUTE} {FSDP}"),
+    "sharded-dp2-untied": (2, f"{DENSE} --untie-embeddings-and-output-weights", FSDP),
+    "sharded-dp2-clipped": (2, f"{DENSE} --clip-grad 0.01", FSDP),
     "tp2-olmo": (2, OLMO, TP2),
     "pp2-cp2-olmo": (4, OLMO, f"{PP2} {CP2}"),
     "tp2-sp-gemma": (2, GEMMA, f"{TP2} {SP}"),
@@ -46,7 +53,7 @@ LAYOUTS = {
     "tp4-sp-one-group": (4, ONE_GROUP, f"{TP4} {SP}"),
     "tp2-sp-cp2-one-group": (4, f"{ONE_GROUP} --add-qkv-bias", f"{TP2} {SP} {CP2}"),
     "tp2-pp2-recompute-one-group": (4, ONE_GROUP, f"{TP2} {PP2} {RECOMPUTE}"),
-    "tp2-sharded-dp2-one-group": (4, ONE_GROUP, f"{TP2} --use-torch-fsdp2"),
+    "tp2-sharded-dp2-one-group": (4, ONE_GROUP, f"{TP2} {FSDP}"),
     "tp4-olmo": (4, OLMO, TP4),
     "tp2-sp-gemma-one-group": (2, f"{GEMMA} {GROUP}", f"{TP2} {SP}"),
     "tp4-sp-gemma": (4, GEMMA, f"{TP4} {SP}"),
@@ -54,7 +61,6 @@ LAYOUTS = {
 }
 ALL_MODELS = "tp2 tp2-sp pp2-vp2 cp2 dp2-overlap sharded-dp2 tp2-sp-recompute pp2-cp2-recompute tp2-ep2-sp".split()
 # Of models with recurrent states.
-RECURRENT_LAYOUTS = {name: LAYOUTS[name] for name in (*ALL_MODELS, "tp2-one-group", "tp2-pp2")}
-RECURRENT_LAYOUTS["sharded-cp2"] = (2, DENSE, f"{CP2} --use-torch-fsdp2")
+RECURRENT_LAYOUTS = {name: LAYOUTS[name] for name in (*ALL_MODELS, "tp2-one-group", "tp2-pp2", "sharded-cp2")}
 # Of models with multi-latent attention.
 LATENT_LAYOUTS = {name: LAYOUTS[name] for name in (*ALL_MODELS, "tp2-sp-cp2")} | {"tp4-sp": (4, DENSE, f"{TP4} {SP}")}

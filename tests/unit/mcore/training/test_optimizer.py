@@ -20,6 +20,8 @@ from tests.helpers.models.tiny_models import (
 from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import run_world
 
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+FSDP, SHARDED = "--use-torch-fsdp2", "--use-distributed-optimizer"
 SGD_LIKE = "--adam-eps 1 --lr 0.05 --clip-grad 0 --weight-decay 0.1"  # no division by tiny second moments
 
 
@@ -51,8 +53,8 @@ LAYOUTS = {
     "DP2": (2, "", 1),
     "DP2, three micro-batches": (2, "--overlap-grad-reduce", 3),
     "DP2, distributed optimizer": (2, "--use-distributed-optimizer", 2),
-    "TP2": (2, "--tensor-model-parallel-size 2", 1),
-    "TP2 DP2": (4, "--tensor-model-parallel-size 2", 2),
+    "TP2": (2, TP2, 1),
+    "TP2 DP2": (4, TP2, 2),
     "full recompute": (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1),
 }
 
@@ -113,7 +115,7 @@ def clipped(rank, flags):
     return applied, norm, sum(float((g.double() ** 2).sum()) for g in whole) ** 0.5
 
 
-@pytest.mark.parametrize("size, layout", [(1, ""), (2, "--tensor-model-parallel-size 2"), (2, "")])
+@pytest.mark.parametrize("size, layout", [(1, ""), (2, TP2), (2, "")])
 def test_gradients_are_clipped_to_the_global_norm(size, layout):
     for applied, norm, after in run_world(clipped, size, f"--clip-grad 0.05 {layout}"):
         assert applied and norm > 0.1
@@ -123,22 +125,25 @@ def test_gradients_are_clipped_to_the_global_norm(size, layout):
 
 
 def skipping(rank, flags, bad):
+    from megarl.mcore.parallel.fsdp import rows_here
     from megarl.mcore.training import optimizer
 
     model, wrapped, adam, _, place = wrapped_model(flags)
-    before = [p.detach().clone() for p in model.parameters()]
+    before = [rows_here(p).clone() for p in model.parameters()]
     accumulate(wrapped, adam, place, 1)
     if rank == 1:
-        model.decoder.layers[0].mlp.linear_fc1.weight.main_grad[0, 0] = bad
+        rows_here(model.decoder.layers[0].mlp.linear_fc1.weight.main_grad)[0, 0] = bad
     skipped = optimizer.update(adam)
-    same = all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    same = all(torch.equal(rows_here(p), q) for p, q in zip(model.parameters(), before, strict=True))
     accumulate(wrapped, adam, place, 1)
     return skipped[0], same, optimizer.update(adam)[0]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_all_ranks_skip_a_gradient_that_is_not_finite_on_one(bad):
-    results = run_world(skipping, 2, "--tensor-model-parallel-size 2", bad)
+@pytest.mark.parametrize(
+    "flags, bad", [(TP2, float("nan")), (TP2, float("inf")), (FSDP, float("nan")), long((FSDP, float("inf")))]
+)
+def test_all_ranks_skip_a_gradient_that_is_not_finite_on_one(flags, bad):
+    results = run_world(skipping, 2, flags, bad)
     assert results == [(False, True, True)] * 2
 
 
@@ -178,8 +183,6 @@ def test_the_schedule_is_constant_without_flags():
 
 # -- against torch's optimizers ------------------------------------------------------------------------------------
 
-TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
-FSDP, SHARDED = "--use-torch-fsdp2", "--use-distributed-optimizer"
 MULTIPLIERS = "--lr-multipliers *.mlp.*=0.1 *.layers.1.*=3 --weight-decay-multipliers *.linear_qkv.*=0.5 *.mlp.*=0"
 SGD = "--optimizer sgd --lr 0.05 --weight-decay 0.2 --clip-grad 0"
 ADAM = "--lr 0.01 --weight-decay 0.2 --clip-grad 0 --adam-eps 1"
