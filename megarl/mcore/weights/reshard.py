@@ -42,14 +42,10 @@ class _Message(NamedTuple):
     peer: int
     copies: list[ShardCopy]
     size: int  # elements
-
-
-class _Round(NamedTuple):
-    """Messages that this rank sends and receives in one exchange."""
-
     dtype: torch.dtype
-    sends: list[_Message]
-    receives: list[_Message]
+
+
+Round = dict[str, list[_Message]]  # what this rank "sends" and "receives" in one exchange
 
 
 class WeightTransfer:
@@ -78,7 +74,7 @@ class WeightTransfer:
         copies = shard_copies(self.rank, sources, destinations)
         self.local = [copy for copy in copies if copy.sender == copy.receiver]
         self.rounds = self._plan_rounds([copy for copy in copies if copy.sender != copy.receiver], bucket_bytes)
-        self.bytes_sent = sum(m.size * r.dtype.itemsize for r in self.rounds for m in r.sends)
+        self.bytes_sent = sum(m.size * m.dtype.itemsize for round_ in self.rounds for m in round_["sends"])
         total = torch.tensor(self.bytes_sent, dtype=torch.int64, device=device.device())
         dist.all_reduce(total, group=group)
         self.total_bytes = int(total)  # sent by all ranks
@@ -100,8 +96,8 @@ class WeightTransfer:
         """
         operations: list[dist.P2POp] = []
         for round_ in self.rounds:
-            for message in round_.sends:
-                memory = torch.empty(message.size, dtype=round_.dtype, device=device.device())
+            for message in round_["sends"]:
+                memory = torch.empty(message.size, dtype=message.dtype, device=device.device())
                 self._pack(memory, message)
                 operations.append(dist.P2POp(dist.isend, memory, group=self.group, group_peer=message.peer))
         works = dist.batch_isend_irecv(operations) if operations else []  # NCCL: one for all of them
@@ -143,7 +139,7 @@ class WeightTransfer:
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
         return values.tolist()
 
-    def _plan_rounds(self, copies: list[ShardCopy], bucket_bytes: int) -> list[_Round]:
+    def _plan_rounds(self, copies: list[ShardCopy], bucket_bytes: int) -> list[Round]:
         """Assigns shard copies to rounds; both ranks of a pair derive the same rounds without knowing other pairs'."""
         peers = [{c.receiver for c in copies} - {self.rank}, {c.sender for c in copies} - {self.rank}]
         max_peers = max(1, *self._max_over_group([len(p) for p in peers]))
@@ -159,14 +155,14 @@ class WeightTransfer:
         rounds = []
         for dtype, by_pair, count in zip(dtypes, buckets, counts, strict=True):
             for number in range(count):
-                rounds.append(_Round(dtype, [], []))
+                rounds.append({"receives": [], "sends": []})
                 for (sender, receiver), of_pair in by_pair.items():
                     bucket = of_pair[number] if number < len(of_pair) else []
-                    side, peer = (rounds[-1].sends, receiver) if sender == self.rank else (rounds[-1].receives, sender)
-                    side.extend(_messages(peer, bucket, dtype))
+                    side, peer = ("sends", receiver) if sender == self.rank else ("receives", sender)
+                    rounds[-1][side] += _messages(peer, bucket, dtype)
         return rounds
 
-    def _exchange(self, round_: _Round):
+    def _exchange(self, round_: Round):
         """Runs a round; its peers run theirs, with the same messages in the same order."""
         operations, staged = [], []
         for side, action, view_of in (
@@ -174,10 +170,10 @@ class WeightTransfer:
             ("sends", dist.isend, self._source_view),
         ):
             used = 0
-            for message in getattr(round_, side):
+            for message in round_[side]:
                 memory = view_of(message.copies[0])
-                if not _needs_no_staging(message, memory, round_.dtype):
-                    memory = self._stage(side, round_.dtype)[used : used + message.size]
+                if not _needs_no_staging(message, memory):
+                    memory = self._stage(side, message.dtype)[used : used + message.size]
                     used += message.size
                     if side == "sends":
                         self._pack(memory, message)
@@ -195,9 +191,8 @@ class WeightTransfer:
         if side not in self._staging:
             view, size = self._source_view if side == "sends" else self._destination_view, 0
             for round_ in self.rounds:
-                messages = getattr(round_, side)
-                packed = (m for m in messages if not _needs_no_staging(m, view(m.copies[0]), round_.dtype))
-                size = max(size, sum(m.size for m in packed) * round_.dtype.itemsize)
+                packed = (m for m in round_[side] if not _needs_no_staging(m, view(m.copies[0])))
+                size = max(size, sum(m.size * m.dtype.itemsize for m in packed))
             self._staging[side] = torch.empty(size, dtype=torch.uint8, device=device.device())
         return self._staging[side][: self._staging[side].nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
 
@@ -206,13 +201,15 @@ def _messages(peer: int, bucket: list[ShardCopy], dtype: torch.dtype) -> list[_M
     """The messages of a bucket: one for each large copy, and one for all small ones."""
     sizes = {copy: math.prod(copy.shape) for copy in bucket}
     small = [copy for copy in bucket if sizes[copy] * dtype.itemsize < LARGE_BYTES]
-    large = [_Message(peer, [copy], sizes[copy]) for copy in bucket if sizes[copy] * dtype.itemsize >= LARGE_BYTES]
-    return large + ([_Message(peer, small, sum(map(sizes.get, small)))] if small else [])
+    large = [
+        _Message(peer, [copy], sizes[copy], dtype) for copy in bucket if sizes[copy] * dtype.itemsize >= LARGE_BYTES
+    ]
+    return large + ([_Message(peer, small, sum(map(sizes.get, small)), dtype)] if small else [])
 
 
-def _needs_no_staging(message: _Message, memory: Tensor, dtype: torch.dtype) -> bool:
+def _needs_no_staging(message: _Message, memory: Tensor) -> bool:
     is_local = memory.device.type == device.device().type  # a mapped file stays on the host
-    return len(message.copies) == 1 and memory.dtype == dtype and memory.is_contiguous() and is_local
+    return len(message.copies) == 1 and memory.dtype == message.dtype and memory.is_contiguous() and is_local
 
 
 def _into_buckets(copies: list[ShardCopy], bucket_size: int) -> list[list[ShardCopy]]:
