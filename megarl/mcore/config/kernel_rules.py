@@ -14,7 +14,7 @@ from megarl.errors import Rule, UsageError
 from megarl.mcore import device
 from megarl.mcore.config import model_flags
 from megarl.mcore.config.optimizer_flags import MUON
-from megarl.mcore.config.rules import allow, only, require
+from megarl.mcore.config.rules import allow, only, require, when
 from megarl.mcore.config.supported_flags import ARCHITECTURE, ATTENTION_BACKENDS
 from megarl.mcore.kernels import native
 
@@ -212,7 +212,7 @@ def module_rules(args) -> list[Rule]:
         _exact(args),
         _scores(args),
     ]
-    return [rule._replace(is_broken=is_module and rule.is_broken, reason=WHERE + rule.reason) for rule in found]
+    return when(is_module, found, WHERE)
 
 
 def check_run(settings, hf_models: dict):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megarl.errors import Rule
 from megarl.mcore import device
 from megarl.mcore.config.model_flags import ROTARY
-from megarl.mcore.config.rules import allow, is_pattern, min_value, positive, value_of
+from megarl.mcore.config.rules import allow, is_pattern, min_value, positive, value_of, when
 
 TRAINED = ("actor", "critic")  # roles that run backward
 MAX_LAYERS = 100_000
@@ -288,17 +288,15 @@ def _sharding(args) -> list[Rule]:
     """Rules on FSDP, which splits all parameters, experts included, over the data- and context-parallel ranks."""
     on, flag, tensor = args.use_torch_fsdp2, "--use-torch-fsdp2", args.tensor_model_parallel_size
     pipeline, expert = args.pipeline_model_parallel_size, args.expert_model_parallel_size
-    return [
-        allow(flag, not on or pipeline == 1, f"none with --pipeline-model-parallel-size {pipeline}"),
-        allow(flag, not on or expert == 1, f"none with --expert-model-parallel-size {expert}"),
-        allow(flag, not on or not args.use_distributed_optimizer, "none with --use-distributed-optimizer"),
-        allow(
-            flag,
-            not on or not args.num_experts or tensor == 1,
-            f"none with --num-experts {args.num_experts} and --tensor-model-parallel-size {tensor}",
-        ),
-        allow(flag, not on or not args.fp16, "none with --fp16"),
+    experts = f"--num-experts {args.num_experts} and --tensor-model-parallel-size {tensor}"
+    found = [
+        allow(flag, pipeline == 1, f"none with --pipeline-model-parallel-size {pipeline}"),
+        allow(flag, expert == 1, f"none with --expert-model-parallel-size {expert}"),
+        allow(flag, not args.use_distributed_optimizer, "none with --use-distributed-optimizer"),
+        allow(flag, not args.num_experts or tensor == 1, f"none with {experts}"),
+        allow(flag, not args.fp16, "none with --fp16"),
     ]
+    return when(on, found)
 
 
 def _runs_on_cpu() -> bool:

@@ -7,7 +7,7 @@ namespace and of the model's config. A flag that would have no effect in a model
 import re
 
 from megarl.errors import Rule, UsageError
-from megarl.mcore.config.rules import allow, defaults, is_pattern, min_value, only, positive, require, value_of
+from megarl.mcore.config.rules import allow, defaults, is_pattern, min_value, only, positive, require, value_of, when
 from megarl.mcore.kernels.batch_invariance import VECTOR
 
 
@@ -262,23 +262,25 @@ def _chosen_keys(args) -> list[Rule]:
     pattern, heads, rotated = args.dsa_indexer_layers, args.dsa_indexer_n_heads or 0, args.qk_pos_emb_head_dim
     channels, fits = args.dsa_indexer_head_dim or 0, pattern is None or is_pattern(pattern, layers) and pattern[0] == 1
     ranks = args.tensor_model_parallel_size
+    found = [
+        allow(INDEXER, has_latents and args.q_lora_rank, f"none without {LATENT} and --q-lora-rank"),
+        allow(INDEXER, args.position_embedding_type in ROTARY,
+              f"none with --position-embedding-type {args.position_embedding_type}"),
+        allow(INDEXER, args.experimental_attention_variant is None, "none with --experimental-attention-variant"),
+        allow("--dsa-indexer-n-heads", heads > 0, f"1 or more with {INDEXER}"),
+        allow("--dsa-indexer-n-heads", heads % ranks == 0, f"a multiple of --tensor-model-parallel-size {ranks}"),
+        allow("--dsa-indexer-head-dim", channels % VECTOR == 0 and channels >= rotated,
+              f"a multiple of {VECTOR}, --qk-pos-emb-head-dim {rotated} or more, with {INDEXER}"),
+        allow("--attention-backend", args.attention_kernel == "sdpa", f"auto or sdpa with {INDEXER}",
+              value=args.attention_kernel),
+    ]  # fmt: skip
+    of_layers = f"a zero or a one for each of {layers} layers, the first of them one"
     return [
         *defaults(args, INDEXER_FLAGS, on, f"none without {INDEXER}"),
         min_value(args, INDEXER),
-        allow(INDEXER, not on or has_latents and args.q_lora_rank, f"none without {LATENT} and --q-lora-rank"),
-        allow(INDEXER, not on or args.position_embedding_type in ROTARY,
-              f"none with --position-embedding-type {args.position_embedding_type}"),
-        allow(INDEXER, not on or args.experimental_attention_variant is None,
-              "none with --experimental-attention-variant"),
-        allow("--dsa-indexer-n-heads", not on or heads > 0, f"1 or more with {INDEXER}"),
-        allow("--dsa-indexer-n-heads", not on or heads % ranks == 0,
-              f"a multiple of --tensor-model-parallel-size {ranks}"),
-        allow("--dsa-indexer-head-dim", not on or channels % VECTOR == 0 and channels >= rotated,
-              f"a multiple of {VECTOR}, --qk-pos-emb-head-dim {rotated} or more, with {INDEXER}"),
-        allow("--dsa-indexer-layers", fits, f"a zero or a one for each of {layers} layers, the first of them one"),
-        allow("--attention-backend", not on or args.attention_kernel == "sdpa", f"auto or sdpa with {INDEXER}",
-              value=args.attention_kernel),
-    ]  # fmt: skip
+        *when(on, found),
+        allow("--dsa-indexer-layers", fits, of_layers),
+    ]
 
 
 def _or(value, default):

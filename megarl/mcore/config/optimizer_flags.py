@@ -18,7 +18,7 @@ import numpy as np
 
 from megarl import bundled
 from megarl.errors import Rule
-from megarl.mcore.config.rules import allow, defaults, min_value, positive, require, value_of
+from megarl.mcore.config.rules import allow, defaults, min_value, positive, require, value_of, when
 
 SGD, MUON = "sgd", "muon"
 MUON_NAMES = (MUON, "dist_muon")  # the second is Megatron's older name of the first with --use-distributed-optimizer
@@ -99,6 +99,12 @@ def _muon(args) -> list[Rule]:
     has_groups = args.group_query_attention and not args.multi_latent_attention
     others = f"adam or sgd without the package {PACKAGE}; run {bundled.install_command('optimizers')}"
     has_kind, few = args.muon_coefficient_type in kinds or not kinds, f"at most --num-query-groups {groups} {where}"
+    found = [
+        allow("--muon-coefficient-type", has_kind, f"one of {', '.join(kinds)}"),
+        allow("--fp16", not args.fp16, f"none {where}"),
+        allow("--use-torch-fsdp2", not args.use_torch_fsdp2, f"none {where}"),
+        allow("--tensor-model-parallel-size", not has_groups or tensor <= groups, few),
+    ]
     return [
         allow("--optimizer", not is_on or has_muon(), others),
         allow("--muon-no-split-qkv", is_on or args.muon_split_qkv, "none without --optimizer muon", value=True),
@@ -106,10 +112,7 @@ def _muon(args) -> list[Rule]:
         allow("--muon-momentum", 0 <= args.muon_momentum < 1, "from 0 to below 1"),
         positive(args, "--muon-extra-scale-factor"),
         min_value(args, "--muon-num-ns-steps"),
-        allow("--muon-coefficient-type", not is_on or has_kind, f"one of {', '.join(kinds)}"),
-        allow("--fp16", not is_on or not args.fp16, f"none {where}"),
-        allow("--use-torch-fsdp2", not is_on or not args.use_torch_fsdp2, f"none {where}"),
-        allow("--tensor-model-parallel-size", not is_on or not has_groups or tensor <= groups, few),
+        *when(is_on, found),
     ]
 
 

@@ -3,7 +3,7 @@
 from megarl import bundled
 from megarl.errors import Rule, UsageError
 from megarl.mcore import device
-from megarl.mcore.config.rules import allow, defaults, min_value, only, value_of
+from megarl.mcore.config.rules import allow, defaults, min_value, only, value_of, when
 from megarl.mcore.recurrence import fused_chunks
 
 FLAG, GATED_DELTA_NET = "--experimental-attention-variant", "gated_delta_net"
@@ -59,8 +59,7 @@ def rules(args) -> list[Rule]:
         *(min_value(args, f"--{name}") for name in SIZES),
         *_of_layers(args, on),
         *_of_channels(args, on),
-        *(each._replace(is_broken=has_states(args) and each.is_broken, reason=f"{each.reason} {where}")
-          for each in _combinations(args)),
+        *(each._replace(reason=f"{each.reason} {where}") for each in when(has_states(args), _combinations(args))),
         allow("--attention-output-gate", not gate or not args.qk_layernorm_all_heads,
               "none with --qk-layernorm-all-heads"),
         allow("--attention-output-gate", not gate or not args.add_bias_linear and not args.add_qkv_bias,
@@ -73,44 +72,44 @@ def _of_spaces(args, on: bool) -> list[Rule]:
     pattern, layers, experts = args.hybrid_layer_pattern or "", args.num_layers, args.num_experts
     groups, heads = args.mamba_num_groups, args.mamba_num_heads
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
-    return [
-        allow(PATTERN, not on or len(pattern) == layers and set(pattern) <= LETTERS and "M" in pattern,
+    found = [
+        allow(PATTERN, len(pattern) == layers and set(pattern) <= LETTERS and "M" in pattern,
               f"for each of --num-layers {layers} M (Mamba-2), * (attention), - (MLP) or E (experts), at least one M"),
-        allow(PATTERN, not on or ("E" in pattern) == bool(experts),
-              "one with E if and only if --num-experts is given"),
-        allow(PATTERN, not on or args.experimental_attention_variant is None, f"none with {FLAG}"),
-        allow("--moe-layer-freq", not on or args.moe_layer_freq == 1, f"none with {PATTERN}"),
-        *(allow(f"--{name}", not on or (value_of(args, name) or 0) > 0, "1 or more") for name in SPACE_SIZES),
-        allow("--mamba-num-groups", not on or groups % (tensor * context) == 0,
+        allow(PATTERN, ("E" in pattern) == bool(experts), "one with E if and only if --num-experts is given"),
+        allow(PATTERN, args.experimental_attention_variant is None, f"none with {FLAG}"),
+        allow("--moe-layer-freq", args.moe_layer_freq == 1, f"none with {PATTERN}"),
+        *(allow(f"--{name}", (value_of(args, name) or 0) > 0, "1 or more") for name in SPACE_SIZES),
+        allow("--mamba-num-groups", groups % (tensor * context) == 0,
               f"a multiple of --tensor-model-parallel-size {tensor} × --context-parallel-size {context}"),
-        allow("--mamba-num-heads", not on or not heads or not groups or heads % groups == 0,
+        allow("--mamba-num-heads", not heads or not groups or heads % groups == 0,
               f"a multiple of --mamba-num-groups {groups}"),
-        allow("--mamba-head-dim", not on or args.mamba_head_dim % VECTOR == 0, f"a multiple of {VECTOR}"),
-        allow("--mamba-dt-min", 0 <= args.mamba_dt_min < float("inf"), "0 or more"),
+        allow("--mamba-head-dim", args.mamba_head_dim % VECTOR == 0, f"a multiple of {VECTOR}"),
     ]  # fmt: skip
+    return [*when(on, found), allow("--mamba-dt-min", 0 <= args.mamba_dt_min < float("inf"), "0 or more")]
 
 
 def _of_layers(args, on: bool) -> list[Rule]:
     freq, layers, context = args.linear_attention_freq, args.num_layers, args.context_parallel_size
     tensor, backend, channels = args.tensor_model_parallel_size, args.delta_rule_backend, args.linear_key_head_dim
-    keys, values, is_fused = args.linear_num_key_heads, args.linear_num_value_heads, backend == fused_chunks.BACKEND
-    fits = on and freq and (1 < freq <= layers if isinstance(freq, int) else {*freq} == {0, 1} and len(freq) == layers)
-    return [
-        allow(RULE, on or not is_fused, f"torch without {FLAG}"),
-        allow(RULE, args.bf16 or not is_fused, "torch without --bf16"),
-        allow(RULE, channels <= fused_chunks.MAX_KEYS or not is_fused,
+    keys, values = args.linear_num_key_heads, args.linear_num_value_heads
+    fits = freq and (1 < freq <= layers if isinstance(freq, int) else {*freq} == {0, 1} and len(freq) == layers)
+    of_backend = [
+        allow(RULE, on, f"torch without {FLAG}"),
+        allow(RULE, args.bf16, "torch without --bf16"),
+        allow(RULE, channels <= fused_chunks.MAX_KEYS,
               f"torch with --linear-key-head-dim {channels}, above {fused_chunks.MAX_KEYS}"),
-        allow("--linear-attention-freq", not on or fits,
-              f"a number from 2 to --num-layers {layers}, or a pattern of {layers} ones (a recurrent state) and zeros"),
-        allow("--linear-num-key-heads", not on or keys % (tensor * context) == 0,
-              f"a multiple of --tensor-model-parallel-size {tensor} × --context-parallel-size {context}"),
-        allow("--linear-num-value-heads", not on or keys > 0 and values % keys == 0,
-              f"a multiple of --linear-num-key-heads {keys}"),
-        allow("--linear-value-head-dim", not on or args.linear_value_head_dim % VECTOR == 0,
-              f"a multiple of {VECTOR}"),
-        allow("--linear-conv-kernel-dim", not has_states(args) or 2 <= args.linear_conv_kernel_dim <= MAX_TAPS,
-              f"from 2 to {MAX_TAPS}"),
     ]  # fmt: skip
+    of_nets = [
+        allow("--linear-attention-freq", fits,
+              f"a number from 2 to --num-layers {layers}, or a pattern of {layers} ones (a recurrent state) and zeros"),
+        allow("--linear-num-key-heads", keys % (tensor * context) == 0,
+              f"a multiple of --tensor-model-parallel-size {tensor} × --context-parallel-size {context}"),
+        allow("--linear-num-value-heads", keys > 0 and values % keys == 0,
+              f"a multiple of --linear-num-key-heads {keys}"),
+        allow("--linear-value-head-dim", args.linear_value_head_dim % VECTOR == 0, f"a multiple of {VECTOR}"),
+    ]  # fmt: skip
+    taps = allow("--linear-conv-kernel-dim", 2 <= args.linear_conv_kernel_dim <= MAX_TAPS, f"from 2 to {MAX_TAPS}")
+    return when(backend == fused_chunks.BACKEND, of_backend) + when(on, of_nets) + when(has_states(args), [taps])
 
 
 def _of_channels(args, on: bool) -> list[Rule]:
@@ -118,19 +117,16 @@ def _of_channels(args, on: bool) -> list[Rule]:
     is_kda, rank, bound = args.linear_channel_decay, args.linear_gate_rank, args.linear_decay_bound
     keys, values, groups = args.linear_key_head_dim, args.linear_value_head_dim, args.linear_num_key_heads
     heads, none = args.linear_num_value_heads, f"none without {CHANNEL_DECAY}"
+    unequal = f"none with --linear-num-key-heads {groups}, --linear-num-value-heads {heads}: each value has a key"
+    narrow = f"none with --linear-key-head-dim {keys}, --linear-value-head-dim {values}: they are equal"
+    found = [
+        allow(CHANNEL_DECAY, on, f"none without {FLAG}"),
+        allow(CHANNEL_DECAY, groups == heads, unequal),
+        allow(CHANNEL_DECAY, keys == values, narrow),
+        allow(RULE, args.delta_rule_backend == RULE_BACKENDS[0], f"torch with {CHANNEL_DECAY}"),
+    ]
     return [
-        allow(CHANNEL_DECAY, on or not is_kda, f"none without {FLAG}"),
-        allow(
-            CHANNEL_DECAY,
-            not is_kda or groups == heads,
-            f"none with --linear-num-key-heads {groups}, --linear-num-value-heads {heads}: each value has a key",
-        ),
-        allow(
-            CHANNEL_DECAY,
-            not is_kda or keys == values,
-            f"none with --linear-key-head-dim {keys}, --linear-value-head-dim {values}: they are equal",
-        ),
-        allow(RULE, not is_kda or args.delta_rule_backend == RULE_BACKENDS[0], f"torch with {CHANNEL_DECAY}"),
+        *when(is_kda, found),
         allow("--linear-gate-rank", rank is None or is_kda, none),
         min_value(args, "--linear-gate-rank"),
         allow("--linear-decay-bound", bound is None or is_kda, none),

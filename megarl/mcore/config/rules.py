@@ -4,16 +4,16 @@ A function that returns the rules of a topic returns all of them, in the same or
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from megarl.errors import Rule, UsageError
 
 
 def require(role: str, args, rules: list[Rule], where: str = ""):
     """Raises UsageError for the first rule that a role's parsed flags break; `where`: where the rules hold."""
-    for rule in rules:
+    for rule in when(True, rules, where):
         if rule.is_broken:
-            raise UsageError(f"{role}: {rule._replace(reason=where + rule.reason).problem(args)}")
+            raise UsageError(f"{role}: {rule.problem(args)}")
 
 
 def allow(flag: str, holds: object, allowed: str, value: object = None) -> Rule:
@@ -41,6 +41,11 @@ def positive(args, flag: str) -> Rule:
     """A flag whose value, if it is given, is a number above 0."""
     value = value_of(args, flag)
     return allow(flag, value is None or 0 < value < math.inf, "above 0")
+
+
+def when(condition: object, rules: Iterable[Rule], where: str = "") -> list[Rule]:
+    """Rules that hold unless a condition is met; `where`: the condition, in words before what is allowed."""
+    return [rule._replace(is_broken=condition and rule.is_broken, reason=where + rule.reason) for rule in rules]
 
 
 def defaults(args, flags: Mapping[str, object], holds: object, allowed: str) -> list[Rule]:

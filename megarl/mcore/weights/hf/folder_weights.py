@@ -219,7 +219,7 @@ def write_rows(written, weights: LocalWeights, wholes: dict[str, GlobalTensor], 
     """Writes weights into the files of a rank, row by row; arguments as of `WeightMap.write`."""
     for names in written.names_without_copies():
         tensors = {name: file[name] for file in files.values() for name in names.intersection(file.names)}
-        boxes = {}
+        boxes: dict[WeightShard, BoxView] = {}
         for key, whole in wholes.items():
             for index in written.indices(key, whole.shape):
                 rows, *rest = whole.shape[len(index) :]
