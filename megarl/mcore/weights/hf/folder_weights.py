@@ -38,6 +38,7 @@ from megarl.mcore.weights.hf.hf_model import CLASSIFIER, LANGUAGE_MODEL
 from megarl.mcore.weights.hf.quantized import CONFIG_ENTRY, FolderTensor, StoredTensor, dtype_of
 from megarl.mcore.weights.reshard import WeightTransfer
 from megarl.mcore.weights.reshard_plan import (
+    BoxView,
     GlobalTensor,
     LocalWeights,
     WeightShard,
