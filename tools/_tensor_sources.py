@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megarl.errors import UsageError
 from megarl.mcore.lora.peft_files import CONFIG as PEFT_CONFIG
 from megarl.mcore.lora.peft_files import WEIGHTS as PEFT_WEIGHTS
+from megarl.mcore.weights.checkpoint_files import SafeReader
 from megarl.mcore.weights.hf.folder import HFFolder
-from megarl.mcore.weights.safe_reading import SafeReader
 from megarl.observe.terminal import printable, ranges_text
 from megarl.plain_files import check_regular
 

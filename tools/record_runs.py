@@ -208,7 +208,7 @@ def _state_of(folder: Path) -> dict:
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-    from megarl.mcore.weights.safe_reading import SafeReader
+    from megarl.mcore.weights.checkpoint_files import SafeReader
 
     class Planner(_EmptyStateDictLoadPlanner):
         def load_bytes(self, read_item, value):

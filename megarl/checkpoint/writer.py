@@ -19,7 +19,7 @@ from megarl.comm.role_mesh import RoleMesh
 from megarl.errors import warn
 from megarl.mcore.config import megatron_flags
 from megarl.mcore.weights import dist_checkpoint
-from megarl.mcore.weights.planned_save import PlannedSave, plan_save
+from megarl.mcore.weights.checkpoint_files import PlannedSave, plan_save
 from megarl.observe.files import write_atomically
 
 KEY = "megarl/checkpoint"  # prefix of entries in the process group's store

@@ -23,7 +23,7 @@ from megarl.errors import UsageError, flag_of
 from megarl.flags.preferences import preference_options
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
-from megarl.mcore.weights.safe_reading import load_plain
+from megarl.mcore.weights.checkpoint_files import load_plain
 from megarl.observe.terminal import PREFERENCE_FIELDS
 from megarl.roles.passes import policy_scores
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS

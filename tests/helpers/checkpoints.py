@@ -60,7 +60,7 @@ def save_state(state: dict, folder: Path):
     """Saves a state as `CheckpointWriter` does, without a manifest; a collective of the whole world."""
     import torch.distributed as dist
 
-    from megarl.mcore.weights.planned_save import plan_save
+    from megarl.mcore.weights.checkpoint_files import plan_save
 
     planned = plan_save(state, folder)
     results = [None] * dist.get_world_size() if dist.get_rank() == 0 else None

@@ -23,9 +23,9 @@ from megarl.errors import UsageError
 from megarl.mcore.model.gpt import value_head_of
 from megarl.mcore.model.weight_table import HEAD
 from megarl.mcore.parallel.fsdp import local_rows
-from megarl.mcore.weights import optimizer_states, safe_reading
+from megarl.mcore.weights import checkpoint_files, optimizer_states
 
-safe_reading.install()
+checkpoint_files.install()
 
 BALANCING = (".expert_bias", ".expert_share")  # buffers that training changes beside weights
 PREDICTION = "prediction"  # the state of multi-token prediction in that of its role
@@ -209,9 +209,9 @@ def load(state: dict, folder: Path, group=None) -> dict:
     try:
         with torch.no_grad():
             return dist_checkpointing.load(state, str(folder), strict=strict, process_group=group)
-    except (safe_reading.UnsafeFile, CheckpointException) as failure:
-        error = safe_reading.reason_of(failure)
-        if error is not None or isinstance(failure, safe_reading.UnsafeFile):
+    except (checkpoint_files.UnsafeFile, CheckpointException) as failure:
+        error = checkpoint_files.reason_of(failure)
+        if error is not None or isinstance(failure, checkpoint_files.UnsafeFile):
             raise UsageError(f"unsafe or damaged checkpoint: {error}", reporting_rank=dist.get_rank()) from None
         # torch's error is no Exception: nobody would catch it, and no line would say which rank failed.
         rank, (cause, _) = min(failure.failures.items())
@@ -241,5 +241,5 @@ def load_if_held(state: dict, folder: Path, pg_collection, role: str) -> dict | 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Returns the global shape of every tensor in a checkpoint from its metadata; needs no process group."""
     # Megatron's reader of this file passes properties to torch.empty that newer torch versions reject.
-    entries = safe_reading.SafeReader(str(folder)).read_metadata().state_dict_metadata
+    entries = checkpoint_files.SafeReader(str(folder)).read_metadata().state_dict_metadata
     return {key: tuple(entry.size) for key, entry in entries.items() if hasattr(entry, "size")}

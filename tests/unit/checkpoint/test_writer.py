@@ -14,7 +14,7 @@ from megarl.arguments import Settings
 from megarl.checkpoint import commit, folders
 from megarl.checkpoint.writer import CheckpointWriter, SaveError
 from megarl.errors import UsageError
-from megarl.mcore.weights import planned_save
+from megarl.mcore.weights import checkpoint_files
 from megarl.observe.files import step_of
 from tests.helpers.checkpoints import saved
 from tests.helpers.programs import in_world, inputs, metrics, program, sft_argv, timeless, train
@@ -45,14 +45,14 @@ class Gate:
     """Holds back the writing of files until it is opened."""
 
     def __init__(self):
-        self.event, self.write = threading.Event(), planned_save.PlannedSave.write
+        self.event, self.write = threading.Event(), checkpoint_files.PlannedSave.write
         gate = self
 
         def held(planned):
             assert gate.event.wait(SAFETY_SECONDS)
             return gate.write(planned)
 
-        planned_save.PlannedSave.write = held
+        checkpoint_files.PlannedSave.write = held
 
     def open(self):
         self.event.set()

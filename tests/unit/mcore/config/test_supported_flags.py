@@ -8,11 +8,8 @@ from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.config import megatron_flags
 from megarl.mcore.config.supported_flags import ONLY
-from tests.helpers.texts.refusals import refusal
+from tests.helpers.texts.refusals import refused_role
 
-SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128"
-EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 8"
-OWN = {"train_iters": 10, "seed": 1, "seq_length": 48, "draws_weights": True}
 UNUSED = [
     "--enable-cuda-graph", "--external-cuda-graph", "--flash-decode", "--cp-comm-type p2p",
     "--flash-attention-version 3", "--cross-entropy-loss-fusion", "--use-te-activation-func",
@@ -27,31 +24,26 @@ FAMILIES = ("--inference-", "--cuda-graph-modules", "--fp8-margin", "--tp-comm-"
 OF_FAMILIES = [option for option in megatron_flags.destinations() if option.startswith(FAMILIES)]
 
 
-def line_of(flags: str, extra: frozenset[str] = frozenset()) -> str:
-    """The line that refuses a role's flags."""
-    return refusal(megatron_flags.parse, "actor", f"{SHAPE} {EXPERTS} {flags}".split(), 1, OWN, extra)
-
-
 @pytest.mark.parametrize("has_cuda", [False, True])
 @pytest.mark.parametrize("flags", UNUSED)
 def test_flags_without_effect_are_refused_on_every_device(flags, has_cuda, monkeypatch):
     monkeypatch.setattr(device, "has_cuda", lambda: has_cuda)
     flag = flags.split()[0]
-    assert line_of(flags) == f"actor: {flag} is a Megatron flag that megarl does not use; remove it"
+    assert refused_role(flags) == f"actor: {flag} is a Megatron flag that megarl does not use; remove it"
 
 
 @pytest.mark.parametrize("has_cuda", [False, True])
 @pytest.mark.parametrize("flags", ONE_VALUE)
 def test_values_that_do_not_run_are_refused_on_every_device(flags, has_cuda, monkeypatch):
     monkeypatch.setattr(device, "has_cuda", lambda: has_cuda)
-    line = line_of(flags)
+    line = refused_role(flags)
     assert line.startswith(f"actor: {flags.split()[0]} ") and "allowed: " in line and "\n" not in line
 
 
 def test_flags_of_parts_that_megarl_does_not_have_are_refused():
     assert len(OF_FAMILIES) > 20
     for option in OF_FAMILIES:
-        assert line_of(option) == f"actor: {option} is a Megatron flag that megarl does not use; remove it"
+        assert refused_role(option) == f"actor: {option} is a Megatron flag that megarl does not use; remove it"
 
 
 @pytest.mark.parametrize("dest", ONLY)

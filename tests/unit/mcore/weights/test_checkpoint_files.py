@@ -1,4 +1,4 @@
-"""No file of a checkpoint can run code: hostile pickles in every place that is read, named in the message."""
+"""Files of checkpoints: a save in two parts has its checksums, and the snapshot; none that is read can run code."""
 
 import functools
 import io
@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from megarl.checkpoint import folders
-from megarl.checkpoint import manifest as manifests
+from megarl.checkpoint import folders, manifest
 from megarl.errors import UsageError
 from megarl.mcore.weights import dist_checkpoint
 from megarl.rollout import response_log, waiting_groups
@@ -21,6 +20,37 @@ from megarl.rollout.response_log import Record
 from tests.helpers.checkpoints import WAITING, Attack
 from tests.helpers.programs import in_world, program, rl_argv, train
 from tests.helpers.worlds import run_world
+
+
+def planned_and_written(rank: int, folder: Path) -> dict[str, dict]:
+    """What the rank says about its files; the tensors change between the snapshot and the writing."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    from megarl.mcore.weights.checkpoint_files import plan_save
+
+    weights = torch.arange(6.0)
+    state = {"w": ShardedTensor.from_rank_offsets("w", weights, (0, rank, 2))}
+    planned = plan_save(state, folder)
+    planned.snapshot(state)
+    weights.fill_(-1)
+    results, sealed = planned.write()
+    gathered: list = [None] * 2
+    torch.distributed.all_gather_object(gathered, results)
+    if rank == 0:
+        planned.finish(gathered)
+    return sealed
+
+
+def test_files_have_their_checksums_and_the_snapshot(tmp_path):
+    found = run_world(planned_and_written, 2, tmp_path)
+    assert all(found) and not found[0].keys() & found[1].keys()
+    for name, entry in (found[0] | found[1]).items():
+        assert manifest.seal(tmp_path / name) == entry
+    stored = b"".join((tmp_path / name).read_bytes() for name in found[1])
+    assert torch.arange(6.0).numpy().tobytes() in stored
+
+
+# -- hostile files -------------------------------------------------------------------------------------------------
 
 
 def test_the_attack_works_on_an_unrestricted_reader(tmp_path):
@@ -50,9 +80,9 @@ def test_a_file_that_cannot_be_read_is_an_error_that_programs_report(monkeypatch
 
 def sealed(folder: Path):
     """Gives a changed checkpoint a manifest that fits, as an attacker would."""
-    entries = manifests.read(folder, "--load")
-    entries["files"] = {path.name: manifests.seal(path) for path in folder.iterdir() if path.name != manifests.NAME}
-    manifests.write(folder, entries)
+    entries = manifest.read(folder, "--load")
+    entries["files"] = {path.name: manifest.seal(path) for path in folder.iterdir() if path.name != manifest.NAME}
+    manifest.write(folder, entries)
 
 
 def replace(folder: Path, fqn: str, content: bytes):
