@@ -93,12 +93,12 @@ def _of_layers(args, on: bool) -> list[Rule]:
     tensor, backend, channels = args.tensor_model_parallel_size, args.delta_rule_backend, args.linear_key_head_dim
     keys, values = args.linear_num_key_heads, args.linear_num_value_heads
     fits = freq and (1 < freq <= layers if isinstance(freq, int) else {*freq} == {0, 1} and len(freq) == layers)
+    wide = f"torch with --linear-key-head-dim {channels}, above {fused_chunks.MAX_KEYS}"
     of_backend = [
         allow(RULE, on, f"torch without {FLAG}"),
         allow(RULE, args.bf16, "torch without --bf16"),
-        allow(RULE, channels <= fused_chunks.MAX_KEYS,
-              f"torch with --linear-key-head-dim {channels}, above {fused_chunks.MAX_KEYS}"),
-    ]  # fmt: skip
+        allow(RULE, channels <= fused_chunks.MAX_KEYS, wide),
+    ]
     of_nets = [
         allow("--linear-attention-freq", fits,
               f"a number from 2 to --num-layers {layers}, or a pattern of {layers} ones (a recurrent state) and zeros"),
