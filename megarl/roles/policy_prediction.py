@@ -75,8 +75,8 @@ class PolicyPrediction:
 
     def state(self, loading: bool = False) -> dict:
         """The layer's checkpoint state, as of `dist_checkpoint.role_state`."""
-        groups, ranks = self.role_groups.pg_collection, self.role.ranks
-        return dist_checkpoint.role_state(self._name, [self.layer], self.optimizer, {}, groups, ranks, loading)
+        groups = self.role_groups.pg_collection
+        return dist_checkpoint.role_state(self._name, [self.layer], self.optimizer, {}, groups, loading)
 
     def restore(self, loaded: dict | None):
         """Takes the filled state of `state(loading=True)`; without one, or its optimizer, that begins anew."""

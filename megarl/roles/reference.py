@@ -93,7 +93,7 @@ class Reference:
     def state(self) -> dict:
         """The role's state in a checkpoint, so that a resumed run keeps the same reference."""
         model, groups = self.frozen_model.model, self.role_groups.pg_collection
-        state = dist_checkpoint.role_state(self.name, model, None, {"step": self.step}, groups, self.role.ranks)
+        state = dist_checkpoint.role_state(self.name, model, None, {"step": self.step}, groups)
         return self.frozen_model.offload.on_host(state)
 
     def restore(self, loaded: dict):

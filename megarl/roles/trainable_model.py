@@ -284,13 +284,12 @@ class TrainableModel:
             loading: as a template to fill.
             has_average: whether the checkpoint has the moving average, too, if one is kept.
         """
-        fingerprint, pg_collection = self._fingerprint(), self.role_groups.pg_collection
-        name, ranks = self.role.name, self.role.ranks
+        name, fingerprint, pg_collection = self.role.name, self._fingerprint(), self.role_groups.pg_collection
         with self.offload.present("weights", "optimizer"):  # a distributed optimizer gathers its state
             plain = extra | fingerprint
-            state = dist_checkpoint.role_state(name, self.model, self.optimizer, plain, pg_collection, ranks, loading)
+            state = dist_checkpoint.role_state(name, self.model, self.optimizer, plain, pg_collection, loading)
             if self.average is not None and has_average:
-                state["average"] = self.average.state(name, fingerprint, pg_collection, ranks, loading)
+                state["average"] = self.average.state(name, fingerprint, pg_collection, loading)
             if self.prediction is not None:
                 state[dist_checkpoint.PREDICTION] = self.prediction.state(loading)
         return self.offload.on_host(state)

@@ -137,7 +137,7 @@ def saved_and_loaded(rank, impls, shape, flags, folder):
     source, destination = (build(impl, args, place.pg_collection) for impl in impls)
     fill(weights_of(source, place.pg_collection))
     empty(weights_of(destination, place.pg_collection))
-    save_state(dist_checkpoint.role_state("actor", source, None, {}, place.pg_collection, place.ranks), folder)
+    save_state(dist_checkpoint.role_state("actor", source, None, {}, place.pg_collection), folder)
     state = dist_checkpoint.model_state("actor", destination, place.pg_collection)
     dist_checkpoint.load_weights(destination, dist_checkpoint.load_role(state, folder, place.pg_collection))
     return wrong(weights_of(destination, place.pg_collection))

@@ -44,7 +44,7 @@ def moments(stages, optimizer, place) -> dict:
 
     from megarl.mcore.weights import dist_checkpoint
 
-    state = dist_checkpoint.role_state("actor", stages, optimizer, {}, place.pg_collection, place.ranks)
+    state = dist_checkpoint.role_state("actor", stages, optimizer, {}, place.pg_collection)
     found = {}
     for value in nested_values(state["optimizer"]):
         for stored in nested_values({"": value.build()}) if isinstance(value, ShardedTensorFactory) else [value]:
@@ -73,8 +73,8 @@ def moved(rank, impls, is_fused, flags, folder):
                 state[name].copy_(torch.rand_like(state[name]))
         for group in adam.param_groups:
             group["step"] = STEP
-    save_state(dist_checkpoint.role_state("actor", stages, source, {}, place.pg_collection, place.ranks), folder)
-    state = dist_checkpoint.role_state("actor", others, destination, {}, place.pg_collection, place.ranks, loading=True)
+    save_state(dist_checkpoint.role_state("actor", stages, source, {}, place.pg_collection), folder)
+    state = dist_checkpoint.role_state("actor", others, destination, {}, place.pg_collection, loading=True)
     loaded = dist_checkpoint.load_role(state, folder, place.pg_collection)
     optimizer_states.restore(loaded, destination)
     steps = {group["step"] for adam in inner(destination) for group in adam.param_groups}

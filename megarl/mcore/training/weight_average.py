@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from torch import Tensor
 
 from megarl.mcore.lora import adapter
@@ -74,11 +75,29 @@ class WeightAverage:
             rows.copy_(value)
         adapter.merge(self._stages)
 
-    def state(self, role: str, plain: dict, pg_collection, ranks: range, loading: bool) -> dict:
-        """The average's checkpoint state, as of `dist_checkpoint.average_state`."""
-        pairs = zip(self._parameters, self._averages, strict=True)
+    def state(self, role: str, plain: dict, pg_collection, loading: bool) -> dict:
+        """The average's checkpoint state, under the keys of a role `<role>_ema`; `plain`: as of `role_state`.
+
+        What is not averaged is in it as the model has it, so that others load it like the weights of a role; `loading`:
+        only the averages are, which `dist_checkpoint.load` will fill.
+        """
+        source, pairs = dist_checkpoint.average_of(role), zip(self._parameters, self._averages, strict=True)
         averages = {id(parameter): fsdp.with_rows(parameter, average) for parameter, average in pairs}
-        return dist_checkpoint.average_state(role, self._stages, averages, plain, pg_collection, ranks, loading)
+        weights = dist_checkpoint.trained_weights(self._stages, pg_collection)
+        reads_all = self._stages[0].config.freezes_by_name
+        for state in weights.values():
+            for name, entry in list(state.items()):
+                average = averages.get(id(entry.data))
+                if average is None and loading and reads_all and isinstance(entry.data, Tensor):
+                    average = torch.empty_like(entry.data)  # frozen, maybe in a stack of layers, read as a whole
+                if average is not None:
+                    state[name] = make_sharded_optimizer_tensor(entry, average, source)
+                elif loading:
+                    del state[name]
+                else:
+                    entry.key = f"{source}.{entry.key}"
+        stored = dist_checkpoint.plain_object(f"{source}.plain", plain, pg_collection)
+        return fsdp.local_rows({"model": weights, "plain": stored})
 
     @torch.no_grad()
     def load(self, loaded: dict, pg_collection):

@@ -13,10 +13,8 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, extract_matching_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
-from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from megarl.errors import UsageError
@@ -50,9 +48,10 @@ def _prefixed(state: dict, prefix: str) -> dict:
     return dict_list_map_inplace(prefixed, state)
 
 
-def _object(key: str, data, rank_in_role: int) -> ShardedObject:
+def plain_object(key: str, data, pg_collection) -> ShardedObject:
     """Wraps picklable data that the role's first rank writes and all of its ranks read, in any layout."""
-    return ShardedObject(key, data, global_shape=(1,), global_offset=(0,), replica_id=rank_in_role)
+    rank = dist.get_rank(pg_collection.intra_dist_opt)
+    return ShardedObject(key, data, global_shape=(1,), global_offset=(0,), replica_id=rank)
 
 
 def _weights(stages, pg_collection, by_layer: bool = False) -> dict:
@@ -78,7 +77,7 @@ def has_factors(stages) -> bool:
     return any(hasattr(chunk, "adapter") for chunk in stages)
 
 
-def role_state(role: str, stages, optimizer, plain: dict, pg_collection, ranks: range, loading: bool = False) -> dict:
+def role_state(role: str, stages, optimizer, plain: dict, pg_collection, loading: bool = False) -> dict:
     """Returns one role's checkpoint state on this rank, ready for `plan_save` or `load`.
 
     Args:
@@ -88,9 +87,8 @@ def role_state(role: str, stages, optimizer, plain: dict, pg_collection, ranks: 
         plain: picklable state such as scheduler and counters.
         loading: create the optimizer states that `load` will fill.
     """
-    rank = dist.get_rank() - ranks.start
     weights = trained_weights(stages, pg_collection)
-    state = {"model": weights, "plain": _object("plain", plain, rank)}
+    state = {"model": weights, "plain": plain_object("plain", plain, pg_collection)}
     if optimizer is not None:
         with optimizer_states.described(optimizer):
             has_stacks = stages[0].config.freezes_by_name and not has_factors(stages)  # of which some layers are frozen
@@ -98,39 +96,10 @@ def role_state(role: str, stages, optimizer, plain: dict, pg_collection, ranks: 
             whole = optimizer.sharded_state_dict(of_states, is_loading=loading, metadata=_metadata(pg_collection))
         kinds = (ShardedBase, LocalNonpersistentObject)
         sharded, rest = extract_matching_values(whole, lambda v: isinstance(v, kinds), return_lists_as_dicts=True)
-        state |= {"optimizer": sharded, "optimizer_plain": _object("optimizer_plain", rest, rank)}
+        state |= {"optimizer": sharded, "optimizer_plain": plain_object("optimizer_plain", rest, pg_collection)}
         if loading:
             state["optimizer_form"] = LocalNonpersistentObject(rest)
     return _prefixed(local_rows(state), role)
-
-
-def average_state(
-    role: str, stages, averages: dict[int, Tensor], plain: dict, pg_collection, ranks: range, loading: bool = False
-) -> dict:
-    """Returns the state of a moving average of what a role trains, under the keys of a role `<role>_ema`.
-
-    What is not averaged is in it as the model has it, so that others load it like the weights of a role.
-
-    Args:
-        averages: by id of the parameter.
-        plain: as of `role_state`.
-        loading: only of the averages, which `load` will fill.
-    """
-    source = average_of(role)
-    weights, reads_all = trained_weights(stages, pg_collection), stages[0].config.freezes_by_name
-    for state in weights.values():
-        for name, entry in list(state.items()):
-            average = averages.get(id(entry.data))
-            if average is None and loading and reads_all and isinstance(entry.data, Tensor):
-                average = torch.empty_like(entry.data)  # frozen, maybe in a stack of layers, which is read as a whole
-            if average is not None:
-                state[name] = make_sharded_optimizer_tensor(entry, average, source)
-            elif loading:
-                del state[name]
-            else:
-                entry.key = f"{source}.{entry.key}"
-    stored = _object(f"{source}.plain", plain, dist.get_rank() - ranks.start)
-    return local_rows({"model": weights, "plain": stored})
 
 
 def prediction_of(role: str) -> str:
@@ -155,8 +124,7 @@ def factors_state(role: str, stages, adapters, pg_collection, held: Container[st
         state = _prefixed(local_rows(adapter.trained_state(chunk, metadata)), role)
         is_held = {name: name.startswith("adapter.") or entry.key in held for name, entry in state.items()}
         weights[f"chunk{i}"] = {name: entry for name, entry in state.items() if is_held[name]}
-    plain = _object(f"{role}.plain", None, dist.get_rank(pg_collection.intra_dist_opt))
-    return {"model": weights, "plain": plain}
+    return {"model": weights, "plain": plain_object(f"{role}.plain", None, pg_collection)}
 
 
 def model_state(role: str, stages, pg_collection, held: Mapping[str, tuple[int, ...]] | None = None) -> dict:

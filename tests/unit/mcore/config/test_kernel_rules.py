@@ -41,6 +41,7 @@ WRONG = {  # flags, what the line says
     "split experts": (f"--bf16 {EXPERTS} --expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2: with"),
     "overlap": (f"--bf16 {EXPERTS} --moe-shared-expert-intermediate-size 32 --moe-shared-expert-overlap",
                 "--moe-shared-expert-overlap True: with"),
+    "latents": ("--bf16", "--multi-latent-attention True: with --exact-rollout on CUDA allowed is none", "latent"),
     "low rank": (f"--bf16 {EXPERTS} --lora-rank 4", "--lora-rank 4: with"),
 }  # fmt: skip
 RIGHT = [
@@ -54,31 +55,23 @@ def on_cuda(monkeypatch):
     monkeypatch.setattr(device, "has_cuda", lambda: True)
 
 
-def roles_of(flags: str, shape: str = "llama"):
+def roles_of(flags: str, shape: str = "llama", exact: str = "--exact-rollout"):
     """The Megatron namespaces of a run's roles."""
-    program = parse(f"{SHAPES[shape]} --exact-rollout {flags}".split(), 2, "rl")
+    program = parse(f"{SHAPES[shape]} {exact} {flags}".split(), 2, "rl")
     return {name: role.megatron for name, role in program.roles.items()}
 
 
 @pytest.mark.usefixtures("on_cuda")
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_models(case):
-    flags, needle = WRONG[case]
-    with pytest.raises(UsageError) as error:
-        roles_of(flags)
-    assert needle in str(error.value) and "\n" not in str(error.value)
+    flags, needle, *shape = WRONG[case]
+    assert needle in refusals.refusal(roles_of, flags, *shape)
 
 
 def test_every_rule_is_broken_by_a_case():
     args = parse(SHAPES["llama"].split(), 1, "sft").roles["actor"].megatron
-    flags = {rule.flag for rule in kernel_rules.exact_rules(args)} - {"--transformer-impl", "--multi-latent-attention"}
-    assert flags == {needle.split()[0] for name, (_, needle) in WRONG.items() if name != "low rank"}
-
-
-@pytest.mark.usefixtures("on_cuda")
-def test_latents():
-    with pytest.raises(UsageError, match="--multi-latent-attention True: with --exact-rollout on CUDA allowed is none"):
-        roles_of("--bf16", "latent")
+    flags = {rule.flag for rule in kernel_rules.exact_rules(args)} - {"--transformer-impl"}
+    assert flags == {needle.split()[0] for name, (_, needle, *_) in WRONG.items() if name != "low rank"}
 
 
 @pytest.mark.usefixtures("on_cuda")
@@ -89,12 +82,7 @@ def test_the_policy_computes_so_in_training_and_rollout_and_no_other_model_does(
         is_policy = name in ("actor", "rollout")
         assert transformer_config(args).exact_rollout is is_policy
         assert args.attention_kernel == (kernel_rules.INVARIANT if is_policy or "invariant" in flags else "varlen")
-    assert not any(transformer_config(args).exact_rollout for args in _without_the_flag(flags))
-
-
-def _without_the_flag(flags: str):
-    program = parse(f"{SHAPES['llama']} {flags}".split(), 2, "rl")
-    return [role.megatron for role in program.roles.values()]
+    assert not any(transformer_config(args).exact_rollout for args in roles_of(flags, exact="").values())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
