@@ -134,7 +134,7 @@ class ModuleMap:
         reader, stored = FolderReader(self.model.folder), self.model.folder.weights
         for name, tied in self._conversions.tied.items():
             if not self.value_head and name in stored and tied in stored:
-                one, other = (reader[each][:, :] for each in (name, tied))
+                one, other = map(reader.read, (name, tied))
                 if not torch.equal(one, other):
                     return [str(int((one != other).any(1).nonzero()[0]))]
         return []
@@ -146,24 +146,19 @@ class ModuleMap:
             name = shard.key.removeprefix(PREFIX)
             by_name.setdefault(tied.get(name, name), []).append(shard)
         reader = FolderReader(self.model.folder)
-
-        def stored(name: str) -> Tensor:
-            shape = self.model.folder.weights[name].shape
-            return reader[name][tuple(slice(0, size) for size in shape)]
-
         for group in self._conversions.groups:
             wanted = [name for name in group.weights if tied.get(name, name) in by_name]
             if not wanted:
                 continue
             first = next(iter(group.weights))
-            made = converted(group.conversion, first, group.sources, stored, self._module)
+            made = converted(group.conversion, first, group.sources, reader.read, self._module)
             for name in wanted:
                 for shard in by_name[tied.get(name, name)]:
                     box = tuple(slice(at, at + size) for at, size in zip(shard.offset, shard.shape, strict=True))
                     yield weights.view(shard), made[name][box], next(iter(group.sources))
         if self.model.has_scalar_head and HEAD in by_name:
             for shard in by_name[HEAD]:
-                yield weights.view(shard), stored(SCORE), SCORE
+                yield weights.view(shard), reader.read(SCORE), SCORE
 
     # -- exports ---------------------------------------------------------------------------------------------------
 

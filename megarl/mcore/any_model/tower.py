@@ -134,7 +134,7 @@ class Tower:
             raise self.folder.error(f"{name} {problem}; its vision tower needs it with {tuple(tensor.shape)}")
         values = torch.empty(tensor.shape)
         for part in slices_of(tuple(tensor.shape), ELEMENTS):
-            values[part] = reader[stored][part]
+            values[part] = reader.read(stored, part)
         return values
 
 

@@ -141,10 +141,15 @@ class FolderReader:
         self._files: dict[str, Any] = {}  # open ones, by name
         self._mapped = 0  # bytes of them, at most
 
-    def __getitem__(self, name: str) -> "TensorSlices":
-        return TensorSlices(self, name, self._folder.weights[name])
+    def read(self, name: str, index: Index | None = None) -> Tensor:
+        """A slice of one of the weights, or all of it, which must not be kept."""
+        tensor = self._folder.weights[name]
+        index = tuple(slice(0, size) for size in tensor.shape) if index is None else index
+        if isinstance(tensor, StoredTensor):
+            return self.read_stored(name, index)
+        return tensor.read(self.read_stored, index)
 
-    def read(self, name: str, index: Index) -> Tensor:
+    def read_stored(self, name: str, index: Index) -> Tensor:
         """A slice of one of `HFFolder.tensors`, as a view of the mapped file; it must not be kept."""
         if self._mapped >= MAPPED_BYTES:
             self.close()
@@ -157,18 +162,6 @@ class FolderReader:
 
     def close(self):
         self._files, self._mapped = {}, 0
-
-
-class TensorSlices:
-    """One tensor, of which slices are read; its `[...]` takes an `Index`, and gives a tensor that must not be kept."""
-
-    def __init__(self, reader: FolderReader, name: str, tensor: FolderTensor):
-        self._reader, self._name, self._tensor = reader, name, tensor
-
-    def __getitem__(self, index: Index) -> Tensor:
-        if isinstance(self._tensor, StoredTensor):
-            return self._reader.read(self._name, index)
-        return self._tensor.read(self._reader.read, index)
 
 
 def _mapped_elements(index: Index, shape: tuple[int, ...]) -> int:
@@ -198,7 +191,7 @@ def damaged_scales(folder: HFFolder) -> list[str]:
     for tensor in folder.weights.values():
         if not isinstance(tensor, StoredTensor):
             _, name = tensor.stored
-            parts = (reader.read(name, part) for part in slices_of(folder.tensors[name].shape, ELEMENTS))
+            parts = (reader.read_stored(name, part) for part in slices_of(folder.tensors[name].shape, ELEMENTS))
             is_exponent = isinstance(tensor, Mxfp4Tensor)
             if any((part == NAN_EXPONENT if is_exponent else ~part.float().isfinite()).any() for part in parts):
                 found.append(name)
@@ -209,7 +202,7 @@ def damaged_decays(folder: HFFolder, names: Iterable[str]) -> list[str]:
     """Those among the tensors of these names that are decays or their biases, with a NaN or an infinity. Reads them."""
     reader, found = FolderReader(folder), []
     for name in (name for name in sorted(names) if name.endswith(DECAYS)):
-        parts = (reader[name][part] for part in slices_of(folder.weights[name].shape, ELEMENTS))
+        parts = (reader.read(name, part) for part in slices_of(folder.weights[name].shape, ELEMENTS))
         if any((~part.float().isfinite()).any() for part in parts):
             found.append(name)
     return found

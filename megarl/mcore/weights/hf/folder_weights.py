@@ -98,7 +98,7 @@ def read_rows(weights: LocalWeights, weight_map) -> Iterator[tuple[Tensor, Tenso
             at_once = max(1, folders.MAPPED_BYTES // BYTES_PER_ELEMENT // max(1, math.prod(columns)))
             for start in range(0, count, at_once):
                 offset, shape = (first + start, *others), (min(at_once, count - start), *columns)
-                stored = part.view_of(reader[part.name], offset, shape)
+                stored = part.view_of(functools.partial(reader.read, part.name), offset, shape)
                 yield weights.view(shard, offset, shape), stored.reshape(shape), part.name
         reader.close()
 
@@ -226,7 +226,7 @@ def write_rows(written, weights: LocalWeights, wholes: dict[str, GlobalTensor], 
                 rows, *rest = whole.shape[len(index) :]
                 for part in written.ranges(key, index, rows):
                     if part.name in tensors:
-                        view = functools.partial(part.view_of, tensors[part.name])
+                        view = functools.partial(part.view_of, tensors[part.name].__getitem__)
                         boxes[WeightShard(key, index, *part.box(rest))] = view
         WeightTransfer(weights, LocalWeights(wholes, boxes), group).run()
 
@@ -274,7 +274,7 @@ def _copy_kept(source: HFFolder, plan: ExportPlan, file: MappedFile):
     for name in kept.keys() - stored.keys():
         written = file[name]
         for part in slices_of(kept[name].shape, COPIED_ELEMENTS):
-            written[part] = reader[name][part]
+            written[part] = reader.read(name, part)
 
 
 def _prepare(folder: Path):

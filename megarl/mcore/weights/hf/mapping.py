@@ -4,7 +4,7 @@ All weights but the vocabulary's have the same columns in both; `mcore.model.pro
 fuses rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -35,19 +35,17 @@ class RowRange(NamedTuple):
         shape = (1, 1, rows, 1) if self.has_unit_axes else shape
         return shape if self.expert is None else (experts, *shape)
 
-    def view_of(self, source, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """A box (offset, shape) of the weight, inside these rows, as a view of the folder's tensor.
-
-        `source`: the whole tensor, or what safetensors has instead before it is read.
-        """
+    def view_of(self, read: Callable[[tuple], Tensor], offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """A box (offset, shape) of the weight, inside these rows, as a view of the folder's tensor. `read`: index ->
+        a slice of that tensor."""
         first = (offset[0] - self.row) * self.step + self.source_row
         rows = slice(first, first + (shape[0] - 1) * self.step + 1, self.step)
         columns = [slice(a, a + n) for a, n in zip(offset[1:], shape[1:], strict=True)]
         if self.has_unit_axes:
-            return source[0, 0, rows, 0]
+            return read((0, 0, rows, 0))
         if self.is_transposed:
-            return source[self.expert, *columns, rows].t()
-        return source[rows, *columns] if self.expert is None else source[self.expert, rows, *columns]
+            return read((self.expert, *columns, rows)).t()
+        return read((rows, *columns) if self.expert is None else (self.expert, rows, *columns))
 
 
 class Rows(NamedTuple):

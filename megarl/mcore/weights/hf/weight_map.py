@@ -189,7 +189,7 @@ class WeightMap:
         """The first row in which two tensors of one shape differ; None: they are equal."""
         reader, shape = FolderReader(self.model.folder), self.model.folder.weights[names[0]].shape
         for part in slices_of(shape, COMPARED):
-            one, other = (reader[name][part] for name in names)
+            one, other = (reader.read(name, part) for name in names)
             if not torch.equal(one, other):
                 return part[0].start + int((one != other).any(1).nonzero()[0])
         return None
