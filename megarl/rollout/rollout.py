@@ -97,7 +97,9 @@ class Rollout:
         elif self.role_groups.is_member:
             self.model = gpt.build_frozen_model(role.megatron, vocab_size, self.role_groups.pg_collection)
             if has_factors:
-                adapter.add_frozen_factors(self.model, role.lora, role.megatron, self.role_groups.pg_collection)
+                adapter.add_factors(
+                    self.model, role.lora, role.megatron, self.role_groups.pg_collection, is_frozen=True
+                )
         if role.model_role == self.name and (trained is not None or self.model is not None):
             s = settings
             self._weight_sync = WeightSync(

@@ -79,28 +79,18 @@ class Adapter(torch.nn.Module):
         return state | {name: v for name, v in whole if name.startswith(head) or name.endswith(BALANCING)}
 
 
-def add_factors(stages, lora: LoRASettings, args, pg_collection):
+def add_factors(stages, lora: LoRASettings, args, pg_collection, is_frozen: bool = False):
     """Freezes a model and adds factors, which change no result until they are trained; a scalar head stays trainable.
 
     Args:
         stages: the model's bare chunks, before they get gradient buffers.
         args: the role's Megatron namespace.
-
-    Raises:
-        ValueError: a chunk has no layer that the targets name.
+        is_frozen: nothing is trained here; others fill the factors.
     """
     for chunk in stages:
-        adapter = Adapter(chunk, lora, args, pg_collection)
-        if not len(adapter.linears):
-            raise ValueError("a pipeline stage has no layer that --lora-targets names")
-        adapter.attach(chunk)
-
-
-def add_frozen_factors(stages, lora: LoRASettings, args, pg_collection):
-    """Adds factors to a model that is not trained; arguments as of `add_factors`. Others fill them."""
-    for chunk in stages:
         Adapter(chunk, lora, args, pg_collection).attach(chunk)
-        chunk.requires_grad_(False)
+        if is_frozen:
+            chunk.requires_grad_(False)
 
 
 def give_gradient_to_layers(chunk):

@@ -110,7 +110,7 @@ def test_a_rollout_gets_the_factors_of_16_bits(flags, ranks):
             roles = parse_roles(f"{flags} {places} --bf16 --lora-rank 3", ranks, program="rl")
             role, groups = roles["rollout"], role_mesh.create_mesh(roles, timedelta(minutes=1))["rollout"].pg_collection
             stages = gpt.build_frozen_model(role.megatron, VOCAB, groups)
-            adapter.add_frozen_factors(stages, role.lora, role.megatron, groups)
+            adapter.add_factors(stages, role.lora, role.megatron, groups, is_frozen=True)
             (planned,) = memory.stage_memory(role, VOCAB, "generate", 64, 1, 0)
             assert planned.weights == sum(p.nbytes for p in stages.parameters())
             sent += sum(p.nbytes for chunk in stages for p in chunk.adapter.parameters())

@@ -37,7 +37,7 @@ def transferred(rank: int, flags: str):
     for role, stages in sides.items():
         if stages is not None:
             groups = pair.places[role].pg_collection
-            adapter.add_frozen_factors(stages, lora, pair.args[role], groups)
+            adapter.add_factors(stages, lora, pair.args[role], groups, is_frozen=True)
             for linear in adapter.adapted_linears(stages) if role == "reference" else ():
                 for factor in linear.factors.parameters():
                     factor.fill_(float("nan"))
