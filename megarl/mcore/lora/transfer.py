@@ -125,7 +125,8 @@ def load_factors(folder: Path, source: str, lora: LoRASettings, stages, args, pg
     set_base(stages)  # of factors that the model trains on top
     adapters = [Adapter(chunk, lora, args, pg_collection) for chunk in stages]
     held = dist_checkpoint.tensor_shapes(folder)
-    state = dist_checkpoint.factors_state(source, stages, adapters, pg_collection, held)
+    weights = dist_checkpoint.model_state(source, stages, pg_collection, held, adapters)
+    state = {"model": weights, "plain": dist_checkpoint.plain_object(f"{source}.plain", None, pg_collection)}
     loaded = dist_checkpoint.load_role(state, folder, pg_collection)
     check_fingerprint(loaded["plain"][FINGERPRINT], base_fingerprint(stages, pg_collection), source, pg_collection)
     for i, (chunk, adapter) in enumerate(zip(stages, adapters, strict=True)):

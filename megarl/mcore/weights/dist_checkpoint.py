@@ -5,7 +5,7 @@ Saving is one collective of the whole world. Keys of a role's tensors are prefix
 which may not belong to the role.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -68,8 +68,12 @@ def trained_weights(stages, pg_collection) -> dict:
     """Returns the state of what training changes of each chunk: low-rank factors if it has them, else all weights."""
     if not has_factors(stages):
         return _weights(stages, pg_collection)
-    metadata = _metadata(pg_collection)
-    return {f"chunk{i}": chunk.adapter.trained_state(chunk, metadata) for i, chunk in enumerate(stages)}
+    return _of_adapters(stages, [chunk.adapter for chunk in stages], pg_collection)
+
+
+def _of_adapters(stages, adapters, pg_collection) -> dict:
+    pairs, metadata = zip(stages, adapters, strict=True), _metadata(pg_collection)
+    return {f"chunk{i}": adapter.trained_state(chunk, metadata) for i, (chunk, adapter) in enumerate(pairs)}
 
 
 def has_factors(stages) -> bool:
@@ -112,29 +116,18 @@ def average_of(role: str) -> str:
     return f"{role}_ema"
 
 
-def factors_state(role: str, stages, adapters, pg_collection, held: Container[str]) -> dict:
-    """Returns the state of a role's low-rank factors, and of what else training changed, as `role_state` saved it.
-
-    Args:
-        adapters: a `megarl.mcore.lora.adapter.Adapter` for each chunk.
-        held: the checkpoint's keys; a scalar head or balancing buffer that it lacks is left out.
-    """
-    metadata, weights = _metadata(pg_collection), {}
-    for i, (chunk, adapter) in enumerate(zip(stages, adapters, strict=True)):
-        state = _prefixed(local_rows(adapter.trained_state(chunk, metadata)), role)
-        is_held = {name: name.startswith("adapter.") or entry.key in held for name, entry in state.items()}
-        weights[f"chunk{i}"] = {name: entry for name, entry in state.items() if is_held[name]}
-    return {"model": weights, "plain": plain_object(f"{role}.plain", None, pg_collection)}
-
-
-def model_state(role: str, stages, pg_collection, held: Mapping[str, tuple[int, ...]] | None = None) -> dict:
+def model_state(
+    role: str, stages, pg_collection, held: Mapping[str, tuple[int, ...]] | None = None, adapters: Sequence = ()
+) -> dict:
     """Returns the state of one role's weights only, under the keys of `role` in the checkpoint.
 
     Args:
         held: global shapes by the checkpoint's keys. A scalar head and buffers of expert balancing that it lacks are
             left out. None: it has all.
+        adapters: a `megarl.mcore.lora.adapter.Adapter` for each chunk: only of what training them changes.
     """
-    weights = _prefixed(local_rows(_weights(stages, pg_collection)), role)
+    weights = _of_adapters(stages, adapters, pg_collection) if adapters else _weights(stages, pg_collection)
+    weights = _prefixed(local_rows(weights), role)
     for chunk, state in zip(stages, weights.values(), strict=True) if held is not None else ():
         lacks_head = value_head_of(chunk) and held.get(f"{role}.{HEAD}", (0,))[0] != 1
         for name, entry in list(state.items()):
