@@ -57,7 +57,14 @@ class Adam(torch.optim.Optimizer):
         decay = group["weight_decay"]
         if not self.adam_w_mode:
             grads, decay = [g.add(p, alpha=decay) for g, p in zip(grads, weights, strict=True)], 0.0
-        self._apply(group, decay, weights, grads, first, second)
+        if self.moments is None:
+            return _adamw(group, decay, weights, grads, first, second)
+        for of_weights, of_grads, *kept in pieces(zip(weights, grads, first, second, strict=True)):
+            computed = [[moment.float() for moment in moments] for moments in kept]
+            _adamw(group, decay, of_weights, of_grads, computed[0], computed[1])
+            for moment, result in zip(chain.from_iterable(kept), chain.from_iterable(computed), strict=True):
+                if moment is not result:  # fp32
+                    moment.copy_(result)
 
     def create_moments(self, parameter: Tensor):
         """Creates the moments of a parameter that has none, as zeros."""
@@ -76,16 +83,6 @@ class Adam(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         for state in self.state.values():
             state |= {name: state[name].to(dtype) for name, dtype in (self.moments or {}).items() if name in state}
-
-    def _apply(self, group: dict, decay: float, weights: list, grads: list, first: list, second: list):
-        if self.moments is None:
-            return _adamw(group, decay, weights, grads, first, second)
-        for of_weights, of_grads, *kept in pieces(zip(weights, grads, first, second, strict=True)):
-            computed = [[moment.float() for moment in moments] for moments in kept]
-            _adamw(group, decay, of_weights, of_grads, computed[0], computed[1])
-            for moment, result in zip(chain.from_iterable(kept), chain.from_iterable(computed), strict=True):
-                if moment is not result:  # fp32
-                    moment.copy_(result)
 
 
 def _adamw(group: dict, decay: float, weights: list, grads: list, first: list, second: list):
