@@ -17,3 +17,9 @@ def critic_model(flags: str, offload: bool):
     role = parse_roles(flags, dist.get_world_size())["actor"]
     role = dataclasses.replace(role, name="critic", offload=offload)
     return TrainableModel(role, join_actor(flags)[1], VOCAB, 1, value_head=True)
+
+
+def loss_of_values(values, part):
+    """A loss of a critic's values, and what is reported of it."""
+    value = (values * part.advantages).sum() / 10
+    return value, value.detach()

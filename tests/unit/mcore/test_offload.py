@@ -11,7 +11,7 @@ from megarl.mcore.inference.engine import RolloutEngine
 from megarl.mcore.offload import ALIGNMENT, Arena, KVCacheInGradBuffer, TensorLayout, lay_out
 from megarl.mcore.weights import dist_checkpoint
 from tests.helpers.checkpoints import save_state
-from tests.helpers.models.trainable_models import DISTRIBUTED, MOE, TP2, critic_model
+from tests.helpers.models.trainable_models import DISTRIBUTED, MOE, TP2, critic_model, loss_of_values
 from tests.helpers.models.updates import batch_of, forward_of, split_microbatches
 from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
 from tests.helpers.tiers import long
@@ -35,18 +35,13 @@ def step(trainable_model) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Values, losses and gradient norm of an evaluation and two updates."""
     batch = batch_of(trainable_model.role_groups)
     parts = split_microbatches(batch, 2, 1)
-
-    def loss(values, part):
-        value = (values * part.advantages).sum() / 10
-        return value, value.detach()
-
     trainable_model.router_state.attach(batch, parts)
     values = [out for out, _ in trainable_model.forward_only(parts, forward_of(True))]
     with trainable_model.present_for_updates():
         trainable_model.router_state.attach(batch, parts)
-        losses, *_ = trainable_model.update(parts, forward_of(True), loss)
+        losses, *_ = trainable_model.update(parts, forward_of(True), loss_of_values)
         trainable_model.router_state.attach(batch, parts)
-        more, applied, norm = trainable_model.update(parts, forward_of(True), loss)
+        more, applied, norm = trainable_model.update(parts, forward_of(True), loss_of_values)
     assert applied
     return torch.cat(values), torch.stack(losses + more), norm
 

@@ -60,18 +60,3 @@ def test_context_ranks_attend_as_one(ranks, dtype):
             assert difference <= (largest_gap_allowed() if dtype == torch.float32 else 1e-12)
             assert apart <= (1e-5 if dtype == torch.float32 else 1e-12)
             assert padding < 4 * ranks + 2 * ranks
-
-
-def test_keys_on_other_ranks_get_gradients():
-    """The gradient of an early key comes from queries that other ranks hold."""
-
-    def gradient(rank):
-        packing = pack_sequences(torch.tensor([8]), dist.group.WORLD)
-        query, key, value = (random_heads(4, h, torch.float64, 7 + h) for h in (4, 2, 2))
-        value.requires_grad_()
-        out = packed_attention()(query, key, value, None, packed_seq_params=packing)
-        (out * (rank == 0)).sum().backward()  # rank 0 holds tokens 0, 1, 6, 7; rank 1 holds 2 … 5
-        return value.grad.abs().sum((1, 2)).tolist()
-
-    first, second = run_world(gradient, 2)
-    assert all(x > 0 for x in first + second)

@@ -11,19 +11,6 @@ from tests.helpers.worlds import SAFETY, run_world
 NAMES = [*DENSE, *EXPERT, "embd", "pos_embd"]
 
 
-@pytest.mark.parametrize("ranks, sizes, expected", [
-    (range(4), ParallelSizes(), [[0], [1], [2], [3]]),
-    (range(4), ParallelSizes(tensor=2), [[0, 1], [2, 3]]),
-    (range(4, 8), ParallelSizes(tensor=4), [[4, 5, 6, 7]]),
-    (range(4), ParallelSizes(pipeline=2), [[0, 2], [1, 3]]),
-    (range(8), ParallelSizes(tensor=2, pipeline=2), [[0, 1, 4, 5], [2, 3, 6, 7]]),
-    (range(8), ParallelSizes(tensor=2, context=2), [[0, 1, 2, 3], [4, 5, 6, 7]]),
-    (range(3, 4), ParallelSizes(), [[3]]),
-])  # fmt: skip
-def test_replicas_of_small_layouts(ranks, sizes, expected):
-    assert replica_ranks(ranks, sizes) == expected
-
-
 @pytest.mark.parametrize("tensor, pipeline, context, data, start",
                          [*itertools.product((1, 2, 4), (1, 2, 3), (1, 2), (1, 2, 3), (0, 5))])  # fmt: skip
 def test_replicas_partition_the_ranks_in_megatrons_order(tensor, pipeline, context, data, start):

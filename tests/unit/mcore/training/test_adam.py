@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megarl.mcore.config.optimizer_flags import MAX_BETA_BF16
-from tests.helpers.models.trainable_models import DISTRIBUTED, MOE, critic_model
+from tests.helpers.models.trainable_models import DISTRIBUTED, MOE, critic_model, loss_of_values
 from tests.helpers.models.updates import batch_of, forward_of, split_microbatches
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
@@ -175,14 +175,9 @@ def update_model(trainable_model) -> float:
     """Two updates with other weights in between, as a warm start has them; the gradient's norm."""
     batch = batch_of(trainable_model.role_groups)
     parts = split_microbatches(batch, 2, 1)
-
-    def loss(values, part):
-        value = (values * part.advantages).sum() / 10
-        return value, value.detach()
-
     for _ in range(2):
         trainable_model.router_state.attach(batch, parts)
-        _, applied, norm = trainable_model.update(parts, forward_of(True), loss)
+        _, applied, norm = trainable_model.update(parts, forward_of(True), loss_of_values)
         assert applied
         with torch.no_grad(), trainable_model.offload.present("weights", "optimizer", changed=True):
             for parameter in trainable_model.model.parameters():
