@@ -197,11 +197,16 @@ def is_of_layers(attribute: str) -> bool:
 
 def module_rules(args) -> list[Rule]:
     """Returns all rules for a role's parsed namespace; they hold for every model that is not of transformers."""
-    is_module = args.model_folder is not None
+    folder, kernel, ranks = args.model_folder, args.attention_kernel, args.tensor_model_parallel_size
     recompute, method, count = args.recompute_granularity, args.recompute_method, args.recompute_num_layers
+    is_module = folder is not None
+    unsplit = folder.split_problem(ranks, args.use_torch_fsdp2) if is_module and ranks > 1 else None
+    inexact = folder.inexact_part() if is_module and is_exact(args) else None  # whose numbers depend on the batch
+    has_scores = kernel == "eager" or kernel == "sdpa" and native.is_used() and not args.bf16  # compiled kernels
+    needs_scores = is_module and any(slot.has_score_options for slot in folder.slots())
     found = [
         *(only(args, f"--{name}-parallel-size", 1) for name in ("pipeline-model", "expert-model")),
-        _tensor_parallel(args),
+        allow("--tensor-model-parallel-size", unsplit is None, f"1: {unsplit}"),
         allow("--recompute-granularity", recompute in (None, "full"), "full: single parts of a layer are unknown"),
         only(args, "--recompute-activations", False),
         allow("--recompute-num-layers", method != "uniform" or count in (None, 1), "1: each layer has its own inputs"),
@@ -209,8 +214,8 @@ def module_rules(args) -> list[Rule]:
         only(args, "--fp16", False),
         allow("--mtp-train or --mtp-drafts", not args.predicts, "none: a module has no layer of it", value=True),
         allow("--optimizer", args.optimizer != MUON, "adam or sgd: matrices of experts are stacked in a module"),
-        _exact(args),
-        _scores(args),
+        allow(EXACT_ROLLOUT, inexact is None, f"none on CUDA: {inexact}"),
+        allow("--attention-backend", has_scores or not needs_scores, "eager, for softcaps and sinks", value=kernel),
     ]
     return when(is_module, found, WHERE)
 
@@ -220,29 +225,3 @@ def check_run(settings, hf_models: dict):
     exported = hf_models.get("actor", hf_models.get("reward"))
     if settings.hf_mtp == "drop" and exported is not None and exported.folder_of_module is not None:
         raise UsageError(f"--hf-mtp drop: {WHERE}allowed is keep: an export has all tensors of the folder")
-
-
-def _exact(args) -> Rule:
-    """No number of an exact rollout on CUDA depends on what else is in the batch."""
-    problem = None
-    if args.model_folder is not None and is_exact(args):
-        problem = args.model_folder.inexact_part()
-    return allow(EXACT_ROLLOUT, problem is None, f"none on CUDA: {problem}")
-
-
-def _scores(args) -> Rule:
-    """The attention backend computes softcaps and sinks, if the module asks for them."""
-    has_options, kernel = False, args.attention_kernel
-    if args.model_folder is not None:
-        has_options = any(slot.has_score_options for slot in args.model_folder.slots())
-    has_kernels = kernel == "sdpa" and native.is_used() and not args.bf16  # compiled ones
-    allowed = "eager, for softcaps and sinks"
-    return allow("--attention-backend", not has_options or has_kernels or kernel == "eager", allowed, value=kernel)
-
-
-def _tensor_parallel(args) -> Rule:
-    """The module's plan can split it over the ranks."""
-    ranks, problem = args.tensor_model_parallel_size, None
-    if args.model_folder is not None and ranks > 1:
-        problem = args.model_folder.split_problem(ranks, args.use_torch_fsdp2)
-    return allow("--tensor-model-parallel-size", problem is None, f"1: {problem}")
