@@ -91,7 +91,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                " without one by the model", PICTURED, PICTURING),
         Metric("images/tokens", "tokens", "rows of these images", PICTURED, PICTURING),
         Metric("images/cache_hits", "images", "those of them that were computed before", PICTURED, PICTURING),
-        Metric("time/tower_s", "s", "seconds in which vision towers computed: of the slowest rank of each replica, added", PICTURED, PICTURING),
+        Metric("time/tower_s", "s", "seconds in which vision towers computed: of the slowest rank of each replica, added",
+               PICTURED, PICTURING),
     ),
     "Mixtures": (
         Metric("mixture/<file>/prompts", "prompts", "prompts of a file of the mixture that the run has drawn so far",
