@@ -91,7 +91,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                " without one by the model", PICTURED, PICTURING),
         Metric("images/tokens", "tokens", "rows of these images", PICTURED, PICTURING),
         Metric("images/cache_hits", "images", "those of them that were computed before", PICTURED, PICTURING),
-        Metric("time/tower_s", "s", "seconds in which vision towers computed: of the slowest rank of each replica, added",
+        Metric("time/tower_s", "s", "seconds of vision towers, on the slowest rank of each replica, added",
                PICTURED, PICTURING),
     ),
     "Mixtures": (
