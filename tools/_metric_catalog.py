@@ -20,7 +20,7 @@ SEVERAL, STUDENTS = "with several --teachers, in steps with such tokens", ("trai
 SIBLING = "with --teacher-context sibling"
 EVALUATED = ("train_rl", "evaluate")
 FP16 = "with --fp16"
-PICTURED, PICTURING = "if prompts have images", ("train_rl", "train_sft")
+PICTURED, PICTURING = "if prompts have images", ("train_rl", "train_sft", "train_reward", "train_preference")
 STALE = "with --generation-lag or --partial-rollouts"
 IN_TRAINING = "in training with --eval-prompts, every --eval-interval steps"
 
@@ -87,11 +87,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                "with --rollout-prefix-caching"),
     ),
     "Images": (
-        Metric("images/count", "images", "distinct images whose rows were read, of each replica: by the engine, or by"
-               " the model in train_sft", PICTURED, PICTURING),
+        Metric("images/count", "images", "distinct images whose rows were read, of each replica: by the engine, or"
+               " without one by the model", PICTURED, PICTURING),
         Metric("images/tokens", "tokens", "rows of these images", PICTURED, PICTURING),
         Metric("images/cache_hits", "images", "those of them that were computed before", PICTURED, PICTURING),
-        Metric("time/tower_s", "s", "seconds in which vision towers computed, of all replicas", PICTURED, PICTURING),
+        Metric("time/tower_s", "s", "seconds of vision towers, on the slowest rank of each replica, added",
+               PICTURED, PICTURING),
     ),
     "Mixtures": (
         Metric("mixture/<file>/prompts", "prompts", "prompts of a file of the mixture that the run has drawn so far",

@@ -146,7 +146,7 @@ class RunImages:
 
     def take_metrics(self, role_groups: RoleGroups) -> dict[str, float]:
         """Metrics of the images that a role's models read since the last call. A collective of the role."""
-        counts = ImageCounts()
+        counts = ImageCounts({}, 0.0)
         for store in self._stores.values():
             counts = counts.plus(store.take_counts())
         return counts.metrics(role_groups)

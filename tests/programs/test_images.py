@@ -143,5 +143,21 @@ def test_sft_learns_answers_about_pictures_and_does_not_depend_on_the_layout(tmp
         programs.train("sft", f"{flags} --save {tmp_path / name} {more}".split(), size)
         found[name] = losses(tmp_path / name)
     assert found["one"] == pytest.approx(found["tp2"], abs=1e-4) and found["one"][-1] < found["one"][0]
-    rows = list(metrics(tmp_path / "one").values())
-    assert [row["images/count"] for row in rows] == [5] * 3 and [row["images/cache_hits"] for row in rows] == [0, 5, 5]
+    of_images = {name: [row["images/count"] for row in metrics(tmp_path / name).values()] for name in found}
+    assert of_images == dict.fromkeys(found, [5] * 3)  # ranks of tp2 read half of the tokens each
+    assert [row["images/cache_hits"] for row in metrics(tmp_path / "one").values()] == [0, 5, 5]
+
+
+@pytest.mark.parametrize(("name", "measured"), [("preference", "preference/loss"), ("reward", "reward/loss")])
+def test_pairs_about_pictures_are_learned_and_do_not_depend_on_the_layout(name, measured, tmp_path):
+    model = folder() / "model"
+    flags = (f"--hf-model {model} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {model} --prompts"
+             f" {folder() / 'pairs.jsonl'} --max-prompt-length 80 --max-response-length 6 --global-batch-size 12"
+             " --max-tokens-per-microbatch 400 --lr 3e-3 --train-iters 3")  # fmt: skip
+    found = {}
+    for place, size, more in (("one", 1, ""), ("tp2", 2, "--tensor-model-parallel-size 2 --sequence-parallel")):
+        programs.train(name, f"{flags} --save {tmp_path / place} {more}".split(), size)
+        found[place] = list(metrics(tmp_path / place).values())
+        assert [row["images/count"] for row in found[place]] == [5] * 3
+    losses = [[row[measured] for row in rows] for rows in found.values()]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4) and losses[0][-1] < losses[0][0]

@@ -173,7 +173,7 @@ class RolloutEngine:
             self.controller.predict_for_others = drafts.predict_for_others
         self.context.request_of = self.engine.get_request
         self._prefill_counts = PrefillCounts()  # when they were taken last
-        self._image_counts = ImageCounts()
+        self._image_counts = ImageCounts({}, 0.0)
         self.engine.suspend()
         model.train(was_training)
 
@@ -319,7 +319,7 @@ class RolloutEngine:
 
     def take_image_counts(self) -> ImageCounts | None:
         """Returns what was read of images since the last call; None: prompts have none."""
-        counts, self._image_counts = self._image_counts, ImageCounts()
+        counts, self._image_counts = self._image_counts, ImageCounts({}, 0.0)
         return None if self.model.images is None else counts
 
     @property

@@ -6,6 +6,7 @@ layers that add features (Qwen3-VL's deepstack, 2511.21631 §2).
 Shapes: T tokens, M of them rows of images, n rows of one image, H hidden size, K layers that add features.
 """
 
+import itertools
 import math
 import time
 from collections import OrderedDict
@@ -42,23 +43,33 @@ class ImageSource(Protocol):
 
 
 class ImageCounts(NamedTuple):
-    """What a rank did with images: how many distinct ones, their rows, those that were there already, and seconds of
-    its tower."""
+    """What a rank did with images: key -> (rows, whether it was here before) of those read, and its tower's seconds."""
 
-    images: float = 0
-    tokens: float = 0
-    hits: float = 0
-    seconds: float = 0.0
+    read: dict[int, tuple[int, bool]]
+    seconds: float
 
-    def plus(self, other: "ImageCounts") -> "ImageCounts":
-        return ImageCounts(*(a + b for a, b in zip(self, other, strict=True)))
+    def plus(self, later: "ImageCounts") -> "ImageCounts":
+        """Both; an image that was read twice counts as at first."""
+        return ImageCounts(later.read | self.read, self.seconds + later.seconds)
 
     def metrics(self, role_groups) -> dict[str, float]:
-        """The metrics of all replicas of a role. A collective of the role."""
-        counts = torch.tensor(self, dtype=torch.float64, device=device.device())
-        images, tokens, hits, seconds = role_groups.dp_all_reduce(counts).tolist()
-        whole = {"images/count": int(images), "images/tokens": int(tokens), "images/cache_hits": int(hits)}
-        return whole | {"time/tower_s": seconds}
+        """The metrics of all replicas of a role. A collective of the role.
+
+        Ranks of a replica read other images: under sequence parallelism each those of its tokens, and later stages
+        none. An image was here before if it was on each rank that has read it.
+        """
+        ranks: list[ImageCounts] = [self]
+        if len(role_groups.replica) > 1:
+            ranks *= len(role_groups.replica)
+            dist.all_gather_object(ranks, self, group=role_groups.replica_group)
+        read: dict[int, tuple[int, bool]] = {}
+        for key, (rows, was_here) in itertools.chain.from_iterable(each.read.items() for each in ranks):
+            read[key] = rows, was_here and read.get(key, (rows, True))[1]
+        counts = [len(read), sum(rows for rows, _ in read.values()), sum(was_here for _, was_here in read.values())]
+        counts.append(max(each.seconds for each in ranks))
+        summed = role_groups.dp_all_reduce(torch.tensor(counts, dtype=torch.float64, device=device.device())).tolist()
+        names = ("images/count", "images/tokens", "images/cache_hits")
+        return dict(zip(names, map(int, summed[:3]), strict=True)) | {"time/tower_s": summed[3]}
 
 
 class ImageStore(OrderedDict[int, Image]):
@@ -110,8 +121,7 @@ class ImageStore(OrderedDict[int, Image]):
     def take_counts(self) -> ImageCounts:
         """What was done since the last call."""
         used, self._used, seconds, self._seconds = self._used, {}, self._seconds, 0.0
-        tokens = sum(math.prod(self._size(key)) for key in used)
-        return ImageCounts(len(used), tokens, sum(used.values()), seconds)
+        return ImageCounts({key: (math.prod(self._size(key)), was_here) for key, was_here in used.items()}, seconds)
 
     def _size(self, key: int) -> tuple[int, int, int]:
         return self[key].size if key in self or self._source is None else self._source.size(key)

@@ -211,7 +211,7 @@ def model_of(folder: VisionFolder, flags: str = ""):
 
 def write_program_folder(rank: int, folder: Path):
     """Writes `model`, a small Qwen3-VL with a tokenizer, a chat template and an image processor, and prompts with
-    pictures of three sizes: pictures.jsonl, and answered.jsonl with responses."""
+    pictures of three sizes: pictures.jsonl, answered.jsonl with responses, and pairs.jsonl with preferences."""
     from tests.helpers.programs import write_lines
     from tests.helpers.texts import picture_prompts
 
@@ -229,3 +229,5 @@ def write_program_folder(rank: int, folder: Path):
         rows.append({"prompt": [{"role": "user", "content": content}], "answer": str(i % 5)})
     write_lines(folder / "pictures.jsonl", rows)
     write_lines(folder / "answered.jsonl", [row | {"response": row["answer"]} for row in rows])
+    pairs = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "none"} for row in rows]
+    write_lines(folder / "pairs.jsonl", pairs)
