@@ -1,6 +1,7 @@
 """Megatron-core's layout of gradient buffers: padding, buckets, and each rank's share of them."""
 
-from collections.abc import Iterator
+import itertools
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -13,35 +14,38 @@ MIN_BUCKET, BUCKET_PER_REPLICA = 40_000_000, 1_000_000  # elements of a bucket w
 
 
 class GradientBuffer(NamedTuple):
-    """The contiguous gradients of one dtype and reducing group: [start, end) of each weight and bucket, in elements."""
+    """The contiguous gradients of one dtype and reducing group, in elements."""
 
-    ranges: list[tuple[int, int]]
-    buckets: list[tuple[int, int]]
+    first: np.ndarray  # [weights] where each begins
+    last: np.ndarray  # [weights] where each ends
+    buckets: np.ndarray  # [buckets, 2] where each begins and ends
     itemsize: int
     ranks: int  # data-parallel ranks that reduce it
 
     @property
     def elements(self) -> int:
         """Elements, with padding."""
-        return self.buckets[-1][1]
+        return int(self.buckets[-1, 1])
 
     def shares(self) -> np.ndarray:
         """[ranks] elements of each rank's shares of all buckets, without padding."""
-        return sum((shares.sum(1) for shares in self._shares_of_buckets()), np.zeros(self.ranks, dtype=np.int64))
+        edges = self._edges()
+        weight = np.searchsorted(self.first, edges, side="right") - 1  # in which an edge is, or before whose padding
+        filled = np.concatenate(([0], np.cumsum(self.last - self.first)))
+        before = filled[weight] + np.minimum(edges - self.first[weight], self.last[weight] - self.first[weight])
+        return np.diff(before, axis=1).sum(0)
 
     def shares_of_weights(self) -> np.ndarray:
         """[ranks, weights] elements of each rank's share of each weight."""
-        return np.concatenate(list(self._shares_of_buckets()), axis=1)
+        edges = self._edges()[np.searchsorted(self.buckets[:, 1], self.last)].T  # a weight is in one bucket
+        return (np.minimum(self.last, edges[1:]) - np.maximum(self.first, edges[:-1])).clip(0)
 
-    def _shares_of_buckets(self) -> Iterator[np.ndarray]:
-        first, last = np.array(self.ranges, dtype=np.int64).T
-        for start, end in self.buckets:
-            edges = np.linspace(start, end, self.ranks + 1, dtype=np.int64)[:, None]
-            own = slice(*np.searchsorted(first, (start, end)))  # a weight is in one bucket
-            yield (np.minimum(last[own], edges[1:]) - np.maximum(first[own], edges[:-1])).clip(0)
+    def _edges(self) -> np.ndarray:
+        """[buckets, ranks + 1] borders of the ranks' shares of each bucket."""
+        return np.linspace(*self.buckets.T, self.ranks + 1, dtype=np.int64, axis=1)
 
 
-def _round_up(value: int, multiple: int) -> int:
+def _round_up(value, multiple: int):
     return -(-value // multiple) * multiple
 
 
@@ -55,31 +59,29 @@ def buffers(weights: list[Weight], args, first_stage: bool) -> list[GradientBuff
     for itemsize, is_expert in dict.fromkeys((w.itemsize, w.is_expert) for w in weights):
         members = [w for w in weights if (w.itemsize, w.is_expert) == (itemsize, is_expert)]
         ranks = sizes.expert_data(args.world_size) if is_expert else dense
-        ranges, buckets = _lay_out(members[::-1], limit, ranks, args)
-        laid_out.append(GradientBuffer(ranges, buckets, itemsize, ranks))
+        laid_out.append(GradientBuffer(*_lay_out(members[::-1], limit, ranks, args), itemsize, ranks))
     return laid_out
 
 
-def _lay_out(weights: list[Weight], limit: int | None, ranks: int, args):
-    """(ranges, buckets) of a gradient buffer; a bucket is closed at `limit` elements, a tied embedding has its own."""
+def _lay_out(weights: list[Weight], limit: int | None, ranks: int, args) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(first, last, buckets) of a gradient buffer; a bucket ends at `limit` elements, a tied embedding has its own."""
     pads = args.use_distributed_optimizer
-    unit = np.lcm(ranks, BUCKET_ALIGNMENT * (2**9 if args.ddp_pad_buckets_for_high_nccl_busbw else 1)) if pads else 1
-    ranges, buckets, begin, position = [], [], 0, 0
-    for weight in weights:
-        position = _round_up(position, ALIGNMENT) if pads else position
-        alone = pads and weight.is_shared
-        if alone and position > begin:
-            begin = position = _round_up(position, unit)
-            buckets.append((buckets[-1][1] if buckets else 0, begin))
-        ranges.append((position, position + weight.elements))
-        position += weight.elements
-        if alone or limit is not None and position - begin >= limit:
-            position = _round_up(position, unit)
-            buckets.append((begin, position))
-            begin = position
-    if not buckets or position > buckets[-1][1]:
-        buckets.append((begin, _round_up(position, unit)))
-    return ranges, [(int(a), int(b)) for a, b in buckets]
+    unit = math.lcm(ranks, BUCKET_ALIGNMENT * (2**9 if args.ddp_pad_buckets_for_high_nccl_busbw else 1)) if pads else 1
+    sizes = np.array([weight.elements for weight in weights], dtype=np.int64)
+    ends = np.cumsum(_round_up(sizes, ALIGNMENT) if pads else sizes)
+    ends += sizes - np.diff(ends, prepend=0)  # where each weight would end, were all of them in one bucket
+    alone = {index for index, weight in enumerate(weights) if pads and weight.is_shared}
+    borders = sorted({0, len(weights), *alone, *(index + 1 for index in alone)})
+    last, buckets, begin = np.empty_like(ends), [], 0
+    for start, stop in itertools.pairwise(borders):
+        while start < stop:
+            last[start:stop] = ends[start:stop] + (begin - (ends[start] - sizes[start]))
+            if limit is not None:
+                start += int(np.searchsorted(last[start:stop], begin + limit)) + 1
+            start = stop if limit is None else min(start, stop)
+            buckets.append((begin, _round_up(int(last[start - 1]), unit)))
+            begin = buckets[-1][1]
+    return last - sizes, last, np.array(buckets, dtype=np.int64)
 
 
 def gradient_itemsize(args, itemsize: int) -> int:

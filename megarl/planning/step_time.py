@@ -12,10 +12,10 @@ import torch
 
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.model.pipeline_layout import attention_layer_pattern, indexer_pattern, moe_layer_pattern
-from megarl.mcore.model.weight_table import padded_vocab_size
+from megarl.mcore.model.weight_table import Weight, padded_vocab_size
 from megarl.planning import reward_traffic, summary, traffic
 from megarl.planning.hardware import BANDWIDTH_SHARE, LATENCY, Cluster
-from megarl.planning.parameters import SCALAR_HEAD, stage_weights, used_experts
+from megarl.planning.parameters import SCALAR_HEAD, of_stages, stage_weights, used_experts
 from megarl.planning.question import Price
 
 
@@ -145,16 +145,20 @@ def decode_seconds(args, plan: summary.RolePlan, step: traffic.StepSizes, cluste
     requests = cache.responses / cache.rounds
     touched = 1 - (1 - used_experts(args)) ** (requests * max(1, sizes.expert * sizes.expert_tensor // sizes.tensor))
     stages = stage_weights(args, plan.vocab_size, value_head=False)
-    weights = [w for chunks in stages for chunk in chunks for w in chunk]
-    if any(w.name.startswith("output_layer.") for w in weights):
-        weights = [w for w in weights if not w.name.startswith("embedding.")]  # only looked up
-    read = sum(w.elements * w.itemsize * (touched if w.is_routed else 1.0) for w in weights)
+    has_head = any(w.name.startswith("output_layer.") for w in stages[-1][-1])  # the embedding is only looked up
+    read = sum(of_stages(stages, lambda chunks, _: _read_of_stage(chunks, has_head, touched)))
     of_token = cache.token_bytes * _read_share(args, mean)
     read += requests * (mean * of_token + 2 * cache.state_bytes) * sizes.pipeline
     computed = forward_flops(args, plan, requests, 2 * mean) / sizes.tensor / cluster.flops
     collectives = 2 * args.num_layers * (sizes.tensor > 1) + sizes.pipeline - 1
     collectives += 2 * sum(moe_layer_pattern(args)) * (sizes.expert * sizes.expert_tensor > 1)
     return max(read / (BANDWIDTH_SHARE * cluster.gpu.bandwidth), computed) + collectives * LATENCY
+
+
+def _read_of_stage(chunks: list[list[Weight]], has_head: bool, touched: float) -> float:
+    """Bytes of a stage's weights that a decode step reads: of routed experts a share; embeddings only as a head."""
+    weights = [w for chunk in chunks for w in chunk if not (has_head and w.name.startswith("embedding."))]
+    return sum(w.elements * w.itemsize * (touched if w.is_routed else 1.0) for w in weights)
 
 
 def _read_share(args, tokens: float) -> float:

@@ -94,12 +94,25 @@ class LayerKind(NamedTuple):
 DENSE = LayerKind()
 
 
-def layer_kinds(args) -> list[LayerKind]:
+def layer_kinds(args) -> tuple[LayerKind, ...]:
     """Returns the kind of each layer of the whole model."""
-    if args.hybrid_layer_pattern:  # one half each
-        return [LayerKind(part == "E", part == "M", part in "M*", part in "-E") for part in args.hybrid_layer_pattern]
-    kinds = map(LayerKind, moe_layer_pattern(args), recurrent_layer_pattern(args))
-    return [kind._replace(has_indexer=has) for kind, has in zip(kinds, indexer_pattern(args), strict=True)]
+    if args.hybrid_layer_pattern:
+        return _kinds_of_letters(args.hybrid_layer_pattern)
+    patterns = moe_layer_pattern(args), recurrent_layer_pattern(args), indexer_pattern(args)
+    return _kinds_of_patterns(*map(tuple, patterns))
+
+
+@functools.cache  # the planner asks thousands of times
+def _kinds_of_letters(letters: str) -> tuple[LayerKind, ...]:
+    """One half a layer: of experts, a recurrence, attention or an MLP."""
+    return tuple(LayerKind(part == "E", part == "M", part in "M*", part in "-E") for part in letters)
+
+
+@functools.cache
+def _kinds_of_patterns(*patterns: tuple[bool, ...]) -> tuple[LayerKind, ...]:
+    experts, recurrent, indexers = patterns
+    kinds = zip(experts, recurrent, indexers, strict=True)
+    return tuple(LayerKind(is_moe, is_recurrent, has_indexer=has) for is_moe, is_recurrent, has in kinds)
 
 
 def prediction_kind(args) -> LayerKind:
