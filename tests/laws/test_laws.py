@@ -194,8 +194,8 @@ UNSPLIT = dict.fromkeys(
     ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), "with 1 keys, which it does not divide"
 )
 UNSPLIT |= {"gemma3n_text": "computes something else in parts", "cohere": "cannot run"}
-# Limits of (metrics, log-probs) between layouts, where they are not (1e-5, 1e-5): the slope of xIELU jumps by 1.3 within
-# 1e-6 of 0, so rounding can move a gradient; transformers' own fp32 is 3e-5 from its fp64.
+# Limits of (metrics, log-probs) between layouts, where they are not (1e-5, 1e-5): the slope of xIELU jumps by 1.3 near
+# 0, so rounding can move a gradient; transformers' own fp32 is 3e-5 from its fp64.
 ROUNDED = dict.fromkeys(("apertus", "apertus1p5_text"), (5e-3, 1e-5)) | {"olmo_hybrid": (1e-5, 6e-5)}
 
 
@@ -223,8 +223,8 @@ def test_each_type_of_transformers_in_each_layout(kind, tmp_path):
 
 
 def assert_resumed_and_close(feature: Feature, found: Path, expected: Path, limit: float):
-    """A run of two steps is like its resumed one, to the bit, and like that of another layout, up to rounding: log-probs
-    up to a limit."""
+    """A run of two steps is like its resumed one, to the bit, and like that of another layout, up to rounding; `limit`:
+    of log-probs."""
     assert numbers(found, 1)["actor/grad_norm"] > 0 and weights(found, 1) != weights(found, 2)
     resumed = run(feature, found.with_name(f"{found.name}-resumed"), f"--load {folders.step_folder(found, 1)}")
     assert_same_texts(resumed, found, [2])
