@@ -60,6 +60,8 @@ class RouterState:
         self.role_groups = role_groups
         self.stages = stages
         self.experts, self.topk = shape.experts, shape.topk
+        # A module of transformers may have layers without attention, which its number of layers does not count.
+        self._layers = max(args.num_layers, *shape.numbers, 0)
         self.layers = router.moe_layers_of(stages)
         # Ranks that hold the same layers and split the tokens of a micro-batch.
         self._token_group = role_groups.pg_collection.tp_cp if args.sequence_parallel else role_groups.pg_collection.cp
@@ -68,9 +70,9 @@ class RouterState:
     def begin_step(self):
         """Starts a step: removes the routes to replay and resets the statistics."""
         self.replayed_routes: RouteTable | None = None  # routes to replay; None: the routers choose
-        layers, losses = self.role.megatron.num_layers, aux_loss_names(self.role.megatron)
+        losses = aux_loss_names(self.role.megatron)
         self._forward, self._training = (
-            RoutingStatistics.empty(layers, self.experts, losses, device.device()) for _ in range(2)
+            RoutingStatistics.empty(self._layers, self.experts, losses, device.device()) for _ in range(2)
         )
 
     def attach(self, batch: Batch, microbatches: Microbatches):

@@ -110,7 +110,7 @@ def save_type(rank: int, kind: str, path: Path):
     any_types.save(kind, path, **{"num_hidden_layers": 2} if kind == "gemma2" else {})  # with a window and without
 
 
-OF_TRANSFORMERS = "gemma2", "gemma4_text", "qwen3_moe", "lfm2", "bamba"
+OF_TRANSFORMERS = "gemma2", "gemma4_text", "qwen3_moe", "lfm2_moe", "bamba"
 
 
 def _pictures() -> str:

@@ -194,6 +194,9 @@ UNSPLIT = dict.fromkeys(
     ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), "with 1 keys, which it does not divide"
 )
 UNSPLIT |= {"gemma3n_text": "computes something else in parts", "cohere": "cannot run"}
+# Limits of (metrics, log-probs) between layouts, where they are not (1e-5, 1e-5): the slope of xIELU jumps by 1.3 near
+# 0, so rounding can move a gradient; transformers' own fp32 is 3e-5 from its fp64.
+ROUNDED = dict.fromkeys(("apertus", "apertus1p5_text"), (5e-3, 1e-5)) | {"olmo_hybrid": (1e-5, 6e-5)}
 
 
 @pytest.mark.nightly
@@ -202,13 +205,15 @@ def test_each_type_of_transformers_in_each_layout(kind, tmp_path):
     """Two steps, and a resume after the first to the bit; layouts agree in responses, log-probs and gradients."""
     run_world(files.save_type, 1, kind, tmp_path / "model")
     flags = f"--hf-model {tmp_path / 'model'} --model-source transformers {GRPO} {GRADED} --lr 1e-5"
+    flags += " --rollout-buffer-gb 0.01"  # for states, which are large beside such a model
     problems = []
     for number, (ranks, layout) in enumerate(LAYOUTS_OF_TYPES):
-        feature = Feature(f"{flags} {layout}", ranks, warm_start=False, steps=2, tolerance=1e-5)
+        of_metrics, of_logprobs = ROUNDED.get(kind, (1e-5, 1e-5))
+        feature = Feature(f"{flags} {layout}", ranks, warm_start=False, steps=2, tolerance=of_metrics)
         try:
             found = run(feature, tmp_path / str(number))
             assert kind not in UNSPLIT or (ranks, layout) != TP2
-            assert_resumed_and_close(feature, found, tmp_path / "0")
+            assert_resumed_and_close(feature, found, tmp_path / "0", of_logprobs)
         except UsageError as error:
             if UNSPLIT.get(kind, "has no plan for tensor parallelism") not in str(error):
                 problems.append(f"{layout}: {error}")
@@ -217,8 +222,9 @@ def test_each_type_of_transformers_in_each_layout(kind, tmp_path):
     assert not problems, "\n\n".join(problems)
 
 
-def assert_resumed_and_close(feature: Feature, found: Path, expected: Path):
-    """A run of two steps is like its resumed one, to the bit, and like that of another layout, up to rounding."""
+def assert_resumed_and_close(feature: Feature, found: Path, expected: Path, limit: float):
+    """A run of two steps is like its resumed one, to the bit, and like that of another layout, up to rounding; `limit`:
+    of log-probs."""
     assert numbers(found, 1)["actor/grad_norm"] > 0 and weights(found, 1) != weights(found, 2)
     resumed = run(feature, found.with_name(f"{found.name}-resumed"), f"--load {folders.step_folder(found, 1)}")
     assert_same_texts(resumed, found, [2])
@@ -229,7 +235,7 @@ def assert_resumed_and_close(feature: Feature, found: Path, expected: Path):
         one, other = (generated_rows(save, step) for save in (found, expected))
         pairs = [pair for (_, row), (_, wanted) in zip(one, other, strict=True)
                  for pair in zip(row[1], wanted[1], strict=True)]  # fmt: skip
-        assert len(pairs) > 40 and max(abs(a - b) for a, b in pairs) <= 1e-5
+        assert len(pairs) > 40 and max(abs(a - b) for a, b in pairs) <= limit
 
 
 # -- kills -----------------------------------------------------------------------------------------------------------

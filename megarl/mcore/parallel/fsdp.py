@@ -3,10 +3,12 @@
 PyTorch's `fully_shard` gathers a transformer layer during its forward or backward; embeddings and head stay gathered
 during those of the whole model. Megatron's wrapper hard-codes "cuda", averages gradients and cannot tie embeddings.
 This one replaces Megatron's DistributedDataParallel, sums gradients, and runs on every device. `fully_shard` cannot
-mix types in a layer: fp32 vectors of a layer of 16 bits (decays of recurrent states) stay whole on every rank.
+mix types in a layer: fp32 vectors of a layer of 16 bits (decays of recurrent states) stay whole on every rank, as do
+parameters that several layers share.
 """
 
 import contextlib
+from collections import Counter
 from dataclasses import replace
 
 import megatron.core.dist_checkpointing.optimizer as checkpoint_optimizer
@@ -53,27 +55,30 @@ class FullyShardedDataParallel(_BaseDataParallel):
         """Sets `main_grad`, which Megatron's optimizers read; backward has reduced gradients of sharded parameters."""
         grads = [parameter.grad for parameter in self._whole_parameters()]
         if grads:
-            flat = torch.cat(grads)
+            flat = torch.cat([grad.flatten() for grad in grads])
             dist.all_reduce(flat, group=self._group)
-            for grad, total in zip(grads, flat.split([len(grad) for grad in grads]), strict=True):
-                grad.copy_(total)
+            for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(total.view_as(grad))
         for parameter in self.module.parameters():
             parameter.main_grad = parameter.grad
 
     def _whole_parameters(self) -> list[torch.nn.Parameter]:
-        """The trained vectors that each rank has whole."""
+        """The trained parameters that each rank has whole."""
         return [p for p in self.module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
 
 
 def shard(chunk, pg_collection, reduce_in_fp32: bool = False):
     """Shards a chunk's parameters by rows over `pg_collection.dp_cp`, in place. Forward passes gather what they need
-    and free it again, with and without gradients. Parameters of another type than the chunk's stay whole."""
+    and free it again, with and without gradients. Parameters of another type than the chunk's, and those of
+    several layers, stay whole."""
     mesh = DeviceMesh.from_group(pg_collection.dp_cp, device.device().type)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if reduce_in_fp32 else None, cast_forward_inputs=False)
     attributes = {name: dict(vars(parameter)) for name, parameter in chunk.named_parameters()}
     whole_ones = {parameter for parameter in chunk.parameters() if parameter.dtype != chunk.config.params_dtype}
     for parameter in chunk.parameters() if reduce_in_fp32 else ():
         parameter.grad_dtype = torch.float32  # else micro-batches would accumulate in the parameter's precision
+    uses = Counter(parameter for layer in chunk.decoder.layers for parameter in layer.parameters())
+    whole_ones |= {parameter for parameter, count in uses.items() if count > 1}
     for module in (*chunk.decoder.layers, chunk):
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=whole_ones or None)
         if reduce_in_fp32:

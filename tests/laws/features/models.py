@@ -139,7 +139,7 @@ MODELS = {
                                        layouts=(TWO, FSDP, TP2, CP2, (1, SMALL), (1, FULL)), moved=(FSDP, CP2),
                                        tolerance=1e-4),
     "modules with states in bf16": _of_modules("--hf-model {bamba} --bf16"),
-    "modules with convolutions, FSDP": _of_modules(f"--hf-model {{lfm2}} {FSDP[1]}", 2),
+    "modules with convolutions and experts, FSDP": _of_modules(f"--hf-model {{lfm2_moe}} {FSDP[1]}", 2),
     "modules, a lag": _of_modules(f"{ALL_AHEAD} --advantage grpo --kl-coefficient 0 --verify-weights", 2),
     "modules, frozen": _of_modules("--freeze *embed_tokens* --lr-multipliers *self_attn*=0.5 --ema-decay 0.5"),
     "modules, the critic of Megatron's layers": _of_modules("--critic-model-source megatron"),
