@@ -26,13 +26,12 @@ from megarl.plain_files import reading
 from megarl.roles.reward import Reward
 from megarl.roles.reward_metrics import step_metrics
 from megarl.rollout import waiting_groups
-from megarl.rollout.group_collector import GroupCollector
+from megarl.rollout.group_collector import GroupCollector, SavedGroupCollector
 from megarl.rollout.requests import dp_assignment_of
 from megarl.rollout.response_log import Record
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter, SavedRollouts
 from megarl.rollout.round_scores import GenerationRound, RoundScorer
-from megarl.rollout.saved_rollout import SavedGroupCollector
 from megarl.rollout.waiting_groups import BATCH, GROUPS, POOLS, UNFINISHED, KeptRecords, packed
 
 

@@ -28,22 +28,21 @@ from megarl.mcore.model.prediction_layer import layer_of
 from megarl.mcore.parallel import fsdp
 from megarl.observe.timers import Timers
 from megarl.rollout.bank import RolloutBank, past_bank
-from megarl.rollout.engine_counts import EngineCounts
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.policy_versions import PolicyVersions
 from megarl.rollout.request_queue import UNFINISHED, FirstGroups, GroupEarlyStop, SharedRequestQueue, shortest_groups
 from megarl.rollout.requests import (
     Branching,
     PromptRequest,
+    ResponseEnds,
     RoundRequests,
     earlier_responses,
     groups_of,
     remaining_tokens,
     sampling_of,
 )
-from megarl.rollout.response_ends import ResponseEnds
-from megarl.rollout.schedule import Schedule
-from megarl.rollout.scheduled_rounds import GoingOn, ScheduledRounds, Stream
+from megarl.rollout.schedule import GoingOn, Schedule, ScheduledRounds, Stream
+from megarl.rollout.statistics import EngineCounts
 from megarl.rollout.weight_sync import UNCHANGED, WeightSync
 from megarl.tool_formats.thinking_budget import ThinkingBudget
 

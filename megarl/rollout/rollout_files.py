@@ -27,7 +27,7 @@ from megarl.observe.terminal import ranges_text
 from megarl.plain_files import reading
 from megarl.plain_values import Each, fits
 from megarl.rollout import response_log
-from megarl.rollout.replica_batch import gather_layers, own_share
+from megarl.rollout.group_buffer import gather_layers, own_share
 from megarl.rollout.response_log import SUFFIX, Entry
 from megarl.rollout.round_scores import GenerationRound
 

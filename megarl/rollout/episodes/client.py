@@ -17,7 +17,7 @@ from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.rollout.episodes.agent_episode import AgentEnd
 from megarl.rollout.episodes.episode import EnvironmentResult, EpisodeLimits, TurnRequest
 from megarl.rollout.episodes.message_tree import MessageTree
-from megarl.rollout.episodes.statistics import EpisodeStatistics
+from megarl.rollout.statistics import EpisodeStatistics
 
 Result = EnvironmentResult | TurnRequest | AgentEnd
 

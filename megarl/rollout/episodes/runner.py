@@ -32,15 +32,13 @@ from megarl.observe.files import step_of
 from megarl.roles.reward_metrics import FailureWindow, reasons_text
 from megarl.rollout.bank import RolloutBank, past_bank
 from megarl.rollout.episodes.agent_episode import AgentEpisode
-from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.episode import Episode, EpisodeLimits, key_of
 from megarl.rollout.episodes.episode_source import EpisodeSource
-from megarl.rollout.episodes.results import episodes_to_batch, record_of
-from megarl.rollout.episodes.statistics import EpisodeStatistics, metrics_of
+from megarl.rollout.episodes.results import CarriedEpisodes, episodes_to_batch, record_of
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop
-from megarl.rollout.requests import RoundRequests
-from megarl.rollout.response_ends import ResponseEnds, thinking_budget_of
+from megarl.rollout.requests import ResponseEnds, RoundRequests, thinking_budget_of
+from megarl.rollout.statistics import EpisodeStatistics, metrics_of
 from megarl.tool_formats.chosen_format import name_of
 
 JOURNAL = "journal"  # folder in that of the run

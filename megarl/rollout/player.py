@@ -6,7 +6,6 @@ have other contents in each request. The agent itself knows only its own.
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import torch
 
@@ -21,23 +20,9 @@ from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.rollout.episodes.client import EnvironmentClient, PlayedTurns
 from megarl.rollout.episodes.episode import FAILED, EnvironmentResult, Episode, EpisodeLimits, turn_key
 from megarl.rollout.episodes.episode_source import EpisodeSource
-from megarl.rollout.replay.saved import SavedResponse
 from megarl.rollout.requests import sampling_of
 from megarl.rollout.rollout import Rollout
-
-
-class TurnCheck(NamedTuple):
-    """How a turn that was generated again compares with the saved one."""
-
-    same_tokens: int  # from its start
-    tokens: int  # that were generated
-    same_logprobs: bool  # to the bit
-    logprob_gap: float  # largest difference between log-probs of the same tokens
-
-    @property
-    def is_same(self) -> bool:
-        """Whether tokens and log-probs are equal to the bit."""
-        return self.same_logprobs and self.same_tokens == self.tokens
+from megarl.rollout.saved_response import SavedResponse, TurnCheck
 
 
 class Player:
