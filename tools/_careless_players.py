@@ -11,8 +11,7 @@ from typing import Any
 
 from megarl import plugins
 from megarl.environments import ENVIRONMENTS
-from megarl.environments.protocol import Environment, Task, resolved
-from megarl.environments.turn_parsing import parse_turn
+from megarl.environments.protocol import Environment, Task, parse_turn, resolved
 
 LONGEST = 12  # turns
 WRONG = 0.3  # share of the calls of `call_calculator` with other factors than those of the question

@@ -1,7 +1,8 @@
 """What is asked of environments and of the policy, and what is answered, between the processes of a replica.
 
 A leader's pool sends a worker process a `Call`, and gets an `Answer`. The agent of a call asks the policy meanwhile:
-an `Asked` goes to the leader, a `Replied` comes back. Drivers outside of the run get an `Offer` instead (`sessions/`).
+an `Asked` goes to the leader, a `Replied` comes back. Drivers outside of the run get an `Offer` instead
+(`session_pool.py`).
 """
 
 import hashlib

@@ -16,8 +16,7 @@ from typing import NamedTuple
 from megarl.child_process import Child
 from megarl.environments.calls import Answer, Asked, Call, Close, Replied, Reply
 from megarl.environments.journal import Journal, JournalEntry
-from megarl.environments.protocol import Observation, Task, Turn
-from megarl.environments.turn_parsing import parse_turn
+from megarl.environments.protocol import Observation, Task, Turn, parse_turn
 from megarl.tool_formats.chosen_format import load_format
 
 MAX_ALONE = 4  # processes at a time that have one episode each

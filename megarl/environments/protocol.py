@@ -1,18 +1,24 @@
 """What an environment is: the protocol that users implement, and the records that pass between it and the rollout.
 
-What an environment returns is checked: its code, and texts that a policy may have shaped, are not ours.
+What an environment returns is checked: its code, and texts that a policy may have shaped, are not ours. Nothing in the
+text of a turn raises an exception.
 """
 
 import asyncio
 import dataclasses
 import functools
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megarl.measurements import parts_of, value_of
 from megarl.plain_values import whole_unicode
+from megarl.tool_formats import FORMATS
+from megarl.tool_formats.reader import CONTENT, REASONING, Said, TurnParts, joined
+from megarl.tool_formats.tool_format import TextParser, ToolFormat
+from megarl.tool_formats.written_calls import WrittenCall, attempt
+from megarl.tool_formats.written_calls import checked as checked_call
 from megarl.user_results import is_async, shown
 
 Message = dict[str, Any]  # role and content; of a tool also tool_call_id and name
@@ -179,3 +185,47 @@ def _message(message: Any) -> dict[str, str]:
         if not isinstance(value, str):
             raise ValueError(f"{name} of a message is {type(value).__name__}, not text")
     return {name: whole_unicode(value) for name, value in message.items()}
+
+
+# -- what the policy wrote ---------------------------------------------------------------------------------------------
+
+
+HERMES = FORMATS["hermes"]
+
+
+def parse_turn(
+    text: str, number: int, form: ToolFormat = HERMES, tools: Sequence[dict[str, Any]] = (), marked: str | None = None
+) -> Turn:
+    """What the policy wrote in turn `number`.
+
+    Its thoughts end with a mark such as `</think>`, and may begin with one, unless the template wrote that; a turn that
+    begins so and does not end its thoughts is nothing else, so calls in thoughts are not made. Calls that
+    `megarl.tool_formats.written_calls` does not allow are errors. `tools`: whose schemas say what an argument is where
+    the format does not; `marked`: the text with the special tokens that are marks of the format; None: the same text.
+    """
+    text = whole_unicode(text)
+    read = text if marked is None else whole_unicode(marked)
+    reader = form.reader(tools)
+    parts = [*reader.feed(read), *reader.finish()]
+    if form.parser is None:
+        found = joined(parts)
+    else:
+        said = [part for part in parts if isinstance(part, Said)]
+        thoughts = "".join(part.text for part in said if part.kind == REASONING)
+        found = _read_by_user(
+            form.parser, thoughts.strip(), "".join(part.text for part in said if part.kind == CONTENT)
+        )
+    ids = form.call_ids(found.calls, number)
+    calls = tuple(ToolCall(each, call.name, call.arguments) for each, call in zip(ids, found.calls, strict=True))
+    return Turn(number, text, found.content, found.reasoning, calls, tuple(found.errors))
+
+
+def _read_by_user(parser: TextParser, reasoning: str, text: str) -> TurnParts:
+    try:
+        content, calls, errors = parser(text)
+        found = [attempt(checked_call, WrittenCall(name, arguments)) for name, arguments in calls]
+        good = [call for call in found if isinstance(call, WrittenCall)]
+        problems = [*map(str, errors), *(problem for problem in found if isinstance(problem, str))]
+        return TurnParts(reasoning, str(content), good, problems)
+    except Exception as error:  # of a plug-in that did not expect this text
+        return TurnParts(reasoning, text, [], [f"{type(error).__name__}: {error}"[:200]])

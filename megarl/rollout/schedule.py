@@ -1,4 +1,4 @@
-"""Which weights drew each token, and which groups a batch has (`--generation-schedule recorded`): on disk, and followed.
+"""Which weights drew each token, and which groups a batch has (`--generation-schedule recorded`): on disk and followed.
 
 `DIR/schedule/replica_00000.log`, one log (`response_log`) a replica of the rollout, has a record for each round: the
 weights from the round's begin to its end, the groups that over-sampling took, and how many tokens each response got

@@ -8,12 +8,10 @@ from fastapi import FastAPI
 from starlette.responses import FileResponse, Response
 
 from megarl.serving import responses, schemas
-from megarl.serving.completions import complete
+from megarl.serving.completions import GenerateAnswer, chat, complete
 from megarl.serving.context import ServingContext
 from megarl.serving.error_answers import JSONResponse, RequestError, add_error_handlers, invalid
-from megarl.serving.generate import GenerateAnswer
 from megarl.serving.middleware import BodyAndDisconnect, Observed, checked, has_key, one_length, same_origin
-from megarl.serving.served_chat import chat
 
 PAGE = Path(__file__).with_name("page.html")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"

@@ -13,7 +13,7 @@ import pytest
 
 from megarl.environments.calls import Asked, Reply
 from megarl.environments.pool import Event
-from megarl.environments.turn_parsing import parse_turn
+from megarl.environments.protocol import parse_turn
 from tests.helpers.envs import agent_programs
 from tests.helpers.envs.open_sessions import LOGPROBS, PROMPT, TOKENS, open_sessions
 from tests.helpers.envs.session_driver import free_port

@@ -12,7 +12,7 @@ from megarl.data.messages import tool_call, with_tool_names
 from megarl.environments.agents.dialect import streamed, turns
 from megarl.environments.agents.session import Session
 from megarl.environments.calls import Ask, Reply
-from megarl.serving.chat_core import joined_text, offered
+from megarl.serving.answers import joined_text, offered
 from megarl.serving.error_answers import JSONResponse, invalid
 from megarl.serving.schemas import FreeObject, Name, Stop, StrictModel, Text, neutral
 

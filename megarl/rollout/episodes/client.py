@@ -11,7 +11,7 @@ from megarl.environments.calls import Asked, Reply
 from megarl.environments.journal import Journal
 from megarl.environments.pool import EnvironmentPool, Event, PoolOptions, TurnText
 from megarl.environments.protocol import Observation, Task, Turn
-from megarl.environments.sessions.session_pool import SessionPool
+from megarl.environments.session_pool import SessionPool
 from megarl.errors import UsageError
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.rollout.episodes.agent_episode import AgentEnd

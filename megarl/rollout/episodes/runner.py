@@ -22,7 +22,7 @@ from megarl.data.prompts import PromptSet
 from megarl.data.turns import TurnTokens
 from megarl.environments.pool import PoolOptions
 from megarl.environments.protocol import Task
-from megarl.environments.sessions.session_pool import SessionPool
+from megarl.environments.session_pool import SessionPool
 from megarl.errors import TooManyFailures, warn
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RequestSource

@@ -9,10 +9,9 @@ from pathlib import Path
 from megarl.child_process import Child
 from megarl.environments.calls import TO_LEADERS, Asked, Reply
 from megarl.environments.pool import Event
-from megarl.environments.protocol import Task
-from megarl.environments.sessions.front import SessionsConfig
-from megarl.environments.sessions.session_pool import SessionPool
-from megarl.environments.turn_parsing import parse_turn
+from megarl.environments.protocol import Task, parse_turn
+from megarl.environments.session_front import SessionsConfig
+from megarl.environments.session_pool import SessionPool
 from megarl.flags.serving import Serving
 from megarl.serving import links
 from tests.helpers.waiting import SAFETY_SECONDS, wait_until
@@ -58,7 +57,7 @@ class Leader:
 def open_sessions(api_keys: tuple[str, ...] = (API_KEY,), **settings) -> Iterator[Leader]:
     """The process, with one leader. `settings`: of the server."""
     with tempfile.TemporaryDirectory(prefix="megarl-sessions-") as folder:
-        child = Child("megarl.environments.sessions.front")
+        child = Child("megarl.environments.session_front")
         try:
             record = Path(folder) / "sessions.jsonl"
             server = Serving(**{"port": 0, **settings})

@@ -11,9 +11,8 @@ import pytest
 
 from megarl.environments.calls import Answer, Offer, Reply
 from megarl.environments.pool import Event
-from megarl.environments.protocol import Observation, Task
-from megarl.environments.sessions.front import Registry
-from megarl.environments.turn_parsing import parse_turn
+from megarl.environments.protocol import Observation, Task, parse_turn
+from megarl.environments.session_front import Registry
 from megarl.serving.error_answers import RequestError
 from tests.helpers.envs.open_sessions import API_KEY, LOGPROBS, PROMPT, TOKENS, Leader, open_sessions
 from tests.helpers.envs.session_driver import post
