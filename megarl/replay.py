@@ -34,7 +34,7 @@ from megarl.rollout import saved_response
 from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.player import ForkedPool, Player, fork_problem, go_on_after, other_answer
-from megarl.rollout.requests import Branching, PromptRequest, RoundRequests, check_ends, thinking_budget_of
+from megarl.rollout.requests import PromptRequest, RoundRequests, branching_of, check_ends, thinking_budget_of
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.saved_response import SavedResponse, read_response
 from megarl.trainers.environment_inputs import check_environment_flags
@@ -200,7 +200,7 @@ def _requests(inputs: ReplayInputs, s: Settings) -> RoundRequests:
     limit = inputs.prompts.response_limit(line) or s.max_response_length
     size = inputs.prompts.group_size(line) or s.samples_per_prompt
     prompt = PromptRequest(line, inputs.prompt_tokens.view(line), size, limit, step, draw)
-    return RoundRequests([prompt], s.seed, step, inputs.thinking, Branching.of(s))
+    return RoundRequests([prompt], s.seed, step, inputs.thinking, branching_of(s))
 
 
 class _Fork(NamedTuple):

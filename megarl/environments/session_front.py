@@ -34,7 +34,7 @@ from megarl.observe.files import json_bytes
 from megarl.serving import links
 from megarl.serving.error_answers import RequestError, add_error_handlers, invalid
 from megarl.serving.listening import HttpServer, run_process
-from megarl.serving.middleware import BEARER, NO_KEY, BodyAndDisconnect, check_key, checked, one_length, same_origin
+from megarl.serving.middleware import BEARER, NO_KEY, check_key, checked, one_length, same_origin, with_body
 from megarl.serving.schemas import StrictModel
 
 _ROOT = "/sessions"
@@ -236,7 +236,7 @@ def build_app(registry: Registry, api_keys: Sequence[str], host: str, max_bytes:
             registry.finish(found, score)
         return {"id": found.name, "status": "ended"}
 
-    own = checked(BodyAndDisconnect(api, max_bytes, seconds), one_length)
+    own = checked(with_body(api, max_bytes, seconds), one_length)
     app = _leads(registry, own, application(max_bytes, seconds), list(map(str.encode, api_keys)))
     return app if api_keys else checked(app, same_origin(host))
 

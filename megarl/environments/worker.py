@@ -117,9 +117,9 @@ class Worker:
             self._answers.put(Asked(call.number, call.ticket, request, ask))
 
         session = self._sessions[call.ticket] = Session(send)
-        async with endpoint(session) as address:
+        async with endpoint(session):
             try:
-                return await session.watch(agent.run(call.task, session, address), self._seconds)
+                return await session.watch(agent.run(call.task, session), self._seconds)
             finally:
                 agent.seconds = session.worked_seconds
                 del self._sessions[call.ticket]

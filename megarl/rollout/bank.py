@@ -26,7 +26,7 @@ from megarl.mcore.inference.engine import RequestSource
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe.files import step_name, step_of
 from megarl.rollout import response_log
-from megarl.rollout.response_log import SUFFIX, DamagedRecord, Entry, Record
+from megarl.rollout.response_log import SUFFIX, Entry, Record
 
 
 def numerics() -> tuple:
@@ -48,16 +48,16 @@ def pack(identity: str, completion: Completion) -> bytes:
 
 
 def unpack(record: Record) -> Completion:
-    """The response of a record. DamagedRecord if it holds none."""
+    """The response of a record. ValueError if it holds none."""
     fields, finished = record.fields, record.facts.get("finished")
     tokens, logprobs, routes = (fields.get(name) for name in ("tokens", "rollout_logprobs", "routes"))
     if tokens is None or logprobs is None or not isinstance(finished, bool):
-        raise DamagedRecord("it holds no response")
+        raise ValueError("it holds no response")
     kinds = (tokens.dtype, logprobs.dtype, None if routes is None else routes.dtype)
     if kinds not in ((torch.int32, torch.float32, of_routes) for of_routes in (None, torch.int16)):
-        raise DamagedRecord("its types do not fit")
+        raise ValueError("its types do not fit")
     if tokens.dim() != 1 or logprobs.shape != tokens.shape:
-        raise DamagedRecord("its sizes do not fit")
+        raise ValueError("its sizes do not fit")
     return Completion(tokens.tolist(), logprobs.tolist(), finished, routes)
 
 
@@ -174,7 +174,7 @@ class RolloutBank:
         try:
             completion = unpack(entry.read())
             return completion if self._answers(request, completion) else None
-        except (DamagedRecord, OSError) as error:
+        except (ValueError, OSError) as error:
             self._warn(entry.path, str(error))
             return None
 

@@ -10,8 +10,8 @@ import dataclasses
 import torch
 
 from megarl.data.prompt import Prompt
-from megarl.environments.calls import Ask, Asked, Reply, canonical
-from megarl.environments.pool import EnvironmentPool, Event, PoolOptions
+from megarl.environments.calls import Answer, Ask, Asked, Reply, canonical
+from megarl.environments.pool import EnvironmentPool, PoolOptions
 from megarl.environments.protocol import Message, Observation, Task
 from megarl.errors import UsageError
 from megarl.flags.environment import SESSIONS
@@ -146,7 +146,7 @@ class ForkedPool(EnvironmentPool):
         self._asks: dict[tuple[int, int], Ask] = {}
         self._path: list[str] | None = None  # messages up to the turn, as text
 
-    def poll(self, seconds: float = 0.0) -> list[Event | Asked]:
+    def poll(self, seconds: float = 0.0) -> list[Answer | Asked]:
         """As of `EnvironmentPool`. UsageError for another number of messages than texts."""
         return [self._changed(each) if isinstance(each, Asked) else each for each in super().poll(seconds)]
 

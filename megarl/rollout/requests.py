@@ -58,16 +58,14 @@ class PromptRequest(NamedTuple):
         return self.responses or (None,) * self.samples
 
 
-class Branching(NamedTuple):
-    """How the episodes of a group share their first turns."""
+# How the episodes of a group share their first turns: turns that are shared, consecutive samples that share them.
+Branching = tuple[int, int]
+NO_BRANCHES: Branching = 0, 1
 
-    turns: int  # that are shared
-    samples: int  # consecutive samples of a group that share them
 
-    @classmethod
-    def of(cls, settings: Settings) -> "Branching | None":
-        """Of the flags; None without `--branch-turns`."""
-        return cls(settings.branch_turns, settings.branch_samples) if settings.branch_turns else None
+def branching_of(settings: Settings) -> Branching:
+    """Of `--branch-turns`."""
+    return (settings.branch_turns, settings.branch_samples) if settings.branch_turns else NO_BRANCHES
 
 
 def groups_of(prompts: Iterable[PromptRequest]) -> PromptGroups:
@@ -106,7 +104,7 @@ class RoundRequests:
         seed: int,
         step: int,
         thinking: ThinkingBudget | None = None,
-        branching: Branching | None = None,
+        branching: Branching = NO_BRANCHES,
         prompt_set: PromptSet | None = None,
     ):
         """`prompts`: of all replicas; `step`: the one that generates; `thinking`: the budget of each response, or turn;
@@ -115,7 +113,8 @@ class RoundRequests:
         ends = self.groups.sizes.cumsum(0).tolist()
         self._ids = list(map(range, [0, *ends], ends))  # of each group
         self.group_of: list[int] = self.groups.of(torch.arange(self.groups.count)).tolist()  # each response
-        self.thinking, self._branching, self.prompt_set = thinking, branching, prompt_set
+        self.thinking, self.prompt_set = thinking, prompt_set
+        self._branch_turns, self._branch_samples = branching
         self._seed, self.step = seed, step
         self.limits = remaining_tokens(prompts)  # 0: the response is finished
         self.responses: dict[int, Response] = {}  # that this replica has begun, or goes on with, by id
@@ -179,8 +178,7 @@ class RoundRequests:
     def trunk_of(self, i: int) -> int:
         """The stream that names the random numbers of a response's first turns, if episodes share these; else its
         own."""
-        shared = 0 if self._branching is None else self.sample_of(i) % self._branching.samples
-        return self.stream_of(i) - shared
+        return self.stream_of(i) - self.sample_of(i) % self._branch_samples
 
     def _keys(self, ids: Sequence[int], streams: Sequence[int]) -> list[int]:
         """The keys of random streams, each of a response's line in the step that drew it."""
@@ -193,9 +191,9 @@ class RoundRequests:
         return keys.tolist()
 
     def _trunks(self, ids: Sequence[int]) -> Sequence[Trunk | None]:
-        if self._branching is None:
+        if not self._branch_turns:
             return [None] * len(ids)
-        return [Trunk(key, self._branching.turns) for key in self._keys(ids, [self.trunk_of(i) for i in ids])]
+        return [Trunk(key, self._branch_turns) for key in self._keys(ids, [self.trunk_of(i) for i in ids])]
 
     def build(self, ids: Sequence[int]) -> list[GenerationRequest]:
         """The requests of these ids, which this replica continues or any may take; `responses` has them from now on.

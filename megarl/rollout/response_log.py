@@ -35,10 +35,6 @@ _SIZE = struct.Struct("<Q")
 _FACTS = "facts"
 
 
-class DamagedRecord(Exception):
-    """A record that is not what `packed` has made."""
-
-
 class Record(NamedTuple):
     """What a record holds."""
 
@@ -60,7 +56,7 @@ class Entry(NamedTuple):
         return self.offset + self.size + HASH_SIZE
 
     def read(self) -> Record:
-        """The record. DamagedRecord if it has changed since; OSError."""
+        """The record. ValueError if it has changed since; OSError."""
         with open_bytes(self.path) as file:
             return _read(file, self.offset, self.size)
 
@@ -105,7 +101,7 @@ def intact(path: Path, damaged: Callable[[str], None]) -> Iterator[Entry]:
                 return
             try:
                 facts = _read(file, offset, size).facts
-            except DamagedRecord as error:
+            except ValueError as error:
                 damaged(f"{where}: {error}")
             else:
                 yield Entry(path, offset, size, facts)
@@ -138,12 +134,12 @@ def _read(file: BinaryIO, offset: int, size: int) -> Record:
     file.seek(offset)
     body, found = file.read(size), file.read(HASH_SIZE)
     if found != hash_of(body):
-        raise DamagedRecord("its checksum is wrong")
+        raise ValueError("its checksum is wrong")
     try:
         fields = load(body)
         facts = parse_json(fields.pop(_FACTS).numpy().tobytes().decode())
     except Exception as error:  # whoever makes a record for harm can write its checksum, too
-        raise DamagedRecord(f"it is not what megarl writes ({reason_of(error)})") from None
+        raise ValueError(f"it is not what megarl writes ({reason_of(error)})") from None
     if not isinstance(facts, dict):
-        raise DamagedRecord("it is not what megarl writes")
+        raise ValueError("it is not what megarl writes")
     return Record(facts, fields)

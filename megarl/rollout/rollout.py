@@ -30,12 +30,13 @@ from megarl.observe.timers import Timers
 from megarl.rollout.bank import RolloutBank, past_bank
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.policy_versions import PolicyVersions
-from megarl.rollout.request_queue import UNFINISHED, FirstGroups, GroupEarlyStop, SharedRequestQueue, shortest_groups
+from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
 from megarl.rollout.requests import (
-    Branching,
+    NO_BRANCHES,
     PromptRequest,
     ResponseEnds,
     RoundRequests,
+    branching_of,
     earlier_responses,
     groups_of,
     remaining_tokens,
@@ -211,7 +212,7 @@ class Rollout:
         s = self.settings
         with self.timers.phase(self.role_groups.model_role, "rollout"):
             is_training = temperature is None
-            branching = Branching.of(s) if is_training else None
+            branching = branching_of(s) if is_training else NO_BRANCHES
             requests = RoundRequests(prompts, s.seed, step, self.thinking, branching, prompt_set)
             if wanted is not None:
                 requests.skip_if_enough_are_finished(wanted)
@@ -275,10 +276,10 @@ class Rollout:
         requests, stream = round_.requests, self._stream(round_)
         source, queue = self._source(requests, whole_groups=round_.wanted is not None)
         early_stop: GroupEarlyStop | None = None
-        if round_.wanted is not None and weights:
-            early_stop = weights.first_groups = FirstGroups(round_.wanted, requests, self.role_groups)
-        elif round_.wanted is not None:
-            early_stop = GroupEarlyStop(round_.wanted, requests, self.role_groups)
+        if round_.wanted is not None:
+            early_stop = GroupEarlyStop(round_.wanted, requests, self.role_groups, by_clock=weights is not None)
+        if weights:
+            weights.first_groups = early_stop
         bank = self.bank if round_.is_training else None
         if bank is not None:
             bank.begin_round(requests.step, self._bank_key(round_.sampling), round_.routes)

@@ -30,7 +30,7 @@ from megarl.mcore.inference.response import Response
 from megarl.plain_files import reading
 from megarl.plain_values import Each, fits, is_count, is_whole
 from megarl.rollout import response_log
-from megarl.rollout.request_queue import FirstGroups
+from megarl.rollout.request_queue import GroupEarlyStop
 from megarl.rollout.requests import RoundRequests
 from megarl.rollout.response_log import Entry
 from megarl.rollout.weight_sync import WeightSync
@@ -302,7 +302,7 @@ class ScheduledRounds:
         self.record = self._schedule.find(self._round)
         self._newest = bounds(self.settings, step, self._schedule.start)[1]
         self._segments: Segments = {}
-        self.first_groups: FirstGroups | None = None  # that the clock takes
+        self.first_groups: GroupEarlyStop | None = None  # that the clock takes
         if self.record is not None:
             self._take_through(self.record.first)
         else:
@@ -320,7 +320,7 @@ class ScheduledRounds:
         last = max(self._of_replicas(self.step)) if record is None else record.last
         groups = None if record is None else record.groups
         if self.first_groups is not None:
-            groups = self.first_groups.groups()  # all replicas have stopped
+            groups = self.first_groups.first_groups()  # all replicas have stopped
             self.first_groups.close()
         self.groups = None if groups is None else torch.tensor(groups, dtype=torch.int64)
         self._take_through(last)

@@ -9,7 +9,7 @@ import torch
 
 from megarl.arguments import Settings
 from megarl.comm.role_mesh import RoleGroups
-from megarl.environments.pool import Event
+from megarl.environments.calls import Answer
 from megarl.environments.protocol import Observation, Turn
 from megarl.errors import warn
 from megarl.mcore import device
@@ -43,7 +43,7 @@ class EpisodeStatistics:
                 own[name] += value
         self.failures += other.failures
 
-    def add_event(self, event: Event):
+    def add_event(self, event: Answer):
         """Counts an answer of an environment."""
         c = self.counts
         c["steps"] += not event.from_journal

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from megarl.data.detokenizer import Vocabulary
 from megarl.serving import sampling
-from megarl.serving.answer_text import AnswerDelta, AnswerProgress, AnswerText, ToolCallParser, has_opened_thoughts
+from megarl.serving.answer_text import AnswerProgress, AnswerText, ToolCallParser, has_opened_thoughts
 from megarl.serving.answers import ChatAnswer, OpenAIAnswer, Parts, chat_part, delta_of, finite, offered
 from megarl.serving.context import ServingContext
 from megarl.serving.error_answers import invalid
@@ -203,15 +203,13 @@ class ServedChat(ChatAnswer):
                     yield part
 
     def _part(self, index: int, progress: AnswerProgress, parser: ToolCallParser | None) -> dict[str, Any]:
-        found, first = [AnswerDelta(progress.text, "", [])], 0
+        count, delta = 0, delta_of(progress.text, "", [])
         if parser is not None:
             first = parser.count
-            found = [parser.feed(progress.text)] + ([parser.finish()] if progress.finish is not None else [])
-        content, reasoning = "".join(each.content for each in found), "".join(each.reasoning for each in found)
-        delta = delta_of(content, reasoning, [call for each in found for call in each.calls], first)
-        has_calls = parser is not None and parser.count > 0
+            delta = delta_of(*parser.feed(progress.text, is_last=progress.finish is not None), first)
+            count = parser.count
         logprobs = chat_logprobs(self._context.vocabulary, progress) if self._wants_logprobs else None
-        part = chat_part(index, delta, progress.finish, has_calls, logprobs)
+        part = chat_part(index, delta, progress.finish, count > 0, logprobs)
         return {**part, "stop_reason": progress.stop_reason}
 
 

@@ -7,19 +7,18 @@ from pathlib import Path
 
 from megarl.data.prompt import Prompt
 from megarl.data.turns import TurnTokens
-from megarl.environments.calls import Asked, Reply
+from megarl.environments.calls import Answer, Asked, Reply
 from megarl.environments.journal import Journal
-from megarl.environments.pool import EnvironmentPool, Event, PoolOptions, TurnText
+from megarl.environments.pool import EnvironmentPool, PoolOptions, TurnText
 from megarl.environments.protocol import Observation, Task, Turn
 from megarl.environments.session_pool import SessionPool
 from megarl.errors import UsageError
 from megarl.mcore.inference.generation import Completion, GenerationRequest
-from megarl.rollout.episodes.agent_episode import AgentEnd
 from megarl.rollout.episodes.episode import EnvironmentResult, EpisodeLimits, TurnRequest
 from megarl.rollout.episodes.message_tree import MessageTree
 from megarl.rollout.statistics import EpisodeStatistics
 
-Result = EnvironmentResult | TurnRequest | AgentEnd
+Result = EnvironmentResult | TurnRequest
 
 
 @dataclasses.dataclass
@@ -69,7 +68,7 @@ class EnvironmentClient:
         self._numbers: dict[int, int] = {}  # slot -> number of its episode in the round
         self._round: dict[int, PlayedTurns] = {}  # by number
         self.kept: dict[str, PlayedTurns] = {}  # for a later round, by key
-        self._came: list[Event | Asked] = []  # while nothing could be generated
+        self._came: list[Answer | Asked] = []  # while nothing could be generated
 
     def begin(self, number: int, prompt: Prompt, request: GenerationRequest, task: Task, key: str | None):
         """Starts the environment of an episode. `request`: of its prompt alone; `key`: its name in the journal."""
@@ -114,7 +113,7 @@ class EnvironmentClient:
 
     def _text(self, tokens: Sequence[int]) -> TurnText:
         marked = self._turn_tokens.marked_text(tokens, self.pool.form.all_marks)
-        return TurnText(self._turn_tokens.text(tokens), marked)
+        return self._turn_tokens.text(tokens), marked
 
     def write(self, number: int, turn: int, completion: Completion):
         """Sends an agent a turn that the policy has written."""
@@ -185,7 +184,7 @@ class EnvironmentClient:
     def close(self):
         self.pool.close()
 
-    def _result_of(self, event: Event | Asked) -> Result | None:
+    def _result_of(self, event: Answer | Asked) -> Result | None:
         number = self._numbers[event.number]
         played = self._round[number]
         if isinstance(event, Asked):
@@ -223,16 +222,16 @@ class EnvironmentClient:
         form, limits, longest = self.pool.form, self._limits, self._max_prompt_length
         return MessageTree(number, played.request, played.prompt, self._turn_tokens, form, limits, longest)
 
-    def _ended(self, number: int, played: PlayedTurns, end: Observation) -> AgentEnd:
+    def _ended(self, number: int, played: PlayedTurns, end: Observation) -> EnvironmentResult:
         """The end of an agent. ValueError if it has not got a turn."""
         tree = played.tree
         if tree is None or not tree.written:
             raise ValueError("the agent ended without a turn of the policy")
         played.turns = [turn.turn for turn in tree.written if turn.turn is not None]
         turns = tuple(turn.number for turn in tree.written)
-        return AgentEnd(number, turns, end.reward, end.correct, tree.is_truncated)
+        return EnvironmentResult(number, [], end.reward, True, end.correct, turns=turns, truncated=tree.is_truncated)
 
-    def _first_prompt(self, event: Event, played: PlayedTurns) -> list[int]:
+    def _first_prompt(self, event: Answer, played: PlayedTurns) -> list[int]:
         tokens = played.request.prompt
         if event.tools or event.observation.messages:
             messages = [*played.prompt.conversation, *event.observation.messages]
@@ -244,7 +243,7 @@ class EnvironmentClient:
             )
         return tokens
 
-    def _observed(self, number: int, event: Event) -> EnvironmentResult:
+    def _observed(self, number: int, event: Answer) -> EnvironmentResult:
         seen, is_last = event.observation, event.turn.number + 1 >= self._limits.turns
         tokens = [] if seen.done or is_last else self._turn_tokens.bridge(seen.messages)
         return EnvironmentResult(number, tokens, seen.reward, seen.done, seen.correct, replayable=event.replayable)

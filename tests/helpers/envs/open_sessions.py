@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.child_process import Child
-from megarl.environments.calls import TO_LEADERS, Asked, Reply
-from megarl.environments.pool import Event
+from megarl.environments.calls import TO_LEADERS, Answer, Asked, Reply
 from megarl.environments.protocol import Task, parse_turn
 from megarl.environments.session_front import SessionsConfig
 from megarl.environments.session_pool import SessionPool
@@ -28,14 +27,14 @@ class Leader:
     pool: SessionPool
     child: Child
     record: Path
-    came: list[Event | Asked] = dataclasses.field(default_factory=list)
+    came: list[Answer | Asked] = dataclasses.field(default_factory=list)
 
     def offer(self, number: int, text: str = "2+3=", key: str | None = None):
         """Begins an episode. `key`: `step/line/sample`."""
         task = Task([{"role": "user", "content": text}], "5", {"level": 1}, None, 7, 8)
         self.pool.start(number, task, None, key or f"4/9/{number}")
 
-    def next(self) -> Event | Asked:
+    def next(self) -> Answer | Asked:
         assert wait_until(self._poll)
         return self.came.pop(0)
 
