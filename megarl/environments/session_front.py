@@ -146,9 +146,9 @@ class Registry:
             raise RequestError(409, "this session has ended", code="session_ended")
         raise RequestError(404, "there is no such session", code="unknown_session")
 
-    def finish(self, found: OpenSession, end: Observation | None, failure: str | None = None, retry: bool = True):
+    def finish(self, found: OpenSession, end: Observation | None, failure: str | None = None):
         """Ends a session with its score, or with a failure."""
-        _send_end(found.place, found.offer, end, retry, found.session.worked_seconds, failure)
+        _send_end(found.place, found.offer, end, True, found.session.worked_seconds, failure)
         self._write("failed" if end is None else "finished", found, reward=None if end is None else end.reward)
         self._forget(found)
 

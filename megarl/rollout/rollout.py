@@ -27,7 +27,7 @@ from megarl.mcore.model import gpt
 from megarl.mcore.model.prediction_layer import layer_of
 from megarl.mcore.parallel import fsdp
 from megarl.observe.timers import Timers
-from megarl.rollout.bank import RolloutBank, past_bank
+from megarl.rollout.bank import AskedRequests, RolloutBank
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.policy_versions import PolicyVersions
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
@@ -42,7 +42,7 @@ from megarl.rollout.requests import (
     remaining_tokens,
     sampling_of,
 )
-from megarl.rollout.schedule import GoingOn, Schedule, ScheduledRounds, Stream
+from megarl.rollout.schedule import Schedule, ScheduledRounds, Stream
 from megarl.rollout.statistics import EngineCounts
 from megarl.rollout.weight_sync import UNCHANGED, WeightSync
 from megarl.tool_formats.thinking_budget import ThinkingBudget
@@ -283,7 +283,6 @@ class Rollout:
         bank = self.bank if round_.is_training else None
         if bank is not None:
             bank.begin_round(requests.step, self._bank_key(round_.sampling), round_.routes)
-        going_on = GoingOn(source, requests.responses)
 
         def ended(i: int, completion: Completion):
             response = requests.take(i, completion, version())
@@ -292,7 +291,7 @@ class Rollout:
             if response.has_ended and early_stop:
                 early_stop.add(i, response.new)
             if not response.has_ended and weights:
-                going_on.add(i)
+                asked.add(i, response.request())
             elif round_.sender:
                 round_.sender.send(i, response.tokens)
 
@@ -300,7 +299,7 @@ class Rollout:
             most = queue.share if queue else 2 * self.engine.max_requests  # work for the engine while others wait
             self.episodes.run(stream, source, requests, most, round_.is_training, early_stop, round_.sender, bank)
         else:
-            asked, take_in = past_bank(bank, going_on, ended)
+            asked = AskedRequests(source, ended, bank)
             options: dict[str, Any] = {"max_requests": queue.share if queue else None}
             if weights:
                 options["interrupt"] = weights.look
@@ -309,7 +308,7 @@ class Rollout:
             goes_on = True
             while goes_on:
                 for i, completion in stream(asked, **options):
-                    take_in(i, completion)
+                    asked.ended(i, completion)
                 goes_on = weights is not None and weights.goes_on()
             if weights:  # of a round that stopped early: others may not have begun, and belong to whoever takes them
                 source.take(len(requests))

@@ -12,7 +12,6 @@ computed with the new weights. A response's tokens depend on the weights of each
 """
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +23,8 @@ from megarl.arguments import Settings
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import UsageError
 from megarl.mcore import device
-from megarl.mcore.inference.engine import RequestList, RequestSource, RolloutEngine
-from megarl.mcore.inference.generation import Completion, GenerationRequest
-from megarl.mcore.inference.response import Response
+from megarl.mcore.inference.engine import RequestList, RolloutEngine
+from megarl.mcore.inference.generation import Completion
 from megarl.plain_files import reading
 from megarl.plain_values import Each, fits, is_count, is_whole
 from megarl.rollout import response_log
@@ -233,32 +231,10 @@ class Schedule:
 # -- rounds that follow a schedule, or make one ------------------------------------------------------------------------
 
 
-_GO_ON, _TAKE_WEIGHTS, _STOP = 0, 1, 2  # what a replica does after a look
+_TAKE_WEIGHTS, _STOP = 1, 2  # what a replica does after a look; 0: it goes on
 
 # Runs the engine for a source of requests, with further arguments by name, as of `RolloutEngine.stream`.
 Stream = Callable[..., Iterator[tuple[int, Completion]]]
-
-
-class GoingOn:
-    """A source of requests over another one, with the rest of those that the engine was stopped in first."""
-
-    def __init__(self, others: RequestSource, responses: dict[int, Response]):
-        self._others, self._responses, self._waiting = others, responses, deque[int]()
-
-    def take(self, room: int) -> list[tuple[int, GenerationRequest]]:
-        numbers = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
-        found = [(i, self._responses[i].request()) for i in numbers]
-        return found if len(found) == room else found + self._others.take(room - len(found))
-
-    def add(self, i: int):
-        """Has the rest of a response generated."""
-        self._waiting.append(i)
-
-    def is_empty(self) -> bool:
-        return not self._waiting and self._others.is_empty()
-
-    def wait(self):
-        self._others.wait()
 
 
 class ScheduledRounds:

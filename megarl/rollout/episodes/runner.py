@@ -30,7 +30,7 @@ from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.measurements import NamesOfRun
 from megarl.observe.files import step_of
 from megarl.roles.reward_metrics import FailureWindow, reasons_text
-from megarl.rollout.bank import RolloutBank, past_bank
+from megarl.rollout.bank import AskedRequests, RolloutBank
 from megarl.rollout.episodes.agent_episode import AgentEpisode
 from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.episode import Episode, EpisodeLimits, key_of
@@ -146,9 +146,9 @@ class EpisodeRunner:
         begin = functools.partial(self._begin, requests, is_training)
         episodes = EpisodeSource(source, begin, self.client, self.role_groups, max_open, early_stop, sender)
         limit = episodes.response_limit if early_stop else None
-        asked, ended = past_bank(bank, episodes, episodes.turn_ended)
+        asked = AskedRequests(episodes, episodes.turn_ended, bank)
         for number, completion in stream(asked, max_requests=max_open, response_limit=limit):
-            ended(number, completion)
+            asked.ended(number, completion)
         self._running = sorted([*episodes.ended, *episodes.stopped], key=lambda episode: episode.number)
         self._idle = self._idle_of(requests) if is_training else []
         self._is_training, self._prompts = is_training, requests.prompt_set
