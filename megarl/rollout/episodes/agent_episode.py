@@ -48,14 +48,14 @@ class AgentEpisode(Episode):
         self._how: EnvironmentResult | None = None
 
     @property
-    def open_turn(self) -> int:
-        """The number of the turn with which a later round goes on."""
+    def complete_turns(self) -> int:
+        """Turns before the open one, with which a later round goes on."""
         return max(self._turns)
 
     @property
-    def room_of_open_turn(self) -> int:
-        """Tokens that it may still get; below 1 if other limits than those of its run leave none."""
-        turn = self._turns[self.open_turn]
+    def turn_limit(self) -> int:
+        """Tokens that the open turn may still get; below 1 if other limits than those of its run leave none."""
+        turn = self._turns[self.complete_turns]
         return turn.room if turn.asked.max_new_tokens <= self.limits.turn else 0
 
     def ask(self, asked: TurnRequest):
@@ -144,7 +144,7 @@ class AgentEpisode(Episode):
                 routes.append(of_row)
         self.known_versions = [(start, self._turns[n].versions) for n, start, _ in self._places]
         if end is None:
-            self.is_open = self._turns[self.open_turn].length > 0
+            self.is_open = self._turns[self.complete_turns].length > 0
             return
         self.routes = torch.cat(routes) if routes else None
         self.rewards[-1], self.is_open = end.reward, False
@@ -210,6 +210,6 @@ class AgentEpisode(Episode):
             turn.add(fact["tokens"], fact["logprobs"], None)
             turn.learn(fact["versions"])
             turn.before, turn.finished, turn.is_open = fact["before"], fact["finished"], fact["is_open"]
-        if not made._turns or not made._turns[made.open_turn].is_open:
+        if not made._turns or not made._turns[made.complete_turns].is_open:
             raise ValueError("an agent's episode has no open turn")
         return made

@@ -75,30 +75,27 @@ class EnvironmentClient:
         slot = self._join(number, PlayedTurns(prompt, request, next(self._slots)))
         self.pool.start(slot, task, prompt.environment, key)
 
-    def go_on_with_agent(self, number: int, prompt: Prompt, request: GenerationRequest, task: Task, key: str):
-        """Continues the episode `key` of an agent of an earlier round. Arguments as of `begin`."""
+    def go_on(
+        self, number: int, prompt: Prompt, task: Task, key: str, turns: Sequence[Sequence[int]] = (),
+        request: GenerationRequest | None = None,
+    ):  # fmt: skip
+        """Continues the episode `key` of an earlier round. `turns`: tokens of those that its environment answered;
+        `request`: as of `begin`, for an agent."""
         played = self.kept.pop(key)
-        played.prompt, played.request = prompt, request
+        played.prompt, played.request = prompt, request or played.request
         if played.facts is not None:
             played.tree = self._new_tree(number, played)
             played.tree.restore(played.facts["turns"], played.facts["asked"])
             played.facts = None
-        played.tree.number = number
+        if played.tree is not None:
+            played.tree.number = number
         if played.slot is None:
             played.slot = next(self._slots)
-            self.pool.start(played.slot, task, prompt.environment, key)
-        self._join(number, played)
-
-    def go_on(self, number: int, prompt: Prompt, task: Task, key: str, turns: Sequence[Sequence[int]]):
-        """Continues the episode `key` of an earlier round; `turns`: tokens of those that its environment answered."""
-        played = self.kept.pop(key)
-        if played.slot is None:
-            played.slot = next(self._slots)
-            texts = list(map(self._text, turns))
-            played.turns = self.pool.take_up(
-                played.slot, task, prompt.environment, key, texts, played.observations, played.tools
-            )
-        played.prompt = prompt
+            if played.tree is not None:
+                self.pool.start(played.slot, task, prompt.environment, key)
+            else:
+                texts, seen = list(map(self._text, turns)), played.observations
+                played.turns = self.pool.take_up(played.slot, task, prompt.environment, key, texts, seen, played.tools)
         self._join(number, played)
 
     def _join(self, number: int, played: PlayedTurns) -> int:
@@ -141,23 +138,18 @@ class EnvironmentClient:
 
     def keep(self, number: int, key: str, turns: int):
         """Keeps an episode for a later round, as it was after that many turns. Its environment goes on if it has seen
-        no more."""
+        no more. So does an agent that waits for the next turn; another one will be run again, and gets the turns before
+        at once."""
         played = self._round.pop(number)
         self._numbers.pop(played.slot, None)
-        if played.sent > turns:
+        if played.tree is not None:
+            is_ahead = played.tree.cut(turns) or played.has_ended
+            played.has_ended = False
+        else:
+            is_ahead = played.sent > turns
+            played.turns, played.observations, played.sent = played.turns[:turns], played.observations[:turns], turns
+        if is_ahead:
             self._close(played)
-        played.turns, played.observations, played.sent = played.turns[:turns], played.observations[:turns], turns
-        self.kept[key] = played
-
-    def keep_agent(self, number: int, key: str, open_turn: int):
-        """Keeps an agent's episode for a later round, which continues with that turn. The agent goes on if it waits for
-        the turn; else it will be run again, and gets the turns before it at once."""
-        played = self._round.pop(number)
-        self._numbers.pop(played.slot, None)
-        is_ahead = played.tree.cut(open_turn)
-        if is_ahead or played.has_ended:
-            self._close(played)
-        played.has_ended = False
         self.kept[key] = played
 
     def forget(self, key: str):

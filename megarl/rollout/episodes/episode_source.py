@@ -127,7 +127,7 @@ class EpisodeSource:
                 self._open[number] = episode = self._begin(number, request)
                 if isinstance(episode, AgentEpisode):
                     self._asked.add(number)
-                    self._generate(episode, episode.open_turn)
+                    self._generate(episode, episode.complete_turns)
                 elif episode.prompt_length:
                     self._go_on(episode)
                 else:

@@ -200,8 +200,7 @@ def _episode(row: Batch, key: str, fact: dict, limits: EpisodeLimits) -> Episode
         if len(fact["agent"]["asked"]) != len(fact["agent"]["turns"]):
             raise ValueError("an agent's requests are not its turns")
         episode = AgentEpisode.restored(episode, fact["agent"])
-    room = episode.room_of_open_turn if isinstance(episode, AgentEpisode) else episode.turn_limit
-    if episode.end is None and room < 1:
+    if episode.end is None and episode.turn_limit < 1:
         raise UsageError(
             f"--load: the checkpoint holds an unfinished episode for which turns of {limits.turn} tokens and responses "
             f"of {limits.response} leave no room; use the --max-turn-length and --max-response-length of its run"

@@ -195,10 +195,7 @@ class EpisodeRunner:
         keeps, own = self._is_training and self.settings.partial_rollouts, client.take_statistics()
         for episode in self._running:
             if episode.end is None and keeps:
-                if isinstance(episode, AgentEpisode):
-                    client.keep_agent(episode.number, episode.key, episode.open_turn)
-                else:
-                    client.keep(episode.number, episode.key, episode.complete_turns)
+                client.keep(episode.number, episode.key, episode.complete_turns)
                 continue
             seen = client.take_played(episode.number)
             if episode.end is not None:
@@ -247,7 +244,7 @@ class EpisodeRunner:
                 self.client.begin(number, prompt, request, task, key)
             elif isinstance(before, AgentEpisode):
                 of_line = dataclasses.replace(request, prompt=before.line_prompt)
-                self.client.go_on_with_agent(number, prompt, of_line, task, key)
+                self.client.go_on(number, prompt, task, key, request=of_line)
             else:
                 turns = [before.turn_tokens(turn) for turn in range(before.complete_turns)]
                 self.client.go_on(number, prompt, task, key, turns)
