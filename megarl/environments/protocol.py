@@ -10,7 +10,7 @@ import functools
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.measurements import parts_of, value_of
 from megarl.plain_values import whole_unicode
@@ -85,53 +85,37 @@ class Observation:
     parts: dict[str, float] = field(default_factory=dict)
 
 
-class Environment(Protocol):
-    """One episode: each gets an environment of its own. Methods may be plain functions, which then run in a thread.
+class BaseEnvironment:
+    """The protocol, with defaults; an environment need not be of this class. Each episode gets one of its own. Methods
+    may be plain functions, which then run in a thread.
 
     `tools`: JSON schemas of the functions that the policy may call, rendered into the prompt; known after `reset`.
     `replayable`: the same task and turns give the same observations, so that an episode of a worker process that died
     can be played again; False: such an episode is left out of the training.
     """
 
-    tools: list[dict[str, Any]]
-    replayable: bool
-
-    def reset(self, task: Task) -> Observation | Awaitable[Observation]:
-        """Begins the episode; `reward` and `done` of the observation are not read."""
-
-    def step(self, turn: Turn) -> Observation | Awaitable[Observation]:
-        """Answers a turn. An exception is a failure of the environment, not of the policy."""
-
-    def restore(self, task: Task, turns: list[Turn], observations: list[Observation]) -> Awaitable[None] | None:
-        """Brings a new environment to the state after these turns. Called instead of `reset`."""
-
-    def close(self) -> Awaitable[None] | None:
-        """Frees what the episode holds; the episode may have ended at any point."""
-
-
-class BaseEnvironment:
-    """Defaults of the protocol: no tools, replayable, restored by playing the turns again, nothing to close."""
-
     tools: list[dict[str, Any]] = []  # noqa: RUF012  # never changed in place
     replayable = True
 
     def reset(self, task: Task) -> Observation | Awaitable[Observation]:
-        """Adds nothing to the prompt."""
+        """Begins the episode; `reward` and `done` of the observation are not read. By default nothing is added to the
+        prompt."""
         return Observation()
 
     def step(self, turn: Turn) -> Observation | Awaitable[Observation]:
-        """To be defined."""
+        """Answers a turn; to be defined. An exception is a failure of the environment, not of the policy."""
         raise NotImplementedError(f"{type(self).__name__} defines no step")
 
     async def restore(self, task: Task, turns: list[Turn], observations: list[Observation]) -> None:
-        """Plays the turns again. RuntimeError: an observation differs, so the environment is not replayable."""
+        """Brings a new environment to the state after these turns. Called instead of `reset`; by default it plays the
+        turns again. RuntimeError: an observation differs, so the environment is not replayable."""
         await resolved(self.reset(task))
         for turn, before in zip(turns, observations, strict=True):
             if await resolved(self.step(turn)) != before:
                 raise RuntimeError(f"{type(self).__name__}: turn {turn.number} was answered differently when replayed")
 
     def close(self) -> Awaitable[None] | None:
-        """Nothing."""
+        """Frees what the episode holds: by default nothing. The episode may have ended at any point."""
 
 
 async def called(function: Callable, *args, **kwargs) -> Any:

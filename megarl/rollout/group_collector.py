@@ -96,6 +96,7 @@ class GroupCollector:
         self.group_buffer = GroupBuffer(self.role_groups, s, rollout.recorded_layers)
         self.queue = BatchQueue(self.group_buffer, keeps=s.generation_lag > 0)
         self.versions = PolicyVersions(s)
+        self._counts = SamplingStatistics()  # of the step's rounds
 
     def collect(self, step: int) -> tuple[Batch, PromptGroups] | None:
         """(this rank's share of a step's responses, their groups on all replicas); None if its rounds gave too few
@@ -112,13 +113,13 @@ class GroupCollector:
 
     def _fill(self, step: int):
         """Generates for a step, and queues its batch if the buffer then holds enough groups."""
-        s, statistics = self.settings, SamplingStatistics()
-        self._run_rounds(step, statistics)
+        s, self._counts = self.settings, SamplingStatistics()
+        self._run_rounds(step)
         if self.pools is not None:
             self.pools.end_step()
         is_full = len(self.group_buffer) == s.prompts_per_step
         is_enough = is_full or (len(self.group_buffer) > 0 and not s.dynamic_sampling)
-        self._set_metrics(statistics, waiting_groups=0 if is_enough else len(self.group_buffer))
+        self._set_metrics(waiting_groups=0 if is_enough else len(self.group_buffer))
         if self._writer is not None:
             own = {n: v for n, v in self.metrics.items() if n != "rollout/tokens" and not n.startswith("sampling/")}
             with self.timers.phase(self.role_groups.model_role, "save"):
@@ -128,18 +129,18 @@ class GroupCollector:
             self.metrics |= staleness_metrics(batch, trains, s, self.role_groups)
         self.queue.put(step, self.group_buffer.take() if is_enough else None)
 
-    def _run_rounds(self, step: int, statistics: SamplingStatistics):
+    def _run_rounds(self, step: int):
         """Runs rounds until the batch is full, or as many as are allowed."""
         s, draws = self.settings, Counter()
         max_rounds = s.max_sampling_rounds if s.dynamic_sampling else 1
         if self._writer is not None:
             self._writer.begin(step, len(self.group_buffer), self.versions.of_step(step)[0])
-        while len(self.group_buffer) < s.prompts_per_step and statistics.rounds < max_rounds:
+        while len(self.group_buffer) < s.prompts_per_step and self._counts.rounds < max_rounds:
             wanted = s.prompts_per_step - len(self.group_buffer)
             requests = self._requests_of_round(step, wanted, draws)  # for more than `wanted` with --over-sampling
-            self._accept(self._generate_groups(requests, step, statistics, wanted), step, statistics)
+            self._accept(self._generate_groups(requests, step, wanted), step)
 
-    def _accept(self, found: GenerationRound, step: int, statistics: SamplingStatistics):
+    def _accept(self, found: GenerationRound, step: int):
         """Scores a round where the run needs it now, and buffers the groups that pass the filter."""
         if self._scorer.is_needed:
             self._announcements.send({"round": {"lines": found.lines, "kept": found.kept}})
@@ -152,11 +153,11 @@ class GroupCollector:
         if self.pools is not None:
             for line, share in zip(found.lines, shares.tolist(), strict=True):
                 self.pools.add(line, share)
-        statistics.rounds += 1
-        statistics.groups += len(found.lines)
-        statistics.kept += int(keep.sum())
-        statistics.responses += responses
-        statistics.reward_sum += reward_sum
+        self._counts.rounds += 1
+        self._counts.groups += len(found.lines)
+        self._counts.kept += int(keep.sum())
+        self._counts.responses += responses
+        self._counts.reward_sum += reward_sum
 
     def _requests_of_round(self, step: int, wanted: int, draws: Counter) -> list[PromptRequest]:
         """Carried groups first, then new prompts, unless enough of the carried groups are finished already."""
@@ -180,27 +181,25 @@ class GroupCollector:
         """Tokens of a response to a line: those of its file in a mixture, or of the flag."""
         return self.prompts.response_limit(line) or self.settings.max_response_length
 
-    def _generate_groups(
-        self, requests: list[PromptRequest], step: int, statistics: SamplingStatistics, wanted: int
-    ) -> GenerationRound:
+    def _generate_groups(self, requests: list[PromptRequest], step: int, wanted: int) -> GenerationRound:
         """The `wanted` groups taken of those requested, with this rank's share of their responses."""
         sender = None
         # Ranks of a reward model encode the prompts meanwhile, those of a judge await the responses.
         if self.settings.reward_model is not None or self._scorer.early_judges:
             lines = [request.line for request in requests]
-            self._announcements.send({"drawn": lines, "number": statistics.rounds})
+            self._announcements.send({"drawn": lines, "number": self._counts.rounds})
         if self._scorer.early_judges and self.role_groups.is_leader:
-            sender = ResponseSender(step, statistics.rounds, groups_of(requests), self._scorer.early_judges)
+            sender = ResponseSender(step, self._counts.rounds, groups_of(requests), self._scorer.early_judges)
         versions = self.versions if self._has_versions else None
         batch = self.rollout.generate(
             requests, step, wanted=wanted, prompt_set=self.prompts, sender=sender, versions=versions
         )
-        requests, batch = self._take_earliest(requests, batch, statistics, wanted)
+        requests, batch = self._take_earliest(requests, batch, wanted)
         greedy = None
         if self.settings.greedy_baseline:
             prompts = [request._replace(lengths=(), responses=(), samples=1) for request in requests]
             greedy = self.rollout.generate(prompts, step, temperature=0, prompt_set=self.prompts)
-            statistics.tokens += int(greedy.response_mask.sum())
+            self._counts.tokens += int(greedy.response_mask.sum())
         draws, records = [(request.step, request.draw_index) for request in requests], None
         if self._writer is not None and self.rollout.episodes is not None:
             records = self.rollout.episodes.take_records(episode_keys(requests))
@@ -208,7 +207,7 @@ class GroupCollector:
         return GenerationRound(lines=lines, batch=batch, greedy=greedy, draws=draws, records=records)
 
     def _take_earliest(
-        self, requests: list[PromptRequest], batch: Batch, statistics: SamplingStatistics, wanted: int
+        self, requests: list[PromptRequest], batch: Batch, wanted: int
     ) -> tuple[list[PromptRequest], Batch]:
         """Takes the `wanted` earliest groups of a round. With partial rollouts the next round continues the others.
 
@@ -222,23 +221,23 @@ class GroupCollector:
                 taken, longest = self.rollout.earliest_groups(batch, requests, wanted)
             if self.settings.partial_rollouts:
                 batch, new_tokens = self.partial_rollouts.keep_unfinished(batch, requests, taken, longest)
-                statistics.tokens += new_tokens
+                self._counts.tokens += new_tokens
         if wanted < len(requests):
             is_taken = torch.zeros(len(requests), dtype=torch.bool).index_fill(0, taken, True)
             batch = batch.renumbered(groups_of(requests).expand(is_taken))
         requests = [requests[i] for i in taken.tolist()]
         if self.settings.thinking_budget is not None:
-            statistics.taken += len(batch)
-            statistics.cut += forced_responses(batch)
+            self._counts.taken += len(batch)
+            self._counts.cut += forced_responses(batch)
         if self.settings.partial_rollouts:
             self.rollout.recompute_routes(batch, requests)
         else:
-            statistics.tokens += int(batch.response_mask.sum())
+            self._counts.tokens += int(batch.response_mask.sum())
         return requests, batch
 
-    def _set_metrics(self, statistics: SamplingStatistics, waiting_groups: int):
+    def _set_metrics(self, waiting_groups: int):
         self.metrics = self.rollout.generation_metrics()
-        counted = torch.tensor([statistics.tokens, statistics.taken, statistics.cut], device=device.device())
+        counted = torch.tensor([self._counts.tokens, self._counts.taken, self._counts.cut], device=device.device())
         self.metrics["rollout/tokens"], taken, cut = self.role_groups.dp_all_reduce(counted).tolist()
         if taken:
             self.metrics["rollout/thinking_cut_fraction"] = cut / taken
@@ -251,10 +250,10 @@ class GroupCollector:
             self.metrics |= self.partial_rollouts.metrics()
         if self.settings.group_filter != "none":
             self.metrics |= {
-                "sampling/rounds": statistics.rounds,
-                "sampling/groups": statistics.groups,
-                "sampling/kept_fraction": statistics.kept / statistics.groups,
-                "sampling/reward_mean": statistics.reward_sum / max(statistics.responses, 1),
+                "sampling/rounds": self._counts.rounds,
+                "sampling/groups": self._counts.groups,
+                "sampling/kept_fraction": self._counts.kept / self._counts.groups,
+                "sampling/reward_mean": self._counts.reward_sum / max(self._counts.responses, 1),
                 "sampling/waiting_groups": waiting_groups,
             }
 
@@ -309,11 +308,11 @@ class SavedGroupCollector(GroupCollector):
             )
         self.partial_rollouts.clear()  # what continues them is in the files
 
-    def _run_rounds(self, step: int, statistics: SamplingStatistics):
+    def _run_rounds(self, step: int):
         record, self._step = self._saved.records[step], step
         for number in range(len(record.rounds)):
-            self._accept(self._read(step, number), step, statistics)
-        statistics.tokens = record.tokens if self.role_groups.dp_rank == 0 else 0
+            self._accept(self._read(step, number), step)
+        self._counts.tokens = record.tokens if self.role_groups.dp_rank == 0 else 0
         self.order.load_state_dict(record.order)
 
     def _read(self, step: int, number: int) -> GenerationRound:
@@ -333,6 +332,6 @@ class SavedGroupCollector(GroupCollector):
                 greedy = self._saved.read(record, number, GREEDY, fields, None, role_groups, single)
         return GenerationRound(lines=lines, batch=responses, greedy=greedy, kept=kept)
 
-    def _set_metrics(self, statistics: SamplingStatistics, waiting_groups: int):
-        super()._set_metrics(statistics, waiting_groups)
+    def _set_metrics(self, waiting_groups: int):
+        super()._set_metrics(waiting_groups)
         self.metrics |= self._saved.records[self._step].metrics
