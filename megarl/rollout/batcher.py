@@ -32,7 +32,7 @@ from megarl.rollout.response_log import Record
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter, SavedRollouts
 from megarl.rollout.round_scores import GenerationRound, RoundScorer
-from megarl.rollout.waiting_groups import BATCH, GROUPS, POOLS, UNFINISHED, KeptRecords, packed
+from megarl.rollout.waiting_groups import BATCH, GROUPS, POOLS, UNFINISHED, kept_records, packed
 
 
 class BatchHeader(NamedTuple):
@@ -153,12 +153,12 @@ class RolloutBatcher:
         try:
             where = f"--load {folder / waiting_groups.FIRST}"
             with reading(where, "is damaged"):
-                kept, version = KeptRecords(folder), queue["version"]
+                kept, version = kept_records(folder), queue["version"]
                 queued: dict[int, Iterable[Record]] = {number: kept.read(BATCH, number) for number in queue["steps"]}
                 self.collector.queue.load(step, queue["through"], queued, version - queue["lag"])
-                if kept.has(GROUPS):
+                if kept.entries(GROUPS):
                     self.collector.group_buffer.load(kept.read(GROUPS), version)
-                if kept.has(UNFINISHED):
+                if kept.entries(UNFINISHED):
                     self.collector.partial_rollouts.load(kept.read(UNFINISHED))
                 if self.collector.pools is not None and not has_new_prompts:
                     waiting_groups.load_pools(self.collector.pools, kept.read(POOLS), where)

@@ -117,13 +117,22 @@ def whole(path: Path, where: str, has_ended: bool = True) -> list[Entry]:
     return found
 
 
-def grouped(paths: Iterable[Path], flag: str, *names: str) -> dict[tuple, list[Entry]]:
-    """The records of logs that have ended, by the facts of these names, None of those that they lack; the logs in the
-    order of their names. UsageError, which begins with `flag`, if one is damaged."""
-    found: dict[tuple, list[Entry]] = {}
-    for entry in (entry for path in sorted(paths) for entry in whole(path, f"{flag} {path}")):
-        found.setdefault(tuple(entry.facts.get(name) for name in names), []).append(entry)
-    return found
+class Records:
+    """The records of logs that have ended, by the facts of some names."""
+
+    def __init__(self, paths: Iterable[Path], flag: str, *names: str):
+        """The logs count in the order of their names. UsageError, which begins with `flag`, if one is damaged."""
+        self._count, self._found = len(names), dict[tuple, list[Entry]]()
+        for entry in (entry for path in sorted(paths) for entry in whole(path, f"{flag} {path}")):
+            self._found.setdefault(tuple(entry.facts.get(name) for name in names), []).append(entry)
+
+    def entries(self, *facts: Any) -> list[Entry]:
+        """Those with these facts of the first names, and without the others."""
+        return self._found.get((*facts, *[None] * (self._count - len(facts))), [])
+
+    def read(self, *facts: Any) -> Iterator[Record]:
+        """The records of `entries`, one at a time."""
+        return (entry.read() for entry in self.entries(*facts))
 
 
 def _refuse(problem: str):

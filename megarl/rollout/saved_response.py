@@ -17,10 +17,8 @@ from megarl.observe.terminal import printable, ranges_text
 from megarl.plain_files import reading
 from megarl.rollout.episodes.episode import UNKNOWN, Episode, EpisodeLimits
 from megarl.rollout.episodes.results import observations_of
-from megarl.rollout.response_log import Entry
-from megarl.rollout.rollout_files import EPISODE, FOLDER, RESPONSES, entries_of
-
-Entries = dict[tuple, list[Entry]]  # of `entries_of`
+from megarl.rollout.response_log import Records
+from megarl.rollout.rollout_files import EPISODE, FOLDER, RESPONSES, saved_records
 
 
 class SavedResponse(NamedTuple):
@@ -84,9 +82,9 @@ def _response(folder: Path, manifest: dict[str, Any], sample: int) -> SavedRespo
     while left >= groups[number].count:
         number, left = number + 1, left - groups[number].count
     round_ = rounds[number]
-    entries = entries_of(folder, "--step")
-    rows = _row(entries, number, left)
-    record = _record(entries, number, left, folder) if manifest["environment"] is not None else None
+    records = saved_records(folder, "--step")
+    rows = _row(records, number, left)
+    record = _record(records, number, left, folder) if manifest["environment"] is not None else None
     group = int(groups[number].of(torch.tensor(left)))
     tokens, length = rows["tokens"].tolist(), int(rows["prompt_lengths"])
     turns = [(length, len(tokens))] if record is None else [(int(start), int(end)) for start, end in record["turns"]]
@@ -106,8 +104,8 @@ def _response(folder: Path, manifest: dict[str, Any], sample: int) -> SavedRespo
     return SavedResponse(manifest, sample, place, tuple(round_["draws"][group]), episode, versions, record)
 
 
-def _row(entries: Entries, number: int, sequence: int) -> dict[str, Any]:
-    for entry in entries.get((number, RESPONSES), ()):
+def _row(records: Records, number: int, sequence: int) -> dict[str, Any]:
+    for entry in records.entries(number, RESPONSES):
         fields = entry.read().fields
         found = (fields["sequence_ids"] == sequence).nonzero().flatten().tolist()
         if found:
@@ -119,8 +117,8 @@ def _row(entries: Entries, number: int, sequence: int) -> dict[str, Any]:
     raise ValueError(f"no sequence {sequence} in round {number}")
 
 
-def _record(entries: Entries, number: int, sequence: int, folder: Path) -> dict[str, Any]:
-    for entry in entries.get((number, EPISODE), ()):
+def _record(records: Records, number: int, sequence: int, folder: Path) -> dict[str, Any]:
+    for entry in records.entries(number, EPISODE):
         if entry.facts["sequence"] == sequence:
             observations_of(entry.facts)  # whoever edits a file can write its checksum, too
             return entry.facts

@@ -17,7 +17,7 @@ from megarl.roles.scored import turns_of
 from megarl.rollout.episodes.episode import EnvironmentResult, Episode, EpisodeLimits
 from megarl.rollout.episodes.results import episodes_to_batch
 from megarl.rollout.group_buffer import forced_responses
-from megarl.rollout.waiting_groups import UNFINISHED, KeptRecords
+from megarl.rollout.waiting_groups import UNFINISHED, kept_records
 from tests.helpers.envs.sum_environments import FOLDER
 from tests.helpers.programs import in_world, inputs, metrics, program, rl_argv, samples, timeless, train
 from tests.helpers.texts.character_tokenizer import CharacterTokenizer
@@ -123,7 +123,7 @@ def assert_same(found: Path, expected: Path):
 def unfinished(save: Path, step: int) -> list[dict]:
     """The episodes that the checkpoint of a step holds and that have not ended, with their number of turns."""
     found = []
-    for facts, state in KeptRecords(save / "checkpoints" / f"step_{step:08d}").read(UNFINISHED):
+    for facts, state in kept_records(save / "checkpoints" / f"step_{step:08d}").read(UNFINISHED):
         rows = state["response_mask"].split(state["lengths"].tolist()) if "lengths" in state else []
         for episode, row in zip(facts["episodes"], rows, strict=True):
             found += [] if episode["end"] else [episode | {"tokens": int(row.sum())}]
