@@ -73,8 +73,7 @@ def test_thoughts(text, reasoning, content):
 @given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
 def test_the_servers_parser_finds_the_same_calls(text):
     """It reads the text in pieces, and leaves thoughts of Hermes in the content."""
-    parser = ToolCallParser(HERMES)
-    calls = parser.feed(text).calls + parser.finish().calls
+    _, _, calls = ToolCallParser(HERMES).feed(text, is_last=True)
     streamed = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
     turn = parse_turn(f"</think>{text}", 0, HERMES)
     assert [(call.name, call.arguments) for call in turn.calls] == streamed
