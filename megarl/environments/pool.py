@@ -212,7 +212,8 @@ class EnvironmentPool:
         found = self.journal.find(episode.key, episode.turns) if self.journal and episode.key else None
         if found is not None:
             self._leave_process(episode)  # its environment has not seen this turn
-            answer = Answer(episode.number, 0, *found, replayable=episode.replayable, seconds=0.0)
+            observation, tools = found
+            answer = Answer(episode.number, 0, observation, tools, episode.replayable, 0.0)
             self._report(episode, answer, from_journal=True)
         elif episode.is_lost:
             self._fail(episode, "its process ended, and the environment cannot be replayed")

@@ -118,21 +118,22 @@ def whole(path: Path, where: str, has_ended: bool = True) -> list[Entry]:
 
 
 class Records:
-    """The records of logs that have ended, by the facts of some names."""
+    """The records of logs that have ended, by those facts of some names that they have."""
 
     def __init__(self, paths: Iterable[Path], flag: str, *names: str):
         """The logs count in the order of their names. UsageError, which begins with `flag`, if one is damaged."""
-        self._count, self._found = len(names), dict[tuple, list[Entry]]()
+        self._found: dict[tuple, list[Entry]] = {}
         for entry in (entry for path in sorted(paths) for entry in whole(path, f"{flag} {path}")):
-            self._found.setdefault(tuple(entry.facts.get(name) for name in names), []).append(entry)
+            key = tuple(entry.facts[name] for name in names if name in entry.facts)
+            self._found.setdefault(key, []).append(entry)
 
     def entries(self, *facts: Any) -> list[Entry]:
-        """Those with these facts of the first names, and without the others."""
-        return self._found.get((*facts, *[None] * (self._count - len(facts))), [])
+        """Those with these facts."""
+        return self._found.get(facts, [])
 
     def read(self, *facts: Any) -> Iterator[Record]:
         """The records of `entries`, one at a time."""
-        return (entry.read() for entry in self.entries(*facts))
+        return (entry.read() for entry in self._found.get(facts, ()))
 
 
 def _refuse(problem: str):

@@ -76,9 +76,14 @@ class EnvironmentClient:
         self.pool.start(slot, task, prompt.environment, key)
 
     def go_on(
-        self, number: int, prompt: Prompt, task: Task, key: str, turns: Sequence[Sequence[int]] = (),
+        self,
+        number: int,
+        prompt: Prompt,
+        task: Task,
+        key: str,
+        turns: Sequence[Sequence[int]] = (),
         request: GenerationRequest | None = None,
-    ):  # fmt: skip
+    ):
         """Continues the episode `key` of an earlier round. `turns`: tokens of those that its environment answered;
         `request`: as of `begin`, for an agent."""
         played = self.kept.pop(key)
