@@ -30,14 +30,13 @@ from megarl.observe.files import step_of
 from megarl.observe.settings_file import COMMAND_LINE, read_settings
 from megarl.observe.terminal import ranges_text
 from megarl.observe.timers import Timers
+from megarl.rollout import saved_response
 from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.runner import EpisodeRunner
-from megarl.rollout.replay import transcript
-from megarl.rollout.replay.player import ForkedPool, Player, fork_problem, go_on_after, other_answer
-from megarl.rollout.replay.saved import SavedResponse, read_response
-from megarl.rollout.requests import Branching, PromptRequest, RoundRequests
-from megarl.rollout.response_ends import check_ends, thinking_budget_of
+from megarl.rollout.player import ForkedPool, Player, fork_problem, go_on_after, other_answer
+from megarl.rollout.requests import PromptRequest, RoundRequests, branching_of, check_ends, thinking_budget_of
 from megarl.rollout.rollout import Rollout
+from megarl.rollout.saved_response import SavedResponse, read_response
 from megarl.trainers.environment_inputs import check_environment_flags
 from megarl.trainers.image_inputs import RunImages
 from megarl.trainers.launch import launch, refuse
@@ -158,7 +157,7 @@ class ReplayInputs:
 
 def replay(asked: ReplayRequest, config: RunConfig, timers: Timers) -> int:
     """Shows the response, and what its replay gives; returns 1 if its own policy writes another text."""
-    saved, checks, lines = asked.saved, [], [transcript.heading(asked.saved)]
+    saved, checks, lines = asked.saved, [], [saved_response.heading(asked.saved)]
     inputs, mesh, _ = read_inputs(config, timers, lambda: ReplayInputs(asked, config), sys.stderr)
     if len(mesh["rollout"].replicas) > 1:
         raise UsageError(f"{mesh.size} ranks are {len(mesh['rollout'].replicas)} replicas; a replay has one")
@@ -166,12 +165,12 @@ def replay(asked: ReplayRequest, config: RunConfig, timers: Timers) -> int:
     try:
         if inputs.weights is None:
             lines += [f"from the record alone: {asked.problem or _DRAWN}"]
-            lines += transcript.saved_turns(saved, episodes.turn_tokens)
+            lines += saved_response.saved_turns(saved, episodes.turn_tokens)
         else:
             player = _player(inputs, mesh, episodes, config, timers)
             checks = player.check()
             lines += [f"weights: {asked.load or 'those that the run began with'}"]
-            lines += transcript.saved_turns(saved, episodes.turn_tokens, checks)
+            lines += saved_response.saved_turns(saved, episodes.turn_tokens, checks)
             if asked.options.from_turn is not None:
                 lines += _fork(asked.options, inputs, episodes, player)
     finally:
@@ -201,7 +200,7 @@ def _requests(inputs: ReplayInputs, s: Settings) -> RoundRequests:
     limit = inputs.prompts.response_limit(line) or s.max_response_length
     size = inputs.prompts.group_size(line) or s.samples_per_prompt
     prompt = PromptRequest(line, inputs.prompt_tokens.view(line), size, limit, step, draw)
-    return RoundRequests([prompt], s.seed, step, inputs.thinking, Branching.of(s))
+    return RoundRequests([prompt], s.seed, step, inputs.thinking, branching_of(s))
 
 
 class _Fork(NamedTuple):
@@ -224,7 +223,7 @@ def _fork(options: argparse.Namespace, inputs: ReplayInputs, episodes: EpisodeRu
     messages, lines = _fork_agent(fork) if player.saved.is_agent else _fork_environment(fork)
     if not messages:
         return ["", f"fork: the agent has not come to turn {options.from_turn} again, or sent nothing after it", *lines]
-    return ["", f"fork: after turn {options.from_turn} the policy reads", *transcript.answer(messages), *lines]
+    return ["", f"fork: after turn {options.from_turn} the policy reads", *saved_response.answer(messages), *lines]
 
 
 def _fork_environment(fork: _Fork) -> tuple[list[Message], list[str]]:
@@ -241,7 +240,7 @@ def _fork_environment(fork: _Fork) -> tuple[list[Message], list[str]]:
     if client is not None:
         seen = client.take_played(0).observations
     seen = [*seen[:turn], saved.observations[turn], *seen[turn + 1 :]]
-    lines = [*transcript.forked_turns(episode, turn + 1, seen, episodes.turn_tokens)]
+    lines = [*saved_response.forked_turns(episode, turn + 1, seen, episodes.turn_tokens)]
     failures = [] if client is None else client.statistics.failures
     return messages, lines + [f"  {reason}" for reason in failures[-1:]]
 
@@ -268,7 +267,7 @@ def _fork_agent(fork: _Fork) -> tuple[list[Message], list[str]]:
     played = player.saved._replace(episode=episode)
     failures = [] if client is None else [f"  {reason}" for reason in client.statistics.failures]
     answer = [] if pool is None else pool.answer
-    return answer, [*transcript.saved_turns(played, episodes.turn_tokens), *failures]
+    return answer, [*saved_response.saved_turns(played, episodes.turn_tokens), *failures]
 
 
 def prepared(argv: list[str]) -> tuple[ReplayRequest, list[str]]:

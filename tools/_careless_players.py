@@ -11,8 +11,7 @@ from typing import Any
 
 from megarl import plugins
 from megarl.environments import ENVIRONMENTS
-from megarl.environments.protocol import Environment, Task, resolved
-from megarl.environments.turn_parsing import parse_turn
+from megarl.environments.protocol import BaseEnvironment, Task, parse_turn, resolved
 
 LONGEST = 12  # turns
 WRONG = 0.3  # share of the calls of `call_calculator` with other factors than those of the question
@@ -60,7 +59,7 @@ def conversations(task: str, lines: list[dict[str, Any]], count: int, seed: int)
 
 
 async def _episode(
-    line: dict[str, Any], environment: Environment, player: Player, generator: random.Random
+    line: dict[str, Any], environment: BaseEnvironment, player: Player, generator: random.Random
 ) -> list[dict[str, str]]:
     prompt = {"role": "user", "content": line["prompt"]}
     task = Task([prompt], line.get("answer"), line.get("metadata") or {}, seed=generator.getrandbits(62))

@@ -186,9 +186,9 @@ def _waiting_groups(folder: Path) -> dict[str, str]:
     """Digests of the responses that wait in a checkpoint, of all replicas: which one has a response depends on time."""
 
     from megarl.batch import Batch, concatenate
-    from megarl.rollout.waiting_groups import GROUPS, UNFINISHED, KeptRecords
+    from megarl.rollout.waiting_groups import GROUPS, UNFINISHED, kept_records
 
-    found, kept = {}, KeptRecords(folder)
+    found, kept = {}, kept_records(folder)
     for name, kind in (("waiting", GROUPS), ("parts", UNFINISHED)):
         records = list(kept.read(kind))
         batches = [Batch(**record.fields) for record in records if record.fields]

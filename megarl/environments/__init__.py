@@ -6,12 +6,12 @@ in worker processes next to the leader of each replica of the rollout (`pool.py`
 
 # Name in --environment -> its factory, imported when it is asked for: some need packages that others do not.
 ENVIRONMENTS = {
-    "guess-number": "megarl.environments.games:GuessNumber",
-    "guess-number-blind": "megarl.environments.games:guess_number_blind",
-    "calculator": "megarl.environments.calculator:calculator",
-    "calculator-agent": "megarl.environments.calculator:calculator_agent",
-    "calculator-offset": "megarl.environments.calculator:calculator_offset",
-    "python-tool": "megarl.environments.python_tool:python_tool",
+    "guess-number": "megarl.environments.built_in:GuessNumber",
+    "guess-number-blind": "megarl.environments.built_in:guess_number_blind",
+    "calculator": "megarl.environments.built_in:calculator",
+    "calculator-agent": "megarl.environments.built_in:calculator_agent",
+    "calculator-offset": "megarl.environments.built_in:calculator_offset",
+    "python-tool": "megarl.environments.built_in:python_tool",
     "frozen-lake": "megarl.environments.adapters.gymnasium_env:FrozenLake",
     "reasoning-gym": "megarl.environments.adapters.reasoning_gym_env:ReasoningGymEnvironment",
 }

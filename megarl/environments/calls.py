@@ -1,7 +1,8 @@
 """What is asked of environments and of the policy, and what is answered, between the processes of a replica.
 
 A leader's pool sends a worker process a `Call`, and gets an `Answer`. The agent of a call asks the policy meanwhile:
-an `Asked` goes to the leader, a `Replied` comes back. Drivers outside of the run get an `Offer` instead (`sessions/`).
+an `Asked` goes to the leader, a `Replied` comes back. Drivers outside of the run get an `Offer` instead
+(`session_pool.py`).
 """
 
 import hashlib
@@ -106,18 +107,23 @@ class Replied(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a call or an offer has given: an observation, or the reason for a failure."""
+    """What a call or an offer has given: an observation, or the reason for a failure. The leader's pool adds the last
+    fields, of all calls for this answer."""
 
-    number: int
+    number: int  # of the episode
     ticket: int
     observation: Observation | None
-    tools: list[dict]
-    replayable: bool  # whether the episode may be played again
-    seconds: float  # that the environment, the agent or the driver has taken
-    failure: str | None = None
+    tools: list[dict]  # of a reset
+    replayable: bool  # whether the episode may be played again: another environment can be brought to the same state
+    seconds: float  # that the environment, the agent or the driver has taken; 0 from the journal
+    failure: str | None = None  # why there is no observation, in a line
     is_late: bool = False
     is_agent: bool = False  # the observation is the end of an agent
     is_stuck: bool = False  # a thread still runs: this process must be replaced
+    turn: Turn | None = None  # that it answers; None: a reset
+    replayed: int = 0  # how often the episode was played again
+    late: int = 0  # how often of these the environment took too long
+    from_journal: bool = False
 
 
 def canonical(message: Mapping[str, Any]) -> str:

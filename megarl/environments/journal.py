@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from megarl.environments.protocol import Observation, Turn, checked
 from megarl.observe.files import write_atomically
@@ -21,11 +20,7 @@ from megarl.plain_values import fits, is_count
 _RECORD = {"place": str, "observation": dict, "tools": [dict], "step": is_count}  # kinds of a line's entries
 
 
-class JournalEntry(NamedTuple):
-    """An answer of an environment."""
-
-    observation: Observation
-    tools: list[dict]  # of a reset
+JournalEntry = tuple[Observation, list[dict]]  # an answer of an environment; tools: of a reset
 
 
 class Journal:
@@ -48,11 +43,11 @@ class Journal:
         """The answer to the last of these turns, or to the reset, of the episode `key`; None if there is none."""
         return self._known.get(_place(key, turns), (None, 0))[0]
 
-    def add(self, key: str, turns: Sequence[Turn], entry: JournalEntry):
+    def add(self, key: str, turns: Sequence[Turn], observation: Observation, tools: list[dict]):
         """Adds an answer; `flush` writes it."""
         place = _place(key, turns)
-        self._known[place] = entry, self.step
-        record = {"place": place, "observation": dataclasses.asdict(entry.observation), "tools": entry.tools}
+        self._known[place] = (observation, tools), self.step
+        record = {"place": place, "observation": dataclasses.asdict(observation), "tools": tools}
         self._new.append({**record, "step": self.step})
 
     def flush(self):
@@ -95,7 +90,7 @@ def _entry_of(line: bytes) -> tuple[str, JournalEntry, int] | None:
         observation = checked(Observation(**record["observation"]))
     except (ValueError, TypeError):
         return None
-    return record["place"], JournalEntry(observation, record["tools"]), record["step"]
+    return record["place"], (observation, record["tools"]), record["step"]
 
 
 def _remove_lines(path: Path, through: int):

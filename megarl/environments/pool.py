@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 from megarl.child_process import Child
 from megarl.environments.calls import Answer, Asked, Call, Close, Replied, Reply
-from megarl.environments.journal import Journal, JournalEntry
-from megarl.environments.protocol import Observation, Task, Turn
-from megarl.environments.turn_parsing import parse_turn
+from megarl.environments.journal import Journal
+from megarl.environments.protocol import Observation, Task, Turn, parse_turn
 from megarl.tool_formats.chosen_format import load_format
 
 MAX_ALONE = 4  # processes at a time that have one episode each
@@ -33,27 +32,8 @@ class PoolOptions(NamedTuple):
     default: str  # name of the environment of tasks that name none
 
 
-class TurnText(NamedTuple):
-    """A turn as text, and with the special tokens that are marks of tool calls; None: it has none."""
-
-    plain: str
-    marked: str | None = None
-
-
-class Event(NamedTuple):
-    """What an environment has answered to a reset (`turn` is None) or to a turn."""
-
-    number: int  # of the episode
-    observation: Observation | None
-    failure: str | None  # why there is no observation, in a line
-    tools: list[dict]  # of a reset
-    seconds: float  # that the environment took; 0 from the journal
-    replayed: int  # how often the episode was played again for this answer
-    is_agent: bool  # it is the end of an agent
-    turn: Turn | None = None
-    late: int = 0  # how often of these the environment took too long
-    from_journal: bool = False
-    replayable: bool = True  # whether another environment can be brought to the same state
+# A turn as text, and with the special tokens that are marks of tool calls; None: it has none.
+TurnText = tuple[str, str | None]
 
 
 class EnvironmentProcess(Child):
@@ -151,7 +131,7 @@ class EnvironmentPool:
         self._processes = Processes(options.workers, options.timeout)
         self._episodes: dict[int, _Episode] = {}
         self._tickets, self._pending = itertools.count(), {}  # ticket -> episode
-        self._events: list[Event | Asked] = []
+        self._events: list[Answer | Asked] = []
         self._waiting: deque[_Episode] = deque()  # suspects, for a process of their own
 
     def start(self, number: int, task: Task, environment: str | None = None, key: str | None = None):
@@ -183,7 +163,7 @@ class EnvironmentPool:
     def step(self, number: int, text: str, marked: str | None = None):
         """Has the environment of an episode answer a turn. `marked`: its text with marks that are special tokens."""
         episode = self._episodes[number]
-        self._add_turn(episode, TurnText(text, marked))
+        self._add_turn(episode, (text, marked))
         self._ask(episode)
 
     def reply(self, number: int, ticket: int, request: int, reply: Reply):
@@ -204,7 +184,7 @@ class EnvironmentPool:
         self._leave_process(episode)
         self._send_waiting()
 
-    def poll(self, seconds: float = 0.0) -> list[Event | Asked]:
+    def poll(self, seconds: float = 0.0) -> list[Answer | Asked]:
         """What was answered, or asked by agents, since the last call; waits at most `seconds` for the first of it."""
         end = time.monotonic() + seconds
         while True:
@@ -224,14 +204,16 @@ class EnvironmentPool:
         self._episodes, self._pending, self._waiting = {}, {}, deque()
 
     def _add_turn(self, episode: _Episode, text: TurnText):
-        episode.turns.append(parse_turn(text.plain, len(episode.turns), self.form, episode.tools, text.marked))
+        plain, marked = text
+        episode.turns.append(parse_turn(plain, len(episode.turns), self.form, episode.tools, marked))
 
     def _ask(self, episode: _Episode):
         episode.restarts = episode.late = 0
         found = self.journal.find(episode.key, episode.turns) if self.journal and episode.key else None
         if found is not None:
             self._leave_process(episode)  # its environment has not seen this turn
-            answer = Answer(episode.number, 0, found.observation, found.tools, episode.replayable, 0.0)
+            observation, tools = found
+            answer = Answer(episode.number, 0, observation, tools, episode.replayable, 0.0)
             self._report(episode, answer, from_journal=True)
         elif episode.is_lost:
             self._fail(episode, "its process ended, and the environment cannot be replayed")
@@ -292,7 +274,7 @@ class EnvironmentPool:
         if answer.failure is None:
             episode.is_suspect = False
             if self.journal is not None and episode.key and episode.replayable and not answer.is_agent:
-                self.journal.add(episode.key, episode.turns, JournalEntry(answer.observation, answer.tools))
+                self.journal.add(episode.key, episode.turns, answer.observation, answer.tools)
             self._report(episode, answer)
         elif answer.is_stuck:
             episode.is_suspect = True
@@ -360,10 +342,8 @@ class EnvironmentPool:
     def _report(self, episode: _Episode, answer: Answer, from_journal: bool = False):
         turn = episode.turns[-1] if episode.turns else None
         if turn is None:
-            episode.tools = list(answer.tools)
+            episode.tools = answer.tools
         elif answer.observation is not None:
             episode.observations.append(answer.observation)
-        found, failure, count = answer.observation, answer.failure, episode.restarts
-        event = Event(episode.number, found, failure, list(answer.tools), answer.seconds, count, answer.is_agent, turn)
-        event = event._replace(late=episode.late, from_journal=from_journal, replayable=episode.replayable)
-        self._events.append(event)
+        answer = answer._replace(turn=turn, replayed=episode.restarts, late=episode.late, from_journal=from_journal)
+        self._events.append(answer)

@@ -1,18 +1,24 @@
 """What an environment is: the protocol that users implement, and the records that pass between it and the rollout.
 
-What an environment returns is checked: its code, and texts that a policy may have shaped, are not ours.
+What an environment returns is checked: its code, and texts that a policy may have shaped, are not ours. Nothing in the
+text of a turn raises an exception.
 """
 
 import asyncio
 import dataclasses
 import functools
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.measurements import parts_of, value_of
 from megarl.plain_values import whole_unicode
+from megarl.tool_formats import FORMATS
+from megarl.tool_formats.reader import CONTENT, REASONING, Said, TurnParts, joined
+from megarl.tool_formats.tool_format import TextParser, ToolFormat
+from megarl.tool_formats.written_calls import WrittenCall, attempt
+from megarl.tool_formats.written_calls import checked as checked_call
 from megarl.user_results import is_async, shown
 
 Message = dict[str, Any]  # role and content; of a tool also tool_call_id and name
@@ -79,53 +85,37 @@ class Observation:
     parts: dict[str, float] = field(default_factory=dict)
 
 
-class Environment(Protocol):
-    """One episode: each gets an environment of its own. Methods may be plain functions, which then run in a thread.
+class BaseEnvironment:
+    """The protocol, with defaults; an environment need not be of this class. Each episode gets one of its own. Methods
+    may be plain functions, which then run in a thread.
 
     `tools`: JSON schemas of the functions that the policy may call, rendered into the prompt; known after `reset`.
     `replayable`: the same task and turns give the same observations, so that an episode of a worker process that died
     can be played again; False: such an episode is left out of the training.
     """
 
-    tools: list[dict[str, Any]]
-    replayable: bool
-
-    def reset(self, task: Task) -> Observation | Awaitable[Observation]:
-        """Begins the episode; `reward` and `done` of the observation are not read."""
-
-    def step(self, turn: Turn) -> Observation | Awaitable[Observation]:
-        """Answers a turn. An exception is a failure of the environment, not of the policy."""
-
-    def restore(self, task: Task, turns: list[Turn], observations: list[Observation]) -> Awaitable[None] | None:
-        """Brings a new environment to the state after these turns. Called instead of `reset`."""
-
-    def close(self) -> Awaitable[None] | None:
-        """Frees what the episode holds; the episode may have ended at any point."""
-
-
-class BaseEnvironment:
-    """Defaults of the protocol: no tools, replayable, restored by playing the turns again, nothing to close."""
-
     tools: list[dict[str, Any]] = []  # noqa: RUF012  # never changed in place
     replayable = True
 
     def reset(self, task: Task) -> Observation | Awaitable[Observation]:
-        """Adds nothing to the prompt."""
+        """Begins the episode; `reward` and `done` of the observation are not read. By default nothing is added to the
+        prompt."""
         return Observation()
 
     def step(self, turn: Turn) -> Observation | Awaitable[Observation]:
-        """To be defined."""
+        """Answers a turn; to be defined. An exception is a failure of the environment, not of the policy."""
         raise NotImplementedError(f"{type(self).__name__} defines no step")
 
     async def restore(self, task: Task, turns: list[Turn], observations: list[Observation]) -> None:
-        """Plays the turns again. RuntimeError: an observation differs, so the environment is not replayable."""
+        """Brings a new environment to the state after these turns. Called instead of `reset`; by default it plays the
+        turns again. RuntimeError: an observation differs, so the environment is not replayable."""
         await resolved(self.reset(task))
         for turn, before in zip(turns, observations, strict=True):
             if await resolved(self.step(turn)) != before:
                 raise RuntimeError(f"{type(self).__name__}: turn {turn.number} was answered differently when replayed")
 
     def close(self) -> Awaitable[None] | None:
-        """Nothing."""
+        """Frees what the episode holds: by default nothing. The episode may have ended at any point."""
 
 
 async def called(function: Callable, *args, **kwargs) -> Any:
@@ -179,3 +169,47 @@ def _message(message: Any) -> dict[str, str]:
         if not isinstance(value, str):
             raise ValueError(f"{name} of a message is {type(value).__name__}, not text")
     return {name: whole_unicode(value) for name, value in message.items()}
+
+
+# -- what the policy wrote ---------------------------------------------------------------------------------------------
+
+
+HERMES = FORMATS["hermes"]
+
+
+def parse_turn(
+    text: str, number: int, form: ToolFormat = HERMES, tools: Sequence[dict[str, Any]] = (), marked: str | None = None
+) -> Turn:
+    """What the policy wrote in turn `number`.
+
+    Its thoughts end with a mark such as `</think>`, and may begin with one, unless the template wrote that; a turn that
+    begins so and does not end its thoughts is nothing else, so calls in thoughts are not made. Calls that
+    `megarl.tool_formats.written_calls` does not allow are errors. `tools`: whose schemas say what an argument is where
+    the format does not; `marked`: the text with the special tokens that are marks of the format; None: the same text.
+    """
+    text = whole_unicode(text)
+    read = text if marked is None else whole_unicode(marked)
+    reader = form.reader(tools)
+    parts = [*reader.feed(read), *reader.finish()]
+    if form.parser is None:
+        found = joined(parts)
+    else:
+        said = [part for part in parts if isinstance(part, Said)]
+        thoughts = "".join(part.text for part in said if part.kind == REASONING)
+        found = _read_by_user(
+            form.parser, thoughts.strip(), "".join(part.text for part in said if part.kind == CONTENT)
+        )
+    ids = form.call_ids(found.calls, number)
+    calls = tuple(ToolCall(each, call.name, call.arguments) for each, call in zip(ids, found.calls, strict=True))
+    return Turn(number, text, found.content, found.reasoning, calls, tuple(found.errors))
+
+
+def _read_by_user(parser: TextParser, reasoning: str, text: str) -> TurnParts:
+    try:
+        content, calls, errors = parser(text)
+        found = [attempt(checked_call, WrittenCall(name, arguments)) for name, arguments in calls]
+        good = [call for call in found if isinstance(call, WrittenCall)]
+        problems = [*map(str, errors), *(problem for problem in found if isinstance(problem, str))]
+        return TurnParts(reasoning, str(content), good, problems)
+    except Exception as error:  # of a plug-in that did not expect this text
+        return TurnParts(reasoning, text, [], [f"{type(error).__name__}: {error}"[:200]])

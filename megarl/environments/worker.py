@@ -20,7 +20,7 @@ from megarl.environments import ENVIRONMENTS
 from megarl.environments.agents.agent import Agent, as_agent
 from megarl.environments.agents.session import Late, Session
 from megarl.environments.calls import Answer, Ask, Asked, Call, Close, Replied
-from megarl.environments.protocol import Environment, Observation, checked, resolved
+from megarl.environments.protocol import BaseEnvironment, Observation, checked, resolved
 from megarl.plugins import place_of
 from megarl.user_results import is_async, shown_error
 
@@ -33,7 +33,7 @@ class Worker:
     def __init__(self, connection: Connection, seconds: float):
         """`seconds`: limit of each call of an environment."""
         self._connection, self._seconds = connection, seconds
-        self._environments: dict[int, Environment | Agent] = {}
+        self._environments: dict[int, BaseEnvironment | Agent] = {}
         self._tasks: set[asyncio.Task] = set()
         self._calls: dict[int, asyncio.Task] = {}  # the last call of each episode
         self._threads = ThreadPoolExecutor(THREADS)
@@ -95,7 +95,7 @@ class Worker:
         seconds = known.seconds if isinstance(known, Agent) else loop.time() - start
         self._answers.put(Answer(call.number, call.ticket, seconds=seconds, **facts))
 
-    async def _played(self, call: Call) -> tuple[Environment | Agent, Observation]:
+    async def _played(self, call: Call) -> tuple[BaseEnvironment | Agent, Observation]:
         """(environment, its answer to the last turn or to the reset; of an agent its end)."""
         environment = self._environments.get(call.number)
         if environment is None:
@@ -117,9 +117,9 @@ class Worker:
             self._answers.put(Asked(call.number, call.ticket, request, ask))
 
         session = self._sessions[call.ticket] = Session(send)
-        async with endpoint(session) as address:
+        async with endpoint(session):
             try:
-                return await session.watch(agent.run(call.task, session, address), self._seconds)
+                return await session.watch(agent.run(call.task, session), self._seconds)
             finally:
                 agent.seconds = session.worked_seconds
                 del self._sessions[call.ticket]

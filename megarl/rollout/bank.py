@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from megarl.mcore.inference.engine import RequestSource
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe.files import step_name, step_of
 from megarl.rollout import response_log
-from megarl.rollout.response_log import SUFFIX, DamagedRecord, Entry, Record
+from megarl.rollout.response_log import SUFFIX, Entry, Record
 
 
 def numerics() -> tuple:
@@ -48,16 +49,16 @@ def pack(identity: str, completion: Completion) -> bytes:
 
 
 def unpack(record: Record) -> Completion:
-    """The response of a record. DamagedRecord if it holds none."""
+    """The response of a record. ValueError if it holds none."""
     fields, finished = record.fields, record.facts.get("finished")
     tokens, logprobs, routes = (fields.get(name) for name in ("tokens", "rollout_logprobs", "routes"))
     if tokens is None or logprobs is None or not isinstance(finished, bool):
-        raise DamagedRecord("it holds no response")
+        raise ValueError("it holds no response")
     kinds = (tokens.dtype, logprobs.dtype, None if routes is None else routes.dtype)
     if kinds not in ((torch.int32, torch.float32, of_routes) for of_routes in (None, torch.int16)):
-        raise DamagedRecord("its types do not fit")
+        raise ValueError("its types do not fit")
     if tokens.dim() != 1 or logprobs.shape != tokens.shape:
-        raise DamagedRecord("its sizes do not fit")
+        raise ValueError("its sizes do not fit")
     return Completion(tokens.tolist(), logprobs.tolist(), finished, routes)
 
 
@@ -174,7 +175,7 @@ class RolloutBank:
         try:
             completion = unpack(entry.read())
             return completion if self._answers(request, completion) else None
-        except (DamagedRecord, OSError) as error:
+        except (ValueError, OSError) as error:
             self._warn(entry.path, str(error))
             return None
 
@@ -195,17 +196,25 @@ def _is_whole(request: GenerationRequest, completion: Completion) -> bool:
     return completion.finished or len(completion.tokens) >= request.max_new_tokens
 
 
-class BankedRequests:
-    """A source of those requests of another one that the bank does not answer."""
+class AskedRequests:
+    """What the engine takes its requests from: the rest of those that it was stopped in, then those of another source
+    that no bank answers."""
 
-    def __init__(self, bank: RolloutBank, source: RequestSource, ended: Callable[[int, Completion], object]):
+    def __init__(
+        self, source: RequestSource, ended: Callable[[int, Completion], object], bank: RolloutBank | None = None
+    ):
         """`ended`: takes in a response, of the bank or of the engine, by the number of its request."""
-        self._bank, self._source, self._ended = bank, source, ended
-        self._asked: dict[int, GenerationRequest] = {}  # that the engine answers
+        self._source, self._ended, self._bank = source, ended, bank
+        self._stopped = deque[tuple[int, GenerationRequest]]()
+        self._asked: dict[int, GenerationRequest] = {}  # that the engine answers, for the bank
 
     def take(self, room: int) -> list[tuple[int, GenerationRequest]]:
         """As of the source; takes in what the bank answers. A collective of the replica."""
-        requests = self._source.take(room)
+        requests = [self._stopped.popleft() for _ in range(min(room, len(self._stopped)))]
+        if len(requests) < room:
+            requests += self._source.take(room - len(requests))
+        if self._bank is None:
+            return requests
         found = self._bank.find(requests)
         for number, completion in found.items():
             self._ended(number, completion)
@@ -214,22 +223,17 @@ class BankedRequests:
         return left
 
     def is_empty(self) -> bool:
-        return self._source.is_empty()
+        return not self._stopped and self._source.is_empty()
 
     def wait(self):
         self._source.wait()
 
+    def add(self, number: int, rest: GenerationRequest):
+        """Has the rest of a response generated."""
+        self._stopped.append((number, rest))
+
     def ended(self, number: int, completion: Completion):
-        """Takes in a response of the engine, and keeps it."""
-        self._bank.keep(self._asked.pop(number), completion)
+        """Takes in a response of the engine, and keeps it in the bank."""
+        if self._bank is not None:
+            self._bank.keep(self._asked.pop(number), completion)
         self._ended(number, completion)
-
-
-def past_bank(
-    bank: RolloutBank | None, source: RequestSource, ended: Callable[[int, Completion], object]
-) -> tuple[RequestSource, Callable[[int, Completion], object]]:
-    """(what the engine takes its requests from, what takes in its responses); None: there is no bank."""
-    if bank is None:
-        return source, ended
-    banked = BankedRequests(bank, source, ended)
-    return banked, banked.ended

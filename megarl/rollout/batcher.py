@@ -26,14 +26,13 @@ from megarl.plain_files import reading
 from megarl.roles.reward import Reward
 from megarl.roles.reward_metrics import step_metrics
 from megarl.rollout import waiting_groups
-from megarl.rollout.group_collector import GroupCollector
+from megarl.rollout.group_collector import GroupCollector, SavedGroupCollector
 from megarl.rollout.requests import dp_assignment_of
 from megarl.rollout.response_log import Record
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter, SavedRollouts
 from megarl.rollout.round_scores import GenerationRound, RoundScorer
-from megarl.rollout.saved_rollout import SavedGroupCollector
-from megarl.rollout.waiting_groups import BATCH, GROUPS, POOLS, UNFINISHED, KeptRecords, packed
+from megarl.rollout.waiting_groups import BATCH, GROUPS, POOLS, UNFINISHED, kept_records, packed
 
 
 class BatchHeader(NamedTuple):
@@ -154,12 +153,12 @@ class RolloutBatcher:
         try:
             where = f"--load {folder / waiting_groups.FIRST}"
             with reading(where, "is damaged"):
-                kept, version = KeptRecords(folder), queue["version"]
+                kept, version = kept_records(folder), queue["version"]
                 queued: dict[int, Iterable[Record]] = {number: kept.read(BATCH, number) for number in queue["steps"]}
                 self.collector.queue.load(step, queue["through"], queued, version - queue["lag"])
-                if kept.has(GROUPS):
+                if kept.entries(GROUPS):
                     self.collector.group_buffer.load(kept.read(GROUPS), version)
-                if kept.has(UNFINISHED):
+                if kept.entries(UNFINISHED):
                     self.collector.partial_rollouts.load(kept.read(UNFINISHED))
                 if self.collector.pools is not None and not has_new_prompts:
                     waiting_groups.load_pools(self.collector.pools, kept.read(POOLS), where)

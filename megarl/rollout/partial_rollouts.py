@@ -18,9 +18,9 @@ from megarl.batch import Batch, concatenate, empty_batch, generated_fields
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import UsageError
 from megarl.groups import PromptGroups
-from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.episode import FAILED, Episode
-from megarl.rollout.replica_batch import own_share, truncated_to
+from megarl.rollout.episodes.results import CarriedEpisodes
+from megarl.rollout.group_buffer import own_share, truncated_to
 from megarl.rollout.requests import PromptRequest, batch_to_responses, earlier_responses, episode_keys, groups_of
 from megarl.rollout.response_log import Record
 from megarl.rollout.waiting_groups import VERSIONS

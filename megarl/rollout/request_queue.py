@@ -91,12 +91,14 @@ class GroupEarlyStop(StoreEntry):
     group was generated, so every layout selects the same groups. Groups that were finished before do not compete. The
     store entry holds the best groups so far, as longest · 2³² + number. Once it holds enough, no response needs more
     tokens than the last of them has. Of an episode the policy's tokens of all its turns in the round count.
+
+    With `by_clock` the groups are those that are finished first, and the entry holds their numbers alone.
     """
 
-    def __init__(self, wanted: int, requests: RoundRequests, role_groups: RoleGroups):
+    def __init__(self, wanted: int, requests: RoundRequests, role_groups: RoleGroups, by_clock: bool = False):
         """`wanted`: groups to select, including those finished before, which are fewer."""
         super().__init__(role_groups)
-        self._requests, self._limits = requests, requests.limits
+        self._requests, self._limits, self._by_clock = requests, requests.limits, by_clock
         self._ended: dict[int, list[int]] = {}  # lengths of the responses that ended here, by group
         groups = range(len(requests.prompts))
         self.wanted = wanted - sum(not any(self._limits_of(group)) for group in groups)
@@ -111,52 +113,40 @@ class GroupEarlyStop(StoreEntry):
         lengths.append(length)
         is_complete = len(lengths) == sum(limit > 0 for limit in self._limits_of(group))
         if is_complete and self.role_groups.is_leader:
-            self._publish(self._result(group, lengths))
+            self._publish(group if self._by_clock else max(lengths) << 32 | group)
 
     def longest(self) -> int | None:
         """Limit on the new tokens of a response, None until enough groups are finished. A collective of the replica."""
-        best = self._best_groups() if self.role_groups.is_leader else []
+        best = self._best_results() if self.role_groups.is_leader else []
         found = self.role_groups.broadcast_number(best[-1] >> 32 if len(best) == self.wanted else _NO_LIMIT)
         return None if found == _NO_LIMIT else found
 
-    def _best_groups(self) -> list[int]:
+    def is_enough(self) -> bool:
+        """Whether enough groups are finished. For leaders."""
+        return len(self._best_results()) == self.wanted
+
+    def first_groups(self) -> list[int]:
+        """The groups `by_clock`, ascending, with those finished before; once all replicas have stopped. A collective of
+        the replica."""
+        first = self._best_results() if self.role_groups.is_leader else []
+        before = [group for group in range(len(self._requests.prompts)) if not any(self._limits_of(group))]
+        return sorted([*before, *self.role_groups.broadcast_object(first)])
+
+    def _best_results(self) -> list[int]:
         """What the entry holds. For leaders."""
         return _decoded(self.store.get(self.key)) if self.store.check([self.key]) else []
 
-    def _result(self, group: int, lengths: list[int]) -> int:
-        return max(lengths) << 32 | group
-
     def _with(self, known: list[int], result: int) -> list[int]:
-        return sorted([*known, result])[: self.wanted]
+        results = [*known, result]
+        return (results if self._by_clock else sorted(results))[: self.wanted]
 
     def _publish(self, result: int):
-        known = self._best_groups()
+        known = self._best_results()
         while result in (best := self._with(known, result)):
             stored = _decoded(self.store.compare_set(self.key, _encoded(known), _encoded(best)))
             if stored == best:
                 return
             known = stored  # another replica was faster
-
-
-class FirstGroups(GroupEarlyStop):
-    """Stops generation when any `wanted` groups are finished: those that are first by the clock."""
-
-    def is_enough(self) -> bool:
-        """Whether enough groups are finished. For leaders."""
-        return len(self._best_groups()) == self.wanted
-
-    def groups(self) -> list[int]:
-        """The groups, ascending, with those finished before; once all replicas have stopped. A collective of the
-        replica."""
-        first = self._best_groups() if self.role_groups.is_leader else []
-        before = [group for group in range(len(self._requests.prompts)) if not any(self._limits_of(group))]
-        return sorted([*before, *self.role_groups.broadcast_object(first)])
-
-    def _result(self, group: int, lengths: list[int]) -> int:
-        return group
-
-    def _with(self, known: list[int], result: int) -> list[int]:
-        return [*known, result][: self.wanted]
 
 
 def shortest_groups(lengths: torch.Tensor, wanted: int) -> torch.Tensor:

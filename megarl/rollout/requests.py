@@ -1,4 +1,5 @@
-"""The responses of a round: from prompts to requests of the engine, and from its answers to a packed batch."""
+"""The responses of a round: from prompts to requests of the engine, and from its answers to a packed batch; what ends a
+response, and its thoughts."""
 
 import dataclasses
 import itertools
@@ -14,14 +15,21 @@ from megarl.algorithms.token_sampling import SamplingSettings, stream_keys
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups
+from megarl.data.conversations import Encoder
+from megarl.data.detokenizer import StopMatcher, Vocabulary
 from megarl.data.prompts import PromptSet
+from megarl.data.tokenizers import Tokenizer
+from megarl.errors import UsageError
+from megarl.flags.fields import parse_ints
+from megarl.flags.generation_flags import parse_stops
 from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.mcore.inference.generation import Completion, GenerationRequest, Trunk
 from megarl.mcore.inference.response import Response, Span
 from megarl.mcore.moe.routes import NO_ROUTE
 from megarl.rollout.episodes.episode import key_of
-from megarl.tool_formats.thinking_budget import ThinkingBudget
+from megarl.tool_formats.chosen_format import load_format, name_of
+from megarl.tool_formats.thinking_budget import ThinkingBudget, ThoughtReader
 
 
 class PromptRequest(NamedTuple):
@@ -50,16 +58,14 @@ class PromptRequest(NamedTuple):
         return self.responses or (None,) * self.samples
 
 
-class Branching(NamedTuple):
-    """How the episodes of a group share their first turns."""
+# How the episodes of a group share their first turns: turns that are shared, consecutive samples that share them.
+Branching = tuple[int, int]
+NO_BRANCHES: Branching = 0, 1
 
-    turns: int  # that are shared
-    samples: int  # consecutive samples of a group that share them
 
-    @classmethod
-    def of(cls, settings: Settings) -> "Branching | None":
-        """Of the flags; None without `--branch-turns`."""
-        return cls(settings.branch_turns, settings.branch_samples) if settings.branch_turns else None
+def branching_of(settings: Settings) -> Branching:
+    """Of `--branch-turns`."""
+    return (settings.branch_turns, settings.branch_samples) if settings.branch_turns else NO_BRANCHES
 
 
 def groups_of(prompts: Iterable[PromptRequest]) -> PromptGroups:
@@ -98,7 +104,7 @@ class RoundRequests:
         seed: int,
         step: int,
         thinking: ThinkingBudget | None = None,
-        branching: Branching | None = None,
+        branching: Branching = NO_BRANCHES,
         prompt_set: PromptSet | None = None,
     ):
         """`prompts`: of all replicas; `step`: the one that generates; `thinking`: the budget of each response, or turn;
@@ -107,7 +113,8 @@ class RoundRequests:
         ends = self.groups.sizes.cumsum(0).tolist()
         self._ids = list(map(range, [0, *ends], ends))  # of each group
         self.group_of: list[int] = self.groups.of(torch.arange(self.groups.count)).tolist()  # each response
-        self.thinking, self._branching, self.prompt_set = thinking, branching, prompt_set
+        self.thinking, self.prompt_set = thinking, prompt_set
+        self._branch_turns, self._branch_samples = branching
         self._seed, self.step = seed, step
         self.limits = remaining_tokens(prompts)  # 0: the response is finished
         self.responses: dict[int, Response] = {}  # that this replica has begun, or goes on with, by id
@@ -171,8 +178,7 @@ class RoundRequests:
     def trunk_of(self, i: int) -> int:
         """The stream that names the random numbers of a response's first turns, if episodes share these; else its
         own."""
-        shared = 0 if self._branching is None else self.sample_of(i) % self._branching.samples
-        return self.stream_of(i) - shared
+        return self.stream_of(i) - self.sample_of(i) % self._branch_samples
 
     def _keys(self, ids: Sequence[int], streams: Sequence[int]) -> list[int]:
         """The keys of random streams, each of a response's line in the step that drew it."""
@@ -185,9 +191,9 @@ class RoundRequests:
         return keys.tolist()
 
     def _trunks(self, ids: Sequence[int]) -> Sequence[Trunk | None]:
-        if self._branching is None:
+        if not self._branch_turns:
             return [None] * len(ids)
-        return [Trunk(key, self._branching.turns) for key in self._keys(ids, [self.trunk_of(i) for i in ids])]
+        return [Trunk(key, self._branch_turns) for key in self._keys(ids, [self.trunk_of(i) for i in ids])]
 
     def build(self, ids: Sequence[int]) -> list[GenerationRequest]:
         """The requests of these ids, which this replica continues or any may take; `responses` has them from now on.
@@ -292,3 +298,54 @@ def dp_assignment_of(batch: Batch | None, count: int, role_groups: RoleGroups) -
         return torch.zeros(count, dtype=torch.int64)
     dp_ranks = torch.full_like(batch.sequence_ids, role_groups.dp_rank)
     return role_groups.gather_rows(batch.sequence_ids, dp_ranks, count)
+
+
+# -- what ends a response ----------------------------------------------------------------------------------------------
+
+
+class ResponseEnds:
+    """What ends a response besides its length."""
+
+    def __init__(self, settings: Settings, tokenizer: Tokenizer):
+        self.own_ids = () if settings.stop_token_ids is None else parse_ints(settings.stop_token_ids)
+        self.ids = tuple(dict.fromkeys((*tokenizer.end_ids, *self.own_ids)))
+        self.stops = () if settings.stop is None else parse_stops(settings.stop)
+        self.matcher = StopMatcher(tokenizer, self.stops) if self.stops else None
+        self.identity = self.ids, self.stops  # of responses that a bank keeps
+
+
+def check_ends(settings: Settings, tokenizer: Tokenizer):
+    """UsageError for tokens that the tokenizer does not have."""
+    unknown = [number for number in ResponseEnds(settings, tokenizer).own_ids if number >= tokenizer.vocab_size]
+    if unknown:
+        raise UsageError(
+            f"--stop-token-ids {settings.stop_token_ids}: allowed are ids below {tokenizer.vocab_size}, the size of the"
+            " tokenizer's vocabulary"
+        )
+
+
+def thinking_budget_of(settings: Settings, encoder: Encoder) -> ThinkingBudget | None:
+    """The budget of the flags; None without one. `encoder`: the policy's.
+
+    UsageError for a text that does not end its thoughts, or a budget that leaves no room for an answer.
+    """
+    s, limit = settings, settings.thinking_budget
+    if limit is None:
+        return None
+    reader = ThoughtReader(Vocabulary(encoder.tokenizer), load_format(name_of(s.tool_call_parser, encoder.template)))
+    given = s.thinking_budget_text
+    text = reader.default_text if given is None else given
+    try:
+        tokens = reader.encode(text)
+    except ValueError as error:
+        where = f"--thinking-budget {limit}: " if given is None else "--thinking-budget-text: "
+        raise UsageError(f"{where}{error}") from None
+    longest, flag = s.max_response_length, "--max-response-length"
+    if s.environment is not None and s.max_turn_length is not None:
+        longest, flag = s.max_turn_length, "--max-turn-length"
+    if limit + len(tokens) >= longest:
+        raise UsageError(
+            f"--thinking-budget {limit}: with the {len(tokens)} tokens that end thoughts, {flag} {longest} leaves no"
+            " room for an answer"
+        )
+    return ThinkingBudget(limit, text, tokens, reader)

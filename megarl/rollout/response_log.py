@@ -35,10 +35,6 @@ _SIZE = struct.Struct("<Q")
 _FACTS = "facts"
 
 
-class DamagedRecord(Exception):
-    """A record that is not what `packed` has made."""
-
-
 class Record(NamedTuple):
     """What a record holds."""
 
@@ -60,7 +56,7 @@ class Entry(NamedTuple):
         return self.offset + self.size + HASH_SIZE
 
     def read(self) -> Record:
-        """The record. DamagedRecord if it has changed since; OSError."""
+        """The record. ValueError if it has changed since; OSError."""
         with open_bytes(self.path) as file:
             return _read(file, self.offset, self.size)
 
@@ -105,7 +101,7 @@ def intact(path: Path, damaged: Callable[[str], None]) -> Iterator[Entry]:
                 return
             try:
                 facts = _read(file, offset, size).facts
-            except DamagedRecord as error:
+            except ValueError as error:
                 damaged(f"{where}: {error}")
             else:
                 yield Entry(path, offset, size, facts)
@@ -121,13 +117,23 @@ def whole(path: Path, where: str, has_ended: bool = True) -> list[Entry]:
     return found
 
 
-def grouped(paths: Iterable[Path], flag: str, *names: str) -> dict[tuple, list[Entry]]:
-    """The records of logs that have ended, by the facts of these names, None of those that they lack; the logs in the
-    order of their names. UsageError, which begins with `flag`, if one is damaged."""
-    found: dict[tuple, list[Entry]] = {}
-    for entry in (entry for path in sorted(paths) for entry in whole(path, f"{flag} {path}")):
-        found.setdefault(tuple(entry.facts.get(name) for name in names), []).append(entry)
-    return found
+class Records:
+    """The records of logs that have ended, by those facts of some names that they have."""
+
+    def __init__(self, paths: Iterable[Path], flag: str, *names: str):
+        """The logs count in the order of their names. UsageError, which begins with `flag`, if one is damaged."""
+        self._found: dict[tuple, list[Entry]] = {}
+        for entry in (entry for path in sorted(paths) for entry in whole(path, f"{flag} {path}")):
+            key = tuple(entry.facts[name] for name in names if name in entry.facts)
+            self._found.setdefault(key, []).append(entry)
+
+    def entries(self, *facts: Any) -> list[Entry]:
+        """Those with these facts."""
+        return self._found.get(facts, [])
+
+    def read(self, *facts: Any) -> Iterator[Record]:
+        """The records of `entries`, one at a time."""
+        return (entry.read() for entry in self._found.get(facts, ()))
 
 
 def _refuse(problem: str):
@@ -138,12 +144,12 @@ def _read(file: BinaryIO, offset: int, size: int) -> Record:
     file.seek(offset)
     body, found = file.read(size), file.read(HASH_SIZE)
     if found != hash_of(body):
-        raise DamagedRecord("its checksum is wrong")
+        raise ValueError("its checksum is wrong")
     try:
         fields = load(body)
         facts = parse_json(fields.pop(_FACTS).numpy().tobytes().decode())
     except Exception as error:  # whoever makes a record for harm can write its checksum, too
-        raise DamagedRecord(f"it is not what megarl writes ({reason_of(error)})") from None
+        raise ValueError(f"it is not what megarl writes ({reason_of(error)})") from None
     if not isinstance(facts, dict):
-        raise DamagedRecord("it is not what megarl writes")
+        raise ValueError("it is not what megarl writes")
     return Record(facts, fields)

@@ -27,23 +27,23 @@ from megarl.mcore.model.prediction_layer import layer_of
 from megarl.mcore.offload import KVCacheInGradBuffer
 from megarl.mcore.parallel import fsdp
 from megarl.observe.timers import Timers
-from megarl.rollout.bank import RolloutBank, past_bank
-from megarl.rollout.engine_counts import EngineCounts
+from megarl.rollout.bank import AskedRequests, RolloutBank
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.policy_versions import PolicyVersions
-from megarl.rollout.request_queue import UNFINISHED, FirstGroups, GroupEarlyStop, SharedRequestQueue, shortest_groups
+from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
 from megarl.rollout.requests import (
-    Branching,
+    NO_BRANCHES,
     PromptRequest,
+    ResponseEnds,
     RoundRequests,
+    branching_of,
     earlier_responses,
     groups_of,
     remaining_tokens,
     sampling_of,
 )
-from megarl.rollout.response_ends import ResponseEnds
-from megarl.rollout.schedule import Schedule
-from megarl.rollout.scheduled_rounds import GoingOn, ScheduledRounds, Stream
+from megarl.rollout.schedule import Schedule, ScheduledRounds, Stream
+from megarl.rollout.statistics import EngineCounts
 from megarl.rollout.weight_sync import UNCHANGED, WeightSync
 from megarl.tool_formats.thinking_budget import ThinkingBudget
 
@@ -214,7 +214,7 @@ class Rollout:
         s = self.settings
         with self.timers.phase(self.role_groups.model_role, "rollout"):
             is_training = temperature is None
-            branching = Branching.of(s) if is_training else None
+            branching = branching_of(s) if is_training else NO_BRANCHES
             requests = RoundRequests(prompts, s.seed, step, self.thinking, branching, prompt_set)
             if wanted is not None:
                 requests.skip_if_enough_are_finished(wanted)
@@ -278,14 +278,13 @@ class Rollout:
         requests, stream = round_.requests, self._stream(round_)
         source, queue = self._source(requests, whole_groups=round_.wanted is not None)
         early_stop: GroupEarlyStop | None = None
-        if round_.wanted is not None and weights:
-            early_stop = weights.first_groups = FirstGroups(round_.wanted, requests, self.role_groups)
-        elif round_.wanted is not None:
-            early_stop = GroupEarlyStop(round_.wanted, requests, self.role_groups)
+        if round_.wanted is not None:
+            early_stop = GroupEarlyStop(round_.wanted, requests, self.role_groups, by_clock=weights is not None)
+        if weights:
+            weights.first_groups = early_stop
         bank = self.bank if round_.is_training else None
         if bank is not None:
             bank.begin_round(requests.step, self._bank_key(round_.sampling), round_.routes)
-        going_on = GoingOn(source, requests.responses)
 
         def ended(i: int, completion: Completion):
             response = requests.take(i, completion, version())
@@ -294,7 +293,7 @@ class Rollout:
             if response.has_ended and early_stop:
                 early_stop.add(i, response.new)
             if not response.has_ended and weights:
-                going_on.add(i)
+                asked.add(i, response.request())
             elif round_.sender:
                 round_.sender.send(i, response.tokens)
 
@@ -302,7 +301,7 @@ class Rollout:
             most = queue.share if queue else 2 * self.engine.max_requests  # work for the engine while others wait
             self.episodes.run(stream, source, requests, most, round_.is_training, early_stop, round_.sender, bank)
         else:
-            asked, take_in = past_bank(bank, going_on, ended)
+            asked = AskedRequests(source, ended, bank)
             options: dict[str, Any] = {"max_requests": queue.share if queue else None}
             if weights:
                 options["interrupt"] = weights.look
@@ -311,7 +310,7 @@ class Rollout:
             goes_on = True
             while goes_on:
                 for i, completion in stream(asked, **options):
-                    take_in(i, completion)
+                    asked.ended(i, completion)
                 goes_on = weights is not None and weights.goes_on()
             if weights:  # of a round that stopped early: others may not have begun, and belong to whoever takes them
                 source.take(len(requests))

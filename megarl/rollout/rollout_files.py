@@ -27,8 +27,8 @@ from megarl.observe.terminal import ranges_text
 from megarl.plain_files import reading
 from megarl.plain_values import Each, fits
 from megarl.rollout import response_log
-from megarl.rollout.replica_batch import gather_layers, own_share
-from megarl.rollout.response_log import SUFFIX, Entry
+from megarl.rollout.group_buffer import gather_layers, own_share
+from megarl.rollout.response_log import SUFFIX, Records
 from megarl.rollout.round_scores import GenerationRound
 
 FOLDER, WRITING = "rollouts", ".writing-"
@@ -116,9 +116,9 @@ class RolloutWriter:
         sync_directory(self.folder)
 
 
-def entries_of(folder: Path, flag: str) -> dict[tuple, list[Entry]]:
-    """The records of a step's folder by round and kind, as `response_log.grouped`."""
-    return response_log.grouped(folder.glob(f"replica_*{SUFFIX}"), flag, "round", "kind")
+def saved_records(folder: Path, flag: str) -> Records:
+    """The records of a step's folder by round and kind."""
+    return Records(folder.glob(f"replica_*{SUFFIX}"), flag, "round", "kind")
 
 
 class SavedRollouts:
@@ -132,7 +132,7 @@ class SavedRollouts:
         """
         self.path, self._facts = path, facts
         self._longest, folder = longest, Path(path)
-        self._entries: tuple[Path | None, dict[tuple, list[Entry]]] = None, {}  # of the step that was read last
+        self._records: tuple[Path, Records] | None = None  # of the step that was read last
         self._folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
         there = {step_of(found.parent) for found in self._folder.glob(f"step_*/{manifests.NAME}")}
         if not there:
@@ -183,9 +183,9 @@ class SavedRollouts:
             RuntimeError: a file is not what `RolloutWriter` writes.
         """
         names, batches = [*fields, *(["routes"] if layers is not None else [])], []
-        if self._entries[0] != record.folder:
-            self._entries = record.folder, entries_of(record.folder, "--load-rollouts")
-        for entry in self._entries[1].get((number, kind), ()):
+        if self._records is None or self._records[0] != record.folder:
+            self._records = record.folder, saved_records(record.folder, "--load-rollouts")
+        for entry in self._records[1].entries(number, kind):
             loaded = entry.read().fields
             names += [field for field in optional if field in loaded and field not in names]
             if not set(names) <= loaded.keys() or any(loaded[n].dtype != FIELDS[n].dtype for n in names):

@@ -1,7 +1,7 @@
 """What a checkpoint keeps of the rollout: a log for each of its replicas, and what the manifest says of it; whether a
 run can continue that."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from megarl.arguments import Settings
@@ -9,7 +9,7 @@ from megarl.batch import GENERATED, HEADER, SCORED, fields_sent
 from megarl.data.pools import DifficultyPools
 from megarl.errors import UsageError
 from megarl.rollout import response_log
-from megarl.rollout.response_log import Record
+from megarl.rollout.response_log import Record, Records
 
 ENTRY = "waiting_groups"
 QUEUE = "generated_ahead"
@@ -112,20 +112,9 @@ def packed(kind: str, record: Record, step: int | None = None) -> bytes:
     return response_log.packed({**own, **record.facts}, record.fields)
 
 
-class KeptRecords:
-    """The records of all replicas in a checkpoint."""
-
-    def __init__(self, folder: Path):
-        """UsageError if a log is damaged."""
-        self._entries = response_log.grouped(folder.glob(FILES), "--load", "kind", "step")
-
-    def has(self, kind: str, step: int | None = None) -> bool:
-        """Whether there are such records. `step`: of a `BATCH`."""
-        return (kind, step) in self._entries
-
-    def read(self, kind: str, step: int | None = None) -> Iterator[Record]:
-        """The records of a kind, of each replica in order, one at a time. `step`: of a `BATCH`."""
-        return (entry.read() for entry in self._entries.get((kind, step), ()))
+def kept_records(folder: Path) -> Records:
+    """The records of all replicas in a checkpoint, by kind and, of a `BATCH`, step. UsageError if a log is damaged."""
+    return Records(folder.glob(FILES), "--load", "kind", "step")
 
 
 def load_pools(pools: DifficultyPools, records: Iterable[Record], where: str):

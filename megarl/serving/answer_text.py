@@ -7,13 +7,13 @@ import json
 import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from megarl.data.detokenizer import Vocabulary
 from megarl.data.messages import tool_call
 from megarl.serving.replica_messages import RequestUpdate
 from megarl.serving.sampling import StopRules
-from megarl.tool_formats.reader import CONTENT, Calls, Part
+from megarl.tool_formats.reader import CONTENT, Calls
 from megarl.tool_formats.tool_format import ToolFormat
 from megarl.tool_formats.typed_arguments import Tools
 from megarl.tool_formats.written_calls import WrittenCall
@@ -119,12 +119,8 @@ class StopStrings:
 # -- thoughts and tool calls -------------------------------------------------------------------------------------------
 
 
-class AnswerDelta(NamedTuple):
-    """What a text adds to an answer; `calls`: complete ones, as OpenAI's API has them."""
-
-    content: str
-    reasoning: str
-    calls: list[dict[str, Any]]
+# What a text adds to an answer: content, reasoning, and complete calls as OpenAI's API has them.
+AnswerDelta = tuple[str, str, list[dict[str, Any]]]
 
 
 class ToolCallParser:
@@ -142,19 +138,11 @@ class ToolCallParser:
         self._reasoning.drop_space()
         self._ids: set[str] = set()
 
-    def feed(self, text: str) -> AnswerDelta:
-        """What the text adds."""
-        return self._delta(self._reader.feed(text))
-
-    def finish(self) -> AnswerDelta:
-        """What was held back, at the end of the text; a last call needs no end mark in most formats."""
-        found = self._delta(self._reader.finish())
-        return found._replace(content=found.content + self._content.held)
-
-    def _delta(self, parts: Sequence[Part]) -> AnswerDelta:
+    def feed(self, text: str, is_last: bool = False) -> AnswerDelta:
+        """What the text adds. `is_last`: with what was held back; a last call needs no end mark in most formats."""
         content, reasoning = "", ""
         calls: list[dict[str, Any]] = []
-        for part in parts:
+        for part in [*self._reader.feed(text), *(self._reader.finish() if is_last else ())]:
             if isinstance(part, Calls):
                 found = [call for call in part.found if isinstance(call, WrittenCall)] if self._may_call else []
                 calls += map(self._call, found)
@@ -167,7 +155,7 @@ class ToolCallParser:
             else:
                 reasoning += self._reasoning.add(part.text)
                 self._content.drop_space()
-        return AnswerDelta(content, reasoning, calls)
+        return content + (self._content.held if is_last else ""), reasoning, calls
 
     def _call(self, call: WrittenCall) -> dict[str, Any]:
         self.count += 1

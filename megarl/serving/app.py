@@ -8,12 +8,10 @@ from fastapi import FastAPI
 from starlette.responses import FileResponse, Response
 
 from megarl.serving import responses, schemas
-from megarl.serving.completions import complete
+from megarl.serving.completions import GenerateAnswer, chat, complete
 from megarl.serving.context import ServingContext
 from megarl.serving.error_answers import JSONResponse, RequestError, add_error_handlers, invalid
-from megarl.serving.generate import GenerateAnswer
-from megarl.serving.middleware import BodyAndDisconnect, Observed, checked, has_key, one_length, same_origin
-from megarl.serving.served_chat import chat
+from megarl.serving.middleware import checked, has_key, observed, one_length, same_origin, with_body
 
 PAGE = Path(__file__).with_name("page.html")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
@@ -56,11 +54,11 @@ def build_app(context: ServingContext):
     paths = [route.path for route in api.routes if hasattr(route, "path")]
     settings = config.settings
     seconds = min(settings.connection_timeout, settings.request_timeout)
-    guarded = BodyAndDisconnect(api, int(settings.max_body_mb * 2**20), seconds)
+    guarded = with_body(api, int(settings.max_body_mb * 2**20), seconds)
     app = checked(guarded, has_key(config.api_keys, config.admin_keys))
     if not config.api_keys:
         app = checked(app, same_origin(settings.host))
-    return Observed(checked(app, one_length), context.metrics, paths)
+    return observed(checked(app, one_length), context.metrics, paths)
 
 
 def _add_generation(api: FastAPI, context: ServingContext):

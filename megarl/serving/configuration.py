@@ -5,7 +5,7 @@ import importlib.util
 import ipaddress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from megarl import bundled
 from megarl.data.conversations import Encoder
@@ -42,11 +42,7 @@ class FrontendConfig:
     ranks_address: str | tuple[str, int] = ""  # a Unix socket's path, or host and port (0: any)
 
 
-class Keys(NamedTuple):
-    """The keys of `--api-key-file` and `--admin-key-file`."""
-
-    api: list[str]
-    admin: list[str]
+Keys = tuple[list[str], list[str]]  # of `--api-key-file` and `--admin-key-file`
 
 
 def check_server_flags(config: "RunConfig") -> Keys:
@@ -66,7 +62,7 @@ def check_server_flags(config: "RunConfig") -> Keys:
 
         if not RoutedLayers.of(rollout).experts or rollout.pipeline_model_parallel_size > 1:
             raise UsageError("--serve-routes: needs a model with experts (--num-experts) on one pipeline stage")
-    return Keys(api_keys, admin_keys)
+    return api_keys, admin_keys
 
 
 def check_listening(settings: "Settings") -> list[str]:
@@ -82,7 +78,7 @@ def check_listening(settings: "Settings") -> list[str]:
 
 def frontend_config(config: "RunConfig", keys: Keys, encoder: Encoder) -> FrontendConfig:
     """The configuration of a server with these flags. `encoder`: of the policy."""
-    s = config.settings
+    s, (api_keys, admin_keys) = config.settings, keys
     name = s.tool_call_parser if _is_built_in(s.tool_call_parser) else AUTO  # the HTTP process has no code of users
     form = name_of(name, encoder.template)
     if problem := unread_calls(name, encoder.template):
@@ -97,8 +93,8 @@ def frontend_config(config: "RunConfig", keys: Keys, encoder: Encoder) -> Fronte
         max_model_length=s.max_prompt_length + s.max_response_length,
         max_response_length=s.max_response_length,
         settings=Serving(**{each.name: getattr(s, each.name) for each in fields(Serving)}),
-        api_keys=keys.api,
-        admin_keys=keys.admin,
+        api_keys=api_keys,
+        admin_keys=admin_keys,
         tool_format=form,
         thinking_text=s.thinking_budget_text,
     )

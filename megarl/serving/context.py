@@ -14,8 +14,7 @@ from megarl.data.images.forms import source_of
 from megarl.data.images.marks import mark_of
 from megarl.data.images.pixels import ImageRef
 from megarl.errors import UsageError
-from megarl.serving.answers import start_stream
-from megarl.serving.chat_core import image_urls, offered, template_messages, with_marks
+from megarl.serving.answers import image_urls, offered, start_stream, template_messages, with_marks
 from megarl.serving.configuration import FrontendConfig
 from megarl.serving.error_answers import JSONResponse, RequestError, echo, invalid
 from megarl.serving.middleware import ServerMetrics

@@ -9,12 +9,12 @@ import logging
 import os
 import socket
 import sys
-from functools import partial
 from multiprocessing.connection import Connection, Listener
 
 from megarl.child_process import parent
 from megarl.serving import links
 from megarl.serving.app import build_app
+from megarl.serving.configuration import FrontendConfig
 from megarl.serving.context import ServingContext
 from megarl.serving.listening import HttpServer, run_process
 from megarl.serving.replica_messages import Drain, ToFrontend
@@ -107,13 +107,12 @@ def main() -> int:
     """Runs the process; returns its exit status."""
     rank_0 = parent(dies_with_thread=False)  # clients get an answer when rank 0 is gone
     sys.setswitchinterval(_SWITCH_SECONDS)
-    return run_process(rank_0, "megarl.serving", lambda config: partial(_serve, ServingContext(config), rank_0))
 
+    def prepare(config: FrontendConfig):
+        context = ServingContext(config)
+        return lambda http, listener, key: Frontend(context, http, listener, key).serve(rank_0)
 
-async def _serve(
-    context: ServingContext, rank_0: Connection, http: socket.socket, listener: Listener, key: bytes
-) -> int:
-    return await Frontend(context, http, listener, key).serve(rank_0)
+    return run_process(rank_0, "megarl.serving", prepare)
 
 
 if __name__ == "__main__":

@@ -47,33 +47,31 @@ class ServerMetrics:
         self.version = Gauge("megarl_policy_version", "Version of the policy", ["replica"], registry=registry)
 
 
-class Observed:
+def observed(app, metrics: ServerMetrics, paths: Sequence[str]):
     """The outermost layer: counts requests, and turns faults into error answers and lines without any content."""
 
-    def __init__(self, app, metrics: ServerMetrics, paths: Sequence[str]):
-        self._app, self._metrics, self._paths = app, metrics, frozenset(paths)
-
-    async def __call__(self, scope, receive, send):
+    async def answer(scope, receive, send):
         if scope["type"] != "http":
             return
-        status = CLOSED_REQUEST
-        begun = False
+        status, begun = CLOSED_REQUEST, False
 
-        async def observed(message):
+        async def noted(message):
             nonlocal status, begun
             if message["type"] == "http.response.start":
                 status, begun = message["status"], True
             await send(message)
 
         try:
-            await self._app(scope, receive, observed)
+            await app(scope, receive, noted)
         except Exception as error:
             log.error("%s at %s", type(error).__name__, _location(error))
             if not begun:
-                await internal().response(scope, receive, observed)
+                await internal().response(scope, receive, noted)
         finally:
-            endpoint = scope["path"] if scope["path"] in self._paths else "other"
-            self._metrics.requests.labels(endpoint, str(status)).inc()
+            endpoint = scope["path"] if scope["path"] in paths else "other"
+            metrics.requests.labels(endpoint, str(status)).inc()
+
+    return answer
 
 
 def checked(app, check: Callable[[dict[str, Any]], Any], refusal: Callable = lambda error, path: error.response):
@@ -140,21 +138,17 @@ def has_key(api_keys: Sequence[str], admin_keys: Sequence[str]) -> Callable[[dic
     return check
 
 
-class BodyAndDisconnect:
-    """Reads the body up to a limit before the application runs, and ends the application if the client goes away."""
+def with_body(app, max_bytes: int, seconds: float):
+    """Reads the body, up to a limit, before the application runs, and ends that if the client goes away."""
 
-    def __init__(self, app, max_bytes: int, seconds: float):
-        self._app, self._max_bytes, self._seconds = app, max_bytes, seconds
-
-    async def __call__(self, scope, receive, send):
+    async def answer(scope, receive, send):
         try:
-            body = await self._read(scope, receive)
+            body = await _read_body(scope, receive, max_bytes, seconds)
         except RequestError as error:
             return await error.response(scope, receive, send)
         if body is None:
             return None
-        gone = asyncio.Event()
-        given = False
+        gone, given = asyncio.Event(), False
 
         async def replay():
             nonlocal given
@@ -168,7 +162,7 @@ class BodyAndDisconnect:
             while (await receive())["type"] != "http.disconnect":
                 pass
 
-        application = asyncio.create_task(self._app(scope, replay, send))
+        application = asyncio.create_task(app(scope, replay, send))
         watcher = asyncio.create_task(watch())
         try:
             await asyncio.wait((application, watcher), return_when=asyncio.FIRST_COMPLETED)
@@ -181,26 +175,29 @@ class BodyAndDisconnect:
         if isinstance(ended, Exception):
             raise ended
 
-    async def _read(self, scope, receive) -> bytes | None:
-        """The body; None if the client went away. RequestError for a body that is too large, slow or no JSON."""
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if declared.isdigit():
-            _check_length(int(declared), self._max_bytes)
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self._seconds):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    body += message.get("body", b"")
-                    _check_length(len(body), self._max_bytes)
-                    if not message.get("more_body"):
-                        break
-        except TimeoutError:
-            raise timed_out(self._seconds) from None
-        check_body(body, scope["headers"], self._max_bytes)
-        return bytes(body)
+    return answer
+
+
+async def _read_body(scope, receive, max_bytes: int, seconds: float) -> bytes | None:
+    """The body; None if the client went away. RequestError for a body that is too large, slow or no JSON."""
+    declared = dict(scope["headers"]).get(b"content-length", b"0")
+    if declared.isdigit():
+        _check_length(int(declared), max_bytes)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                body += message.get("body", b"")
+                _check_length(len(body), max_bytes)
+                if not message.get("more_body"):
+                    break
+    except TimeoutError:
+        raise timed_out(seconds) from None
+    check_body(body, scope["headers"], max_bytes)
+    return bytes(body)
 
 
 def check_body(body: bytes | bytearray, headers: Sequence[tuple[bytes, bytes]], max_bytes: int):

@@ -94,33 +94,20 @@ class RequestUpdate(NamedTuple):
         return f"{self.label}-v{self.version}"
 
 
-class Updates(NamedTuple):
-    """What a step has brought."""
+class Report(NamedTuple):
+    """The state of a replica, and what a step or a command has brought."""
 
-    version: int
+    version: int  # of the policy
+    label: str  # of its weights
     blocks: int  # free ones of the cache
-    updates: list[RequestUpdate]
-
-
-class Controlled(NamedTuple):
-    """A command has been run, or why it could not be."""
-
-    number: int
-    error: str | None
-    version: int
-    label: str
-
-
-class Window(NamedTuple):
-    """Whether the policy of a training run answers requests now."""
-
-    is_open: bool
-    version: int
-    label: str
+    is_open: bool = True  # whether it answers requests now; the policy of a training run does at times
+    updates: Sequence[RequestUpdate] = ()
+    command: int | None = None  # number of the one that has been run
+    error: str | None = None  # why it could not be
 
 
 class Drain(NamedTuple):
     """The server is to end when its requests have."""
 
 
-ToFrontend = Ready | Updates | Controlled | Window | Drain
+ToFrontend = Ready | Report | Drain

@@ -186,15 +186,13 @@ class ReplicaPool:
 
     def receive(self, replica: ReplicaState, message: messages.ToFrontend):
         """Takes one message of a leader in; ConnectionError for a malformed one. `Drain` is not handled here."""
-        if isinstance(message, messages.Updates):
+        if isinstance(message, messages.Report):
+            replica.is_open, replica.label = message.is_open, message.label
             self._observe(replica, message.version, message.blocks)
             for each in message.updates:
                 self._hand_on(replica, each)
-        elif isinstance(message, messages.Controlled):
-            self._receive_answer(replica, message)
-        elif isinstance(message, messages.Window):
-            replica.is_open, replica.label = message.is_open, message.label
-            self._observe(replica, message.version)
+            if message.command in self._controls:
+                self._receive_answer(replica, self._controls[message.command], message.error)
         self._assign()
 
     def _hand_on(self, replica: ReplicaState, fields: Sequence[Any]):
@@ -207,23 +205,17 @@ class ReplicaPool:
         if submission := take(update.id, None):
             submission.take(update if update.error is None else invalid(update.error))
 
-    def _receive_answer(self, replica: ReplicaState, answer: messages.Controlled):
-        replica.label = answer.label
-        self._observe(replica, answer.version)
-        control = self._controls.get(answer.number)
-        if control is None:
-            return
+    def _receive_answer(self, replica: ReplicaState, control: _Control, error: str | None):
         control.missing.discard(replica.number)
-        if answer.error:
-            control.errors.append(answer.error)
+        if error:
+            control.errors.append(error)
         if not control.missing and not control.done.done():
             control.done.set_result(None)
 
-    def _observe(self, replica: ReplicaState, version: int, blocks: int | None = None):
+    def _observe(self, replica: ReplicaState, version: int, blocks: int):
         replica.version = version
         self.metrics.version.labels(replica.number).set(version)
-        if blocks is not None:
-            self.metrics.free_blocks.labels(replica.number).set(blocks)
+        self.metrics.free_blocks.labels(replica.number).set(blocks)
 
 
 class Submission:

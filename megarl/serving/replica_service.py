@@ -8,7 +8,7 @@ step: before each step they agree what it does.
 import base64
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -64,6 +64,7 @@ class ReplicaService:
         self._images = images
         self._images_of: dict[int, list[ImageRef]] = {}  # those that requests have sent
         self._is_stopped = self._is_draining = False
+        self._is_open = True  # as the last report has said
         self._reported_blocks = engine.rollout_engine.free_blocks
 
     def open(self):
@@ -93,7 +94,8 @@ class ReplicaService:
         """Answers what has come so far. A collective of the replica, and of those that share its experts."""
         for message in self.frontend.receive(0.0):
             self._take(message)
-        self._tell_window(is_open=True)
+        self._is_open = True
+        self._send()
         self.engine.resume()
         late: list[messages.Request] = []
         while self._has_work():
@@ -107,12 +109,10 @@ class ReplicaService:
             self._admit()
             self._act()
         self.engine.pause()
-        self._tell_window(is_open=False)
+        self._is_open = False
+        self._send()
         for message in late:
             self._take(message)
-
-    def _tell_window(self, is_open: bool):
-        self.frontend.send(messages.Window(is_open, self.engine.version, self.label))
 
     def _has_work(self) -> bool:
         has_work = bool(self._waiting or self._scores or self._controls) or self.engine.needs_steps
@@ -183,10 +183,12 @@ class ReplicaService:
         self.engine.abort(numbers)
         self._forget_images(numbers)
 
-    def _send(self, updates: list[messages.RequestUpdate], version: int | None = None):
-        """Sends what there is of requests. `version`: of the policy; None: the one that the engine has now."""
+    def _send(self, updates: Sequence[messages.RequestUpdate] = (), version: int | None = None, **command: Any):
+        """Sends a report, with what there is of requests. `version`: of the policy; None: the one that the engine has
+        now; `command`: that has been run, and its error."""
         version = self.engine.version if version is None else version
-        self.frontend.send(messages.Updates(version, self._reported_blocks, updates))
+        report = messages.Report(version, self.label, self._reported_blocks, self._is_open, updates, **command)
+        self.frontend.send(report)
 
     def _report(self, chunks: list[TokenChunk]):
         """Sends the new tokens of requests, and how much of the cache is free if only that has changed."""
@@ -263,7 +265,7 @@ class ReplicaService:
                 self.engine.resume()
             case "weights":
                 error = self._change_weights(str(asked.path))
-        self.frontend.send(messages.Controlled(asked.number, error, self.engine.version, self.label))
+        self._send(command=asked.number, error=error)
 
     def _pause(self, mode: PauseMode):
         if mode == "abort":

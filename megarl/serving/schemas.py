@@ -195,7 +195,6 @@ class ImagePart(CacheFields):
 
 
 Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
-TextContent = Text | Annotated[list[TextPart], Field(min_length=1, max_length=1024)]
 Content = Text | Annotated[list[Part], Field(min_length=1, max_length=1024)]
 
 

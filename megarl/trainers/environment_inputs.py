@@ -13,14 +13,14 @@ from megarl.data.prompts import PromptSet
 from megarl.data.template_checks import check_template
 from megarl.environments.calls import TO_LEADERS
 from megarl.environments.loading import AGENT, KINDS, TOOLS, check_factories
-from megarl.environments.sessions.session_pool import SessionPool
+from megarl.environments.session_pool import SessionPool
 from megarl.errors import UsageError, warn_as_first
 from megarl.serving.configuration import check_listening
 from megarl.serving.frontend_process import start_process
 from megarl.tool_formats.chosen_format import load_format, name_of, unread_calls
 
 if TYPE_CHECKING:  # it needs packages that other environments do not
-    from megarl.environments.sessions.front import SessionsConfig
+    from megarl.environments.session_front import SessionsConfig
 
 
 def check_environment_flags(settings: Settings):
@@ -34,7 +34,7 @@ def check_environment_flags(settings: Settings):
 def sessions_of(settings: Settings) -> "SessionsConfig":
     """The configuration of `--agent-sessions`. UsageError for missing packages or keys."""
     api_keys = check_listening(settings)
-    from megarl.environments.sessions.front import sessions_config  # needs these packages
+    from megarl.environments.session_front import sessions_config  # needs these packages
 
     return sessions_config(settings, api_keys)
 
@@ -113,7 +113,7 @@ def open_sessions(
     Raises:
         UsageError: the address cannot be used.
     """
-    url, link, child = start_process(stack, "megarl.environments.sessions.front", config, role_groups, TO_LEADERS)
+    url, link, child = start_process(stack, "megarl.environments.session_front", config, role_groups, TO_LEADERS)
     if child is not None:
         print(f"megarl: sessions of agents at {url}", flush=True)
     if link is None:

@@ -12,9 +12,8 @@ from megarl.observe import samples, terminal
 from megarl.observe.files import json_line, write_atomically
 from megarl.observe.timers import Timers
 from megarl.rollout.episodes.runner import EpisodeRunner
-from megarl.rollout.remote_generator import RemoteGenerator
-from megarl.rollout.remote_rollout import RemoteRollout
-from megarl.rollout.response_ends import ResponseEnds, check_ends, thinking_budget_of
+from megarl.rollout.remote_generator import RemoteGenerator, RemoteRollout
+from megarl.rollout.requests import ResponseEnds, check_ends, thinking_budget_of
 from megarl.rollout.rollout import Rollout
 from megarl.trainers.environment_inputs import check_environment_flags, check_environments
 from megarl.trainers.evaluator import Evaluations, check_names

@@ -23,7 +23,7 @@ from megarl.measurements import ALLOWED_NAMES, MAX_TASKS, is_name
 from megarl.observe.timers import Timers
 from megarl.rewards.expression import expressions_of, rewards_of
 from megarl.roles.reward import Reward
-from megarl.rollout.remote_rollout import RemoteRollout
+from megarl.rollout.remote_generator import RemoteRollout
 from megarl.rollout.requests import PromptRequest, dp_assignment_of
 from megarl.rollout.rollout import Rollout
 from megarl.trainers.prompt_inputs import name_of_eval

@@ -10,7 +10,7 @@ from megarl.errors import UsageError
 from megarl.flags.distillation import SIBLING
 from megarl.mcore.model.pipeline_layout import RoutedLayers
 from megarl.rollout import waiting_groups
-from megarl.rollout.response_ends import check_ends, thinking_budget_of
+from megarl.rollout.requests import check_ends, thinking_budget_of
 from megarl.rollout.rollout_files import SavedRollouts
 from megarl.serving.configuration import check_server_flags, frontend_config
 from megarl.trainers.environment_inputs import check_environment_flags, check_environments, sessions_of

@@ -23,9 +23,9 @@ from megarl.roles.trainable_model import TrainableModel
 from megarl.rollout import waiting_groups
 from megarl.rollout.batcher import RolloutBatcher, ScoringBatcher
 from megarl.rollout.episodes.runner import EpisodeRunner
+from megarl.rollout.group_collector import SavedGroupCollector, SavedRollout
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
-from megarl.rollout.saved_rollout import SavedGroupCollector, SavedRollout
 from megarl.router_replay.route_exchange import RoutingReplay
 from megarl.trainers.environment_inputs import open_sessions
 from megarl.trainers.evaluator import ACCURACY, Evaluations

@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from megarl import arguments
-from megarl.environments.protocol import Task
-from megarl.environments.turn_parsing import parse_turn
+from megarl.environments.protocol import Task, parse_turn
 from megarl.errors import UsageError
 from tests.helpers.envs.played_environments import play
 from tests.helpers.envs.session_driver import free_port

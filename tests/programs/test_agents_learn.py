@@ -7,7 +7,7 @@ import gymnasium
 import pytest
 
 from megarl.environments.adapters.gymnasium_env import FrozenLake
-from megarl.environments.calculator import OFFSET
+from megarl.environments.built_in import OFFSET
 from tests.helpers.launch_scripts import launch
 from tests.helpers.programs import metrics
 from tests.references.value_iteration import optimal_values

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megarl.errors import UsageError
-from megarl.rollout.waiting_groups import BATCH, KeptRecords
+from megarl.rollout.waiting_groups import BATCH, kept_records
 from megarl.trainers import step_reports
 from tests.helpers.forked_programs import accepted, refusal
 from tests.helpers.programs import GRADED, in_world, inputs, metrics, program, rl_argv, samples, timeless, train
@@ -191,8 +191,8 @@ def test_a_stopped_run_keeps_the_batches_that_were_generated(folder, tmp_path):
     size, flags = RUNS["ppo"]
     run_world(stopped, size, program("rl", argv(tmp_path, flags), size))
     start = tmp_path / "checkpoints" / "step_00000002"
-    kept = KeptRecords(start)
-    assert [step for step in range(STEPS + 1) if kept.has(BATCH, step)] == [3, 4]
+    kept = kept_records(start)
+    assert [step for step in range(STEPS + 1) if kept.entries(BATCH, step)] == [3, 4]
     train("rl", argv(tmp_path / "resumed", f"{flags} --load {start}"), size)
     assert_same_steps(tmp_path / "resumed", run_of(folder, "ppo"), range(3, STEPS + 1))
 

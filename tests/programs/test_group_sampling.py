@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rollout.waiting_groups import GROUPS, KeptRecords
+from megarl.rollout.waiting_groups import GROUPS, kept_records
 from tests.helpers.programs import (
     addition,
     coarse_reward,
@@ -99,7 +99,7 @@ def test_an_unfinished_batch_waits(folder):
     assert any("actor/loss" in row for row in rows.values())
     for step, before in enumerate([0, *waiting[:-1]], start=1):
         assert rows[step]["sampling/groups"] == 6 - before, "as many prompts as groups are missing"
-    assert KeptRecords(whole / "checkpoints" / "step_00000001").has(GROUPS)
+    assert kept_records(whole / "checkpoints" / "step_00000001").entries(GROUPS)
 
 
 def test_buffered_groups_are_rejected_by_an_incompatible_run(folder):

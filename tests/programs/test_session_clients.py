@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.environments.calls import Asked, Reply
-from megarl.environments.pool import Event
-from megarl.environments.turn_parsing import parse_turn
+from megarl.environments.calls import Answer, Asked, Reply
+from megarl.environments.protocol import parse_turn
 from tests.helpers.envs import agent_programs
 from tests.helpers.envs.open_sessions import LOGPROBS, PROMPT, TOKENS, open_sessions
 from tests.helpers.envs.session_driver import free_port
@@ -75,7 +74,7 @@ def test_a_policy_that_knows_the_task_solves_it(name, kind, folders, tmp_path):
     asks, (script, seen) = [], CASES[name, kind]
     with open_sessions(api_keys=()) as leader, driver(name, folders(name), leader.url, tmp_path / "out.jsonl", kind):
         leader.offer(0)
-        while not isinstance(came := leader.next(), Event):
+        while not isinstance(came := leader.next(), Answer):
             assert isinstance(came, Asked)
             text = script[len(asks)]
             turn = parse_turn(text, len(asks), leader.pool.form, came.ask.tools or (), text)

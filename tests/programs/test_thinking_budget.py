@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.rollout.waiting_groups import UNFINISHED, KeptRecords
+from megarl.rollout.waiting_groups import UNFINISHED, kept_records
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.programs import metrics, program, samples, timeless, train
@@ -104,7 +104,7 @@ def test_how_responses_are_generated_changes_nothing(one, other, size, folder):
 def cut_within(save: Path, step: int) -> int:
     """Responses in a checkpoint that a round has cut within their forced tokens."""
     found = 0
-    for _, state in KeptRecords(save / "checkpoints" / f"step_{step:08d}").read(UNFINISHED):
+    for _, state in kept_records(save / "checkpoints" / f"step_{step:08d}").read(UNFINISHED):
         masks = state["response_mask"].split(state["lengths"].tolist()) if "lengths" in state else ()
         ends = zip(masks, state["lengths"].tolist(), state["prompt_lengths"].tolist(), strict=True) if masks else ()
         found += sum(length > prompt and not mask[-1] for mask, length, prompt in ends)

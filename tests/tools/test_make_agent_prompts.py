@@ -7,7 +7,7 @@ import pytest
 
 from megarl.data.prompts import load_prompts
 from megarl.environments.adapters.gymnasium_env import FrozenLake
-from megarl.environments.games import GuessNumber
+from megarl.environments.built_in import GuessNumber
 from megarl.environments.protocol import Task
 from tests.references.value_iteration import optimal_values
 from tools import make_agent_prompts

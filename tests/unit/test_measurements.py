@@ -10,7 +10,7 @@ from megarl.confine import children
 from megarl.environments.agents.agent import observation_of
 from megarl.environments.journal import _entry_of
 from megarl.environments.protocol import Observation, checked
-from megarl.environments.sessions.front import Registry, _parts
+from megarl.environments.session_front import Registry, _parts
 from megarl.measurements import MAX_NAME, MAX_PARTS, MAX_VALUE, is_metric, is_name, parts_of, value_of
 from megarl.rewards.base import Sample, Score, Verifier, grouped
 from megarl.rewards.isolated import Scorer

@@ -102,7 +102,7 @@ def test_algorithms_import_only_torch_and_the_standard_library():
 
 @pytest.mark.parametrize("modules", [
     "megarl.environments.worker, megarl.environments.pool, megarl.environments.loading",
-    "megarl.tool_formats.chosen_format, megarl.environments.turn_parsing",
+    "megarl.tool_formats.chosen_format, megarl.environments.protocol",
     "megarl.train_rl, megarl.train_sft, megarl.train_reward, megarl.train_preference, megarl.evaluate, megarl.serve",
 ])  # fmt: skip
 def test_what_starts_fast_needs_no_torch(modules):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl import bundled
-from megarl.environments.agents.session import Address, Session
+from megarl.environments.agents.session import Session
 from megarl.environments.protocol import Message, Observation, Task
 from megarl.errors import UsageError
 from megarl.plain_values import is_finite
@@ -41,7 +41,7 @@ class Agent:
     replayable = True  # an episode whose worker died is run again
     seconds = 0.0  # of its own work, once it has ended
 
-    async def run(self, task: Task, session: Session, address: Address) -> Observation:
+    async def run(self, task: Task, session: Session) -> Observation:
         """Runs the agent to its end, or until `session.spent`. Cancelling it ends all that it has started."""
         raise NotImplementedError
 
@@ -55,11 +55,11 @@ class CoroutineAgent(Agent):
     def __init__(self, function: Callable[[Task, Any], Awaitable]):
         self._function = function
 
-    async def run(self, task: Task, session: Session, address: Address) -> Observation:
+    async def run(self, task: Task, session: Session) -> Observation:
         """See Agent. An exception after a budget was used up ends the episode with 0: it is the client's error."""
         from megarl.environments.agents.in_process import client_of  # needs a package that no other agent does
 
-        client = client_of(session, address)
+        client = client_of(session)
         work = asyncio.ensure_future(self._function(task, client))
         spent = asyncio.create_task(session.spent.wait())
         try:

@@ -12,7 +12,7 @@ from megarl.data.messages import tool_call, with_tool_names
 from megarl.environments.agents.dialect import streamed, turns
 from megarl.environments.agents.session import Session
 from megarl.environments.calls import Ask, Reply
-from megarl.serving.chat_core import joined_text, offered
+from megarl.serving.answers import joined_text, offered
 from megarl.serving.error_answers import JSONResponse, invalid
 from megarl.serving.schemas import FreeObject, Name, Stop, StrictModel, Text, neutral
 
@@ -64,18 +64,15 @@ _UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
 _AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
 
 
-class UserMessage(StrictModel):
-    """What the user says, and results of tools."""
+class SaidMessage[Role, Block](StrictModel):
+    """What the user says, and results of tools; or what the assistant has said."""
 
-    role: Literal["user"]
-    content: Text | Annotated[list[_UserBlock], Field(max_length=1024)]
+    role: Role
+    content: Text | Annotated[list[Block], Field(max_length=1024)]
 
 
-class AssistantTurn(StrictModel):
-    """What the assistant has said."""
-
-    role: Literal["assistant"]
-    content: Text | Annotated[list[_AssistantBlock], Field(max_length=1024)]
+_UserMessage = SaidMessage[Literal["user"], _UserBlock]
+_AssistantMessage = SaidMessage[Literal["assistant"], _AssistantBlock]
 
 
 class Tool(_Block):
@@ -105,7 +102,8 @@ class MessagesRequest(StrictModel):
     model: Name
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
     messages: Annotated[
-        list[Annotated[UserMessage | AssistantTurn, Field(discriminator="role")]], Field(min_length=1, max_length=4096)
+        list[Annotated[_UserMessage | _AssistantMessage, Field(discriminator="role")]],
+        Field(min_length=1, max_length=4096),
     ]
     system: Text | Annotated[list[TextBlock], Field(max_length=1024)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
@@ -144,14 +142,14 @@ def ask_of(request: MessagesRequest) -> Ask:
     if request.system:
         messages.append({"role": "system", "content": joined_text(request.system)})
     for message in request.messages:
-        messages += _of_user(message) if isinstance(message, UserMessage) else [_of_assistant(message)]
+        messages += _of_user(message) if message.role == "user" else [_of_assistant(message)]
     if not messages:
         raise invalid("messages: they have no content", "messages")
     stops = tuple(request.stop_sequences or ())
     return Ask(with_tool_names(messages), offered(request.tools, _choice(request)), request.max_tokens, stops)
 
 
-def _of_user(message: UserMessage) -> list[dict[str, Any]]:
+def _of_user(message: SaidMessage) -> list[dict[str, Any]]:
     """Results of tools as messages of their own, before what the user says."""
     if isinstance(message.content, str):
         return [{"role": "user", "content": message.content}]
@@ -161,7 +159,7 @@ def _of_user(message: UserMessage) -> list[dict[str, Any]]:
     return [*found, *([{"role": "user", "content": joined_text(texts)}] if texts else [])]
 
 
-def _of_assistant(message: AssistantTurn) -> dict[str, Any]:
+def _of_assistant(message: SaidMessage) -> dict[str, Any]:
     if isinstance(message.content, str):
         return {"role": "assistant", "content": message.content}
     by_type: dict[str, list[Any]] = {"text": [], "thinking": [], "tool_use": []}

@@ -20,7 +20,7 @@ from megarl.environments.agents.anthropic_messages import MessagesRequest, compl
 from megarl.environments.agents.dialect import ANTHROPIC, error_response
 from megarl.environments.agents.openai_chat import AgentChatRequest, complete_chat
 from megarl.environments.agents.openai_responses import ResponsesRequest, complete_response
-from megarl.environments.agents.session import Address, Session
+from megarl.environments.agents.session import Session
 from megarl.serving.error_answers import (
     JSONResponse,
     RequestError,
@@ -31,7 +31,7 @@ from megarl.serving.error_answers import (
     wrong_method,
 )
 from megarl.serving.listening import SERVER, LimitedProtocol
-from megarl.serving.middleware import BodyAndDisconnect, check_body, check_key, checked, one_length
+from megarl.serving.middleware import check_body, check_key, checked, one_length, with_body
 
 MAX_CONNECTIONS = 64
 MAX_BODY_BYTES = 16 << 20
@@ -50,8 +50,8 @@ log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def endpoint(session: Session) -> AsyncIterator[Address]:
-    """The endpoint of a session, which ends with all of its connections."""
+async def endpoint(session: Session) -> AsyncIterator[None]:
+    """The endpoint of a session, which gets its `url`; it ends with all of its connections."""
 
     def check(scope: dict[str, Any]):
         _check_key(scope["headers"], session)
@@ -62,8 +62,9 @@ async def endpoint(session: Session) -> AsyncIterator[Address]:
     state, limited = ServerState(), partial(LimitedProtocol, MAX_CONNECTIONS, _HEAD_SECONDS)
     protocol: Any = partial(limited, config=config, server_state=state, app_state={})
     server = await asyncio.get_running_loop().create_server(protocol, "127.0.0.1", 0)
+    session.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
     try:
-        yield Address(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", session.key)
+        yield
     finally:
         server.close()
         for connection in list(state.connections):
@@ -92,7 +93,7 @@ def application(max_bytes: int = MAX_BODY_BYTES, seconds: float = _HEAD_SECONDS)
         answer = await _answer(scope["session"], scope["method"], scope["path"], body)
         await answer(scope, receive, send)
 
-    return checked(BodyAndDisconnect(app, max_bytes, seconds), one_length)
+    return checked(with_body(app, max_bytes, seconds), one_length)
 
 
 async def answer_whole(session: Session, method: str, path: str, headers: Headers, body: bytes) -> Response:

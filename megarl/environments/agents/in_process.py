@@ -11,7 +11,7 @@ from typing import Any
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from megarl.environments.agents.endpoint import answer_whole
-from megarl.environments.agents.session import Address, Session
+from megarl.environments.agents.session import Session
 
 _httpx: Any = importlib.import_module(DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])  # openai's own
 
@@ -19,9 +19,8 @@ _httpx: Any = importlib.import_module(DefaultAsyncHttpxClient.__mro__[1].__modul
 class EpisodeTransport(_httpx.AsyncBaseTransport):
     """Answers requests to the endpoint of an episode; all others go over the network."""
 
-    def __init__(self, session: Session, root: str):
-        """`root`: URL of the session's endpoint, without a path."""
-        url = _httpx.URL(root)
+    def __init__(self, session: Session):
+        url = _httpx.URL(session.url)
         self._session, self._origin = session, (url.scheme, url.netloc)
 
     async def handle_async_request(self, request: Any) -> Any:
@@ -40,10 +39,10 @@ class EpisodeTransport(_httpx.AsyncBaseTransport):
         return _httpx.Response(answer.status_code, headers=answer.raw_headers, content=bytes(answer.body))
 
 
-def client_of(session: Session, address: Address) -> AsyncOpenAI:
+def client_of(session: Session) -> AsyncOpenAI:
     """The client of an agent, which may close it."""
-    http = DefaultAsyncHttpxClient(timeout=None, transport=EpisodeTransport(session, address.root))
-    return AsyncOpenAI(base_url=address.url, api_key=address.key, timeout=None, max_retries=0, http_client=http)
+    http = DefaultAsyncHttpxClient(timeout=None, transport=EpisodeTransport(session))
+    return AsyncOpenAI(base_url=session.url, api_key=session.key, timeout=None, max_retries=0, http_client=http)
 
 
 @functools.cache

@@ -8,8 +8,7 @@ from starlette.responses import Response
 from megarl.environments.agents.dialect import streamed, token_fields, turns
 from megarl.environments.agents.session import Session
 from megarl.environments.calls import Ask, Reply
-from megarl.serving.answers import Parts
-from megarl.serving.chat_core import ChatAnswer, chat_part, conversation
+from megarl.serving.answers import ChatAnswer, Parts, chat_part, conversation
 from megarl.serving.error_answers import JSONResponse, invalid
 from megarl.serving.schemas import ChatCompletionRequest, FreeObject
 

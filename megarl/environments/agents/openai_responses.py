@@ -13,7 +13,7 @@ from megarl.data.messages import tool_call, with_tool_names
 from megarl.environments.agents.dialect import streamed, token_fields, turns
 from megarl.environments.agents.session import Session
 from megarl.environments.calls import Ask, Reply
-from megarl.serving.chat_core import call_arguments, joined_text, offered
+from megarl.serving.answers import call_arguments, joined_text, offered
 from megarl.serving.error_answers import JSONResponse, invalid
 from megarl.serving.schemas import (
     CacheFields,

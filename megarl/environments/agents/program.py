@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from megarl.confine import keeper
 from megarl.confine.agent_sandbox import Door, ProgramSandbox, check_sandbox
 from megarl.environments.agents.agent import Agent, AgentRun, observation_of
-from megarl.environments.agents.session import Address, Session
+from megarl.environments.agents.session import Session
 from megarl.environments.protocol import Observation, Task, called
 from megarl.observe.files import json_bytes
 
@@ -61,19 +61,19 @@ class ProgramEnvironment(Agent):
         if self._sandbox is not None:
             check_sandbox()
 
-    async def run(self, task: Task, session: Session, address: Address) -> Observation:
+    async def run(self, task: Task, session: Session) -> Observation:
         self._folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="megarl_agent_"))
         workspace = self._folder / "workspace"
         workspace.mkdir()
         if self._prepare is not None:
             await called(self._prepare, task, workspace)
-        status, output = await self._run(task, session, address, workspace)
+        status, output = await self._run(task, session, workspace)
         _, last = session.answered[-1] if session.answered else (None, None)
         truncated = session.refused > 0 or bool(last and last.is_budget)
         run = AgentRun(task, session.conversations(), truncated, status, output, workspace)
         return observation_of(await called(self._reward, run))
 
-    async def _run(self, task: Task, session: Session, address: Address, workspace: Path) -> tuple[int, str]:
+    async def _run(self, task: Task, session: Session, workspace: Path) -> tuple[int, str]:
         """(exit status, what it printed last)."""
         path = workspace.parent / "task.json"
         facts = {"messages": task.messages, "metadata": task.metadata, "task": task.task, "seed": task.seed}
@@ -82,12 +82,12 @@ class ProgramEnvironment(Agent):
         keeps = [keeper.__file__, str(self._max_file_bytes), *command]
         door = None
         if self._sandbox is not None:
-            port = urlsplit(address.url).port
+            port = urlsplit(session.url).port
             assert port is not None  # an endpoint has one
             door = await Door.open(workspace.parent / "door", port)
             keeps = self._sandbox.arguments(command, workspace, [path], door.path, door.port)
         streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        variables = self._environment(address, path, workspace)
+        variables = self._environment(session, path, workspace)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-I", "-S", *keeps, **streams, cwd=workspace, env=variables, start_new_session=True
         )
@@ -105,12 +105,12 @@ class ProgramEnvironment(Agent):
         printed = (await output).decode("utf-8", "replace")
         return (128 - status if status > 128 else status), printed
 
-    def _environment(self, address: Address, task: Path, workspace: Path) -> dict[str, str]:
+    def _environment(self, session: Session, task: Path, workspace: Path) -> dict[str, str]:
         kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
         if self._sandbox is not None:  # what PATH names may be out of sight
             kept["PATH"] = os.pathsep.join((kept.get("PATH", os.defpath), os.path.dirname(sys.executable)))
-        kept |= {"OPENAI_BASE_URL": address.url, "OPENAI_API_KEY": address.key}
-        kept |= {"ANTHROPIC_BASE_URL": address.root, "ANTHROPIC_API_KEY": address.key}
+        kept |= {"OPENAI_BASE_URL": session.url, "OPENAI_API_KEY": session.key}
+        kept |= {"ANTHROPIC_BASE_URL": session.root, "ANTHROPIC_API_KEY": session.key}
         return {**kept, "MEGARL_TASK": str(task), "HOME": str(workspace), **self._variables}
 
     async def close(self):

@@ -5,25 +5,12 @@ import itertools
 import secrets
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
 
 from megarl.environments.calls import Ask, Reply, digests
 from megarl.environments.protocol import Message, Observation
 
 _TICK = 0.5  # seconds between two looks at an agent
 MAX_REFUSED = 16  # requests without a turn; then the agent is ended
-
-
-class Address(NamedTuple):
-    """Where an agent finds the policy."""
-
-    url: str  # of OpenAI's API; Anthropic's clients want it without /v1
-    key: str
-
-    @property
-    def root(self) -> str:
-        """The URL without /v1."""
-        return self.url.removesuffix("/v1")
 
 
 class Late(Exception):
@@ -40,6 +27,7 @@ class Session:
     def __init__(self, send: Callable[[int, Ask], None]):
         """`send`: takes the number of a request and the request; `receive` gets the reply."""
         self.key = f"sk-{secrets.token_hex(24)}"  # that the agent's requests must have
+        self.url = ""  # of OpenAI's API, once there is an endpoint
         self.answered: list[tuple[Ask, Reply]] = []  # requests that got a turn
         self.refused = 0  # requests that a budget has refused
         self.shows_tokens = False  # answers have the tokens of turns, for drivers outside of the run
@@ -50,6 +38,11 @@ class Session:
         self._missed: dict[str, list[asyncio.Future[Reply]]] = defaultdict(list)  # replies that nobody waits for
         self._idle_since = asyncio.get_running_loop().time()
         self._worked = 0.0  # seconds before that, while no request waited
+
+    @property
+    def root(self) -> str:
+        """The URL without /v1, as Anthropic's clients want it."""
+        return self.url.removesuffix("/v1")
 
     async def watch(self, work: Awaitable[Observation], seconds: float) -> Observation:
         """The result of an agent's work. Late, and the work is cancelled, if it asks nothing for `seconds`."""

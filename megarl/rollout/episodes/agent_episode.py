@@ -10,25 +10,14 @@ the last one. A later round continues with it, whether or not the agent still ru
 
 import copy
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.mcore.inference.response import Response
-from megarl.rollout.episodes.episode import DONE, FAILED, TRUNCATED_BY_BUDGET, Episode, TurnRequest
-
-
-class AgentEnd(NamedTuple):
-    """How the agent of an episode has ended. The replica's leader makes it, all of its ranks apply it."""
-
-    number: int  # of the episode
-    turns: tuple[int, ...] = ()  # those that count
-    reward: float = 0.0
-    correct: bool | None = None
-    truncated: bool = False  # a budget has cut the last turn or refused a request
-    failed: bool = False
+from megarl.rollout.episodes.episode import DONE, FAILED, TRUNCATED_BY_BUDGET, EnvironmentResult, Episode, TurnRequest
 
 
 @dataclasses.dataclass
@@ -56,17 +45,17 @@ class AgentEpisode(Episode):
         self.line_prompt = list(episode.request.prompt) if prompt is None else prompt
         self._turns: dict[int, _Turn] = {}
         self._places: list[tuple[int, int, int]] = []  # (turn, its start and end in `tokens`) of those that count
-        self._how: AgentEnd | None = None
+        self._how: EnvironmentResult | None = None
 
     @property
-    def open_turn(self) -> int:
-        """The number of the turn with which a later round goes on."""
+    def complete_turns(self) -> int:
+        """Turns before the open one, with which a later round goes on."""
         return max(self._turns)
 
     @property
-    def room_of_open_turn(self) -> int:
-        """Tokens that it may still get; below 1 if other limits than those of its run leave none."""
-        turn = self._turns[self.open_turn]
+    def turn_limit(self) -> int:
+        """Tokens that the open turn may still get; below 1 if other limits than those of its run leave none."""
+        turn = self._turns[self.complete_turns]
         return turn.room if turn.asked.max_new_tokens <= self.limits.turn else 0
 
     def ask(self, asked: TurnRequest):
@@ -92,11 +81,12 @@ class AgentEpisode(Episode):
         self.new_tokens += len(completion.tokens)
         return None if turn.is_open else Completion(turn.tokens, turn.logprobs, turn.finished)
 
-    def finish(self, end: AgentEnd):
-        if end.failed:
-            return self.fail()
-        self._how, self.end = end, TRUNCATED_BY_BUDGET if end.truncated else DONE
-        self.new_tokens = sum(self._turns[number].new for number in end.turns)
+    def apply(self, result: EnvironmentResult):
+        """Takes in how the agent has ended."""
+        if result.failed:
+            return super().apply(result)
+        self._how, self.end = result, TRUNCATED_BY_BUDGET if result.truncated else DONE
+        self.new_tokens = sum(self._turns[number].new for number in result.turns)
         return None
 
     def fail(self):
@@ -154,7 +144,7 @@ class AgentEpisode(Episode):
                 routes.append(of_row)
         self.known_versions = [(start, self._turns[n].versions) for n, start, _ in self._places]
         if end is None:
-            self.is_open = self._turns[self.open_turn].length > 0
+            self.is_open = self._turns[self.complete_turns].length > 0
             return
         self.routes = torch.cat(routes) if routes else None
         self.rewards[-1], self.is_open = end.reward, False
@@ -220,6 +210,6 @@ class AgentEpisode(Episode):
             turn.add(fact["tokens"], fact["logprobs"], None)
             turn.learn(fact["versions"])
             turn.before, turn.finished, turn.is_open = fact["before"], fact["finished"], fact["is_open"]
-        if not made._turns or not made._turns[made.open_turn].is_open:
+        if not made._turns or not made._turns[made.complete_turns].is_open:
             raise ValueError("an agent's episode has no open turn")
         return made

@@ -7,19 +7,18 @@ from pathlib import Path
 
 from megarl.data.prompt import Prompt
 from megarl.data.turns import TurnTokens
-from megarl.environments.calls import Asked, Reply
+from megarl.environments.calls import Answer, Asked, Reply
 from megarl.environments.journal import Journal
-from megarl.environments.pool import EnvironmentPool, Event, PoolOptions, TurnText
+from megarl.environments.pool import EnvironmentPool, PoolOptions, TurnText
 from megarl.environments.protocol import Observation, Task, Turn
-from megarl.environments.sessions.session_pool import SessionPool
+from megarl.environments.session_pool import SessionPool
 from megarl.errors import UsageError
 from megarl.mcore.inference.generation import Completion, GenerationRequest
-from megarl.rollout.episodes.agent_episode import AgentEnd
 from megarl.rollout.episodes.episode import EnvironmentResult, EpisodeLimits, TurnRequest
 from megarl.rollout.episodes.message_tree import MessageTree
-from megarl.rollout.episodes.statistics import EpisodeStatistics
+from megarl.rollout.statistics import EpisodeStatistics
 
-Result = EnvironmentResult | TurnRequest | AgentEnd
+Result = EnvironmentResult | TurnRequest
 
 
 @dataclasses.dataclass
@@ -69,37 +68,39 @@ class EnvironmentClient:
         self._numbers: dict[int, int] = {}  # slot -> number of its episode in the round
         self._round: dict[int, PlayedTurns] = {}  # by number
         self.kept: dict[str, PlayedTurns] = {}  # for a later round, by key
-        self._came: list[Event | Asked] = []  # while nothing could be generated
+        self._came: list[Answer | Asked] = []  # while nothing could be generated
 
     def begin(self, number: int, prompt: Prompt, request: GenerationRequest, task: Task, key: str | None):
         """Starts the environment of an episode. `request`: of its prompt alone; `key`: its name in the journal."""
         slot = self._join(number, PlayedTurns(prompt, request, next(self._slots)))
         self.pool.start(slot, task, prompt.environment, key)
 
-    def go_on_with_agent(self, number: int, prompt: Prompt, request: GenerationRequest, task: Task, key: str):
-        """Continues the episode `key` of an agent of an earlier round. Arguments as of `begin`."""
+    def go_on(
+        self,
+        number: int,
+        prompt: Prompt,
+        task: Task,
+        key: str,
+        turns: Sequence[Sequence[int]] = (),
+        request: GenerationRequest | None = None,
+    ):
+        """Continues the episode `key` of an earlier round. `turns`: tokens of those that its environment answered;
+        `request`: as of `begin`, for an agent."""
         played = self.kept.pop(key)
-        played.prompt, played.request = prompt, request
+        played.prompt, played.request = prompt, request or played.request
         if played.facts is not None:
             played.tree = self._new_tree(number, played)
             played.tree.restore(played.facts["turns"], played.facts["asked"])
             played.facts = None
-        played.tree.number = number
+        if played.tree is not None:
+            played.tree.number = number
         if played.slot is None:
             played.slot = next(self._slots)
-            self.pool.start(played.slot, task, prompt.environment, key)
-        self._join(number, played)
-
-    def go_on(self, number: int, prompt: Prompt, task: Task, key: str, turns: Sequence[Sequence[int]]):
-        """Continues the episode `key` of an earlier round; `turns`: tokens of those that its environment answered."""
-        played = self.kept.pop(key)
-        if played.slot is None:
-            played.slot = next(self._slots)
-            texts = list(map(self._text, turns))
-            played.turns = self.pool.take_up(
-                played.slot, task, prompt.environment, key, texts, played.observations, played.tools
-            )
-        played.prompt = prompt
+            if played.tree is not None:
+                self.pool.start(played.slot, task, prompt.environment, key)
+            else:
+                texts, seen = list(map(self._text, turns)), played.observations
+                played.turns = self.pool.take_up(played.slot, task, prompt.environment, key, texts, seen, played.tools)
         self._join(number, played)
 
     def _join(self, number: int, played: PlayedTurns) -> int:
@@ -114,7 +115,7 @@ class EnvironmentClient:
 
     def _text(self, tokens: Sequence[int]) -> TurnText:
         marked = self._turn_tokens.marked_text(tokens, self.pool.form.all_marks)
-        return TurnText(self._turn_tokens.text(tokens), marked)
+        return self._turn_tokens.text(tokens), marked
 
     def write(self, number: int, turn: int, completion: Completion):
         """Sends an agent a turn that the policy has written."""
@@ -142,23 +143,18 @@ class EnvironmentClient:
 
     def keep(self, number: int, key: str, turns: int):
         """Keeps an episode for a later round, as it was after that many turns. Its environment goes on if it has seen
-        no more."""
+        no more. So does an agent that waits for the next turn; another one will be run again, and gets the turns before
+        at once."""
         played = self._round.pop(number)
         self._numbers.pop(played.slot, None)
-        if played.sent > turns:
+        if played.tree is not None:
+            is_ahead = played.tree.cut(turns) or played.has_ended
+            played.has_ended = False
+        else:
+            is_ahead = played.sent > turns
+            played.turns, played.observations, played.sent = played.turns[:turns], played.observations[:turns], turns
+        if is_ahead:
             self._close(played)
-        played.turns, played.observations, played.sent = played.turns[:turns], played.observations[:turns], turns
-        self.kept[key] = played
-
-    def keep_agent(self, number: int, key: str, open_turn: int):
-        """Keeps an agent's episode for a later round, which continues with that turn. The agent goes on if it waits for
-        the turn; else it will be run again, and gets the turns before it at once."""
-        played = self._round.pop(number)
-        self._numbers.pop(played.slot, None)
-        is_ahead = played.tree.cut(open_turn)
-        if is_ahead or played.has_ended:
-            self._close(played)
-        played.has_ended = False
         self.kept[key] = played
 
     def forget(self, key: str):
@@ -185,7 +181,7 @@ class EnvironmentClient:
     def close(self):
         self.pool.close()
 
-    def _result_of(self, event: Event | Asked) -> Result | None:
+    def _result_of(self, event: Answer | Asked) -> Result | None:
         number = self._numbers[event.number]
         played = self._round[number]
         if isinstance(event, Asked):
@@ -223,16 +219,16 @@ class EnvironmentClient:
         form, limits, longest = self.pool.form, self._limits, self._max_prompt_length
         return MessageTree(number, played.request, played.prompt, self._turn_tokens, form, limits, longest)
 
-    def _ended(self, number: int, played: PlayedTurns, end: Observation) -> AgentEnd:
+    def _ended(self, number: int, played: PlayedTurns, end: Observation) -> EnvironmentResult:
         """The end of an agent. ValueError if it has not got a turn."""
         tree = played.tree
         if tree is None or not tree.written:
             raise ValueError("the agent ended without a turn of the policy")
         played.turns = [turn.turn for turn in tree.written if turn.turn is not None]
         turns = tuple(turn.number for turn in tree.written)
-        return AgentEnd(number, turns, end.reward, end.correct, tree.is_truncated)
+        return EnvironmentResult(number, [], end.reward, True, end.correct, turns=turns, truncated=tree.is_truncated)
 
-    def _first_prompt(self, event: Event, played: PlayedTurns) -> list[int]:
+    def _first_prompt(self, event: Answer, played: PlayedTurns) -> list[int]:
         tokens = played.request.prompt
         if event.tools or event.observation.messages:
             messages = [*played.prompt.conversation, *event.observation.messages]
@@ -244,7 +240,7 @@ class EnvironmentClient:
             )
         return tokens
 
-    def _observed(self, number: int, event: Event) -> EnvironmentResult:
+    def _observed(self, number: int, event: Answer) -> EnvironmentResult:
         seen, is_last = event.observation, event.turn.number + 1 >= self._limits.turns
         tokens = [] if seen.done or is_last else self._turn_tokens.bridge(seen.messages)
         return EnvironmentResult(number, tokens, seen.reward, seen.done, seen.correct, replayable=event.replayable)

@@ -41,7 +41,8 @@ class EpisodeLimits(NamedTuple):
 
 
 class EnvironmentResult(NamedTuple):
-    """What an environment's answer means for an episode. The replica's leader makes it, all of its ranks apply it."""
+    """What an environment's answer, or the end of an agent, means for an episode. The replica's leader makes it, all of
+    its ranks apply it."""
 
     number: int  # of the episode
     tokens: list[int]  # the first prompt, or what lies between the last turn and the next one
@@ -50,6 +51,8 @@ class EnvironmentResult(NamedTuple):
     correct: bool | None = None
     failed: bool = False
     replayable: bool = True  # whether another environment can be brought to this state
+    turns: tuple[int, ...] = ()  # of an agent: those that count
+    truncated: bool = False  # of an agent: a budget has cut the last turn or refused a request
 
 
 class TurnRequest(NamedTuple):

@@ -15,7 +15,7 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore.inference.engine import RequestSource
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe import activity
-from megarl.rollout.episodes.agent_episode import AgentEnd, AgentEpisode
+from megarl.rollout.episodes.agent_episode import AgentEpisode
 from megarl.rollout.episodes.client import EnvironmentClient, Result
 from megarl.rollout.episodes.episode import FAILED, Episode, TurnRequest
 from megarl.rollout.request_queue import GroupEarlyStop
@@ -127,7 +127,7 @@ class EpisodeSource:
                 self._open[number] = episode = self._begin(number, request)
                 if isinstance(episode, AgentEpisode):
                     self._asked.add(number)
-                    self._generate(episode, episode.open_turn)
+                    self._generate(episode, episode.complete_turns)
                 elif episode.prompt_length:
                     self._go_on(episode)
                 else:
@@ -228,11 +228,7 @@ class EpisodeSource:
                 continue
             episode = self._open[result.number]
             self._asked.discard(result.number)
-            if isinstance(result, AgentEnd):
-                assert isinstance(episode, AgentEpisode)  # an agent that has not asked has failed
-                episode.finish(result)
-            else:
-                episode.apply(result)
+            episode.apply(result)
             if episode.end is None:
                 self._go_on(episode)
             else:

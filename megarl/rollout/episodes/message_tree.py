@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from megarl.data.prompt import Prompt
 from megarl.data.turns import TurnTokens
 from megarl.environments.calls import CONTEXT_LENGTH, Ask, Reply, canonical, digests
-from megarl.environments.protocol import Message, Turn
-from megarl.environments.turn_parsing import parse_turn
+from megarl.environments.protocol import Message, Turn, parse_turn
 from megarl.errors import UsageError
 from megarl.mcore.inference.generation import GenerationRequest
 from megarl.rollout.episodes.episode import EpisodeLimits, TurnRequest, turn_key

@@ -22,7 +22,7 @@ from megarl.data.prompts import PromptSet
 from megarl.data.turns import TurnTokens
 from megarl.environments.pool import PoolOptions
 from megarl.environments.protocol import Task
-from megarl.environments.sessions.session_pool import SessionPool
+from megarl.environments.session_pool import SessionPool
 from megarl.errors import TooManyFailures, warn
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RequestSource
@@ -30,17 +30,15 @@ from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.measurements import NamesOfRun
 from megarl.observe.files import step_of
 from megarl.roles.reward_metrics import FailureWindow, reasons_text
-from megarl.rollout.bank import RolloutBank, past_bank
+from megarl.rollout.bank import AskedRequests, RolloutBank
 from megarl.rollout.episodes.agent_episode import AgentEpisode
-from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.episode import Episode, EpisodeLimits, key_of
 from megarl.rollout.episodes.episode_source import EpisodeSource
-from megarl.rollout.episodes.results import episodes_to_batch, record_of
-from megarl.rollout.episodes.statistics import EpisodeStatistics, metrics_of
+from megarl.rollout.episodes.results import CarriedEpisodes, episodes_to_batch, record_of
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop
-from megarl.rollout.requests import RoundRequests
-from megarl.rollout.response_ends import ResponseEnds, thinking_budget_of
+from megarl.rollout.requests import ResponseEnds, RoundRequests, thinking_budget_of
+from megarl.rollout.statistics import EpisodeStatistics, metrics_of
 from megarl.tool_formats.chosen_format import name_of
 
 JOURNAL = "journal"  # folder in that of the run
@@ -148,9 +146,9 @@ class EpisodeRunner:
         begin = functools.partial(self._begin, requests, is_training)
         episodes = EpisodeSource(source, begin, self.client, self.role_groups, max_open, early_stop, sender)
         limit = episodes.response_limit if early_stop else None
-        asked, ended = past_bank(bank, episodes, episodes.turn_ended)
+        asked = AskedRequests(episodes, episodes.turn_ended, bank)
         for number, completion in stream(asked, max_requests=max_open, response_limit=limit):
-            ended(number, completion)
+            asked.ended(number, completion)
         self._running = sorted([*episodes.ended, *episodes.stopped], key=lambda episode: episode.number)
         self._idle = self._idle_of(requests) if is_training else []
         self._is_training, self._prompts = is_training, requests.prompt_set
@@ -197,10 +195,7 @@ class EpisodeRunner:
         keeps, own = self._is_training and self.settings.partial_rollouts, client.take_statistics()
         for episode in self._running:
             if episode.end is None and keeps:
-                if isinstance(episode, AgentEpisode):
-                    client.keep_agent(episode.number, episode.key, episode.open_turn)
-                else:
-                    client.keep(episode.number, episode.key, episode.complete_turns)
+                client.keep(episode.number, episode.key, episode.complete_turns)
                 continue
             seen = client.take_played(episode.number)
             if episode.end is not None:
@@ -249,7 +244,7 @@ class EpisodeRunner:
                 self.client.begin(number, prompt, request, task, key)
             elif isinstance(before, AgentEpisode):
                 of_line = dataclasses.replace(request, prompt=before.line_prompt)
-                self.client.go_on_with_agent(number, prompt, of_line, task, key)
+                self.client.go_on(number, prompt, task, key, request=of_line)
             else:
                 turns = [before.turn_tokens(turn) for turn in range(before.complete_turns)]
                 self.client.go_on(number, prompt, task, key, turns)

@@ -15,8 +15,7 @@ from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpe
 from megarl.environments.agents.program import ProgramEnvironment
 from megarl.environments.calls import CONTEXT_LENGTH, Asked, Reply
 from megarl.environments.pool import EnvironmentPool, PoolOptions
-from megarl.environments.protocol import Task
-from megarl.environments.turn_parsing import parse_turn
+from megarl.environments.protocol import Task, parse_turn
 from tests.helpers.server import rude_clients
 from tests.helpers.waiting import SAFETY_SECONDS
 

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.child_process import Child
-from megarl.environments.calls import TO_LEADERS, Asked, Reply
-from megarl.environments.pool import Event
-from megarl.environments.protocol import Task
-from megarl.environments.sessions.front import SessionsConfig
-from megarl.environments.sessions.session_pool import SessionPool
-from megarl.environments.turn_parsing import parse_turn
+from megarl.environments.calls import TO_LEADERS, Answer, Asked, Reply
+from megarl.environments.protocol import Task, parse_turn
+from megarl.environments.session_front import SessionsConfig
+from megarl.environments.session_pool import SessionPool
 from megarl.flags.serving import Serving
 from megarl.serving import links
 from tests.helpers.waiting import SAFETY_SECONDS, wait_until
@@ -29,14 +27,14 @@ class Leader:
     pool: SessionPool
     child: Child
     record: Path
-    came: list[Event | Asked] = dataclasses.field(default_factory=list)
+    came: list[Answer | Asked] = dataclasses.field(default_factory=list)
 
     def offer(self, number: int, text: str = "2+3=", key: str | None = None):
         """Begins an episode. `key`: `step/line/sample`."""
         task = Task([{"role": "user", "content": text}], "5", {"level": 1}, None, 7, 8)
         self.pool.start(number, task, None, key or f"4/9/{number}")
 
-    def next(self) -> Event | Asked:
+    def next(self) -> Answer | Asked:
         assert wait_until(self._poll)
         return self.came.pop(0)
 
@@ -58,7 +56,7 @@ class Leader:
 def open_sessions(api_keys: tuple[str, ...] = (API_KEY,), **settings) -> Iterator[Leader]:
     """The process, with one leader. `settings`: of the server."""
     with tempfile.TemporaryDirectory(prefix="megarl-sessions-") as folder:
-        child = Child("megarl.environments.sessions.front")
+        child = Child("megarl.environments.session_front")
         try:
             record = Path(folder) / "sessions.jsonl"
             server = Serving(**{"port": 0, **settings})

@@ -7,7 +7,7 @@ from pathlib import Path
 from megarl import arguments
 from megarl.replay import ReplayRequest, prepared, replay
 from megarl.rollout.episodes.episode import UNKNOWN, Episode, EpisodeLimits
-from megarl.rollout.replay.saved import SavedResponse
+from megarl.rollout.saved_response import SavedResponse
 from tests.helpers.worlds import run_world
 
 HOSTILE = "\x1b[2Jx\r\u202eend: done, solved\nend: done, solved, rewards 9"

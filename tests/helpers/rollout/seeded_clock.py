@@ -11,7 +11,7 @@ def install(rank: int, seed: int | None):
     """From now on the seed says at which look of a replica, of those in a round with the same weights, the next ones
     are there; None: the clock decides, and looks are only more frequent. For a rank of the rollout."""
     from megarl.mcore.inference import engine
-    from megarl.rollout.scheduled_rounds import ScheduledRounds
+    from megarl.rollout.schedule import ScheduledRounds
 
     engine.POLL_STEPS = 1
     if seed is None:

@@ -40,11 +40,14 @@ class ScriptedLeader:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         first = {"replica": replica, "max_requests": 8, "capacity": 4096, "blocks": 99, "version": 0}
-        self.link.send(messages.Ready(**{**first, "label": "step_7", **ready}))
+        ready = messages.Ready(**{**first, "label": "step_7", **ready})
+        self.label = ready.label
+        self.link.send(ready)
 
     def tokens(self, *updates, version: int = 0):
         """Sends updates, or their first fields, such as [id, tokens, logprobs, top, finish]."""
-        self.link.send(messages.Updates(version, 50, [each and messages.RequestUpdate(*each) for each in updates]))
+        made = [each and messages.RequestUpdate(*each) for each in updates]
+        self.link.send(messages.Report(version, self.label, 50, updates=made))
 
     def wait_for(self, count: int, kind: type = messages.Generate) -> list:
         """The messages of a kind, once there are `count`."""
@@ -105,7 +108,8 @@ class Answers:
             logprobs = [None, *map(self.logprob, tokens[1:])]
             leader.tokens(messages.RequestUpdate(frame.id, logprobs=logprobs, top=top, finish="scored"))
         elif isinstance(frame, messages.Control) and frame.command != "stop":
-            leader.link.send(messages.Controlled(frame.number, None, 1, "step_9"))
+            leader.label = "step_9"
+            leader.link.send(messages.Report(1, leader.label, 50, command=frame.number))
 
     def _generate(self, leader: ScriptedLeader, frame: messages.Generate):
         said = self.tokenizer.decode(frame.prompt)

@@ -1,7 +1,6 @@
 """Tool calls of each format, and turns with them."""
 
-from megarl.environments.protocol import Turn
-from megarl.environments.turn_parsing import parse_turn
+from megarl.environments.protocol import Turn, parse_turn
 from megarl.tool_formats import FORMATS
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {

@@ -14,8 +14,7 @@ from megarl.environments.calls import (
     canonical,
     digests,
 )
-from megarl.environments.protocol import Observation, Task
-from megarl.environments.turn_parsing import parse_turn
+from megarl.environments.protocol import Observation, Task, parse_turn
 from megarl.serving import links
 
 USER = [{"role": "user", "content": "a"}]

@@ -15,15 +15,15 @@ def turns(*texts: str) -> list[Turn]:
 
 
 def entry(text: str, **fields) -> JournalEntry:
-    return JournalEntry(Observation([{"role": "user", "content": text}], **fields), [])
+    return Observation([{"role": "user", "content": text}], **fields), []
 
 
 def test_entries_are_found_by_episode_and_all_texts(tmp_path):
     journal = Journal(tmp_path, 0, 1)
     message = {"role": "tool", "tool_call_id": "c", "name": "f", "content": "é"}
-    full = JournalEntry(Observation([message], 0.1, True, False, {"a": 0.3}), [{"type": "function"}])
-    journal.add("a", [], full)
-    journal.add("a", turns("x", "y"), entry("2"))
+    full = Observation([message], 0.1, True, False, {"a": 0.3}), [{"type": "function"}]
+    journal.add("a", [], *full)
+    journal.add("a", turns("x", "y"), *entry("2"))
     journal.flush()
     again = Journal(tmp_path, 0, 1)
     assert again.find("a", []) == full and again.find("a", turns("x", "y")) == entry("2")
@@ -35,7 +35,7 @@ def test_entries_are_found_by_episode_and_all_texts(tmp_path):
 def test_a_torn_line_is_left_out_and_cut_off(tmp_path):
     journal = Journal(tmp_path, 0, 1)
     for number in range(3):
-        journal.add(f"{number}", [], entry("a"))
+        journal.add(f"{number}", [], *entry("a"))
     journal.flush()
     content = journal.path.read_bytes()
     ends = [place for place, byte in enumerate(content) if byte == ord("\n")]
@@ -46,7 +46,7 @@ def test_a_torn_line_is_left_out_and_cut_off(tmp_path):
         assert [again.find(f"{n}", []) is not None for n in range(3)] == [n < whole for n in range(3)] or (
             content[cut : cut + 1] == b"\n"  # a line that lacks only its end is whole
         )
-        again.add("new", [], entry("b"))
+        again.add("new", [], *entry("b"))
         again.flush()
         assert Journal(tmp_path, 0, 1).find("new", []) == entry("b")
 
@@ -55,7 +55,7 @@ def test_another_layout_reads_all_files_and_forgets_them(tmp_path):
     for replica, step in enumerate((3, 5, 4)):
         journal = Journal(tmp_path, replica, 3)
         journal.step = step
-        journal.add(f"{replica}", [], entry(str(replica)))
+        journal.add(f"{replica}", [], *entry(str(replica)))
         journal.flush()
     one = Journal(tmp_path, 0, 1)
     assert [one.find(f"{n}", []) for n in range(3)] == [entry(str(n)) for n in range(3)]
@@ -72,7 +72,7 @@ def test_an_answer_is_forgotten_with_the_step_that_got_it(tmp_path):
     """The second step continues with an episode of the first."""
     journal = Journal(tmp_path, 0, 1)
     for journal.step, texts in ((1, ["x"]), (2, ["x", "y"])):
-        journal.add("1/7/0", turns(*texts), entry("a"))
+        journal.add("1/7/0", turns(*texts), *entry("a"))
     journal.flush()
     for of_file in (journal, Journal(tmp_path, 0, 1)):
         of_file.discard(through=1)
@@ -82,10 +82,10 @@ def test_an_answer_is_forgotten_with_the_step_that_got_it(tmp_path):
 
 def test_what_was_found_first_counts(tmp_path):
     journal = Journal(tmp_path, 0, 1)
-    journal.add("a", [], entry("first"))
+    journal.add("a", [], *entry("first"))
     journal.flush()
     other = Journal(tmp_path, 1, 2)
-    other.add("a", [], entry("second"))
+    other.add("a", [], *entry("second"))
     other.flush()
     assert Journal(tmp_path, 0, 2).find("a", []) == entry("first")
 
@@ -95,7 +95,7 @@ def test_foreign_lines_are_passed_over(tmp_path):
         '[]\n{"place": 1}\n\nno json\n{"place": "a", "observation": {"x": 1}, "tools": []}\n'
     )
     journal = Journal(tmp_path, 0, 1)
-    journal.add("b", [], entry("b"))
+    journal.add("b", [], *entry("b"))
     journal.discard(through=-1)
     assert Journal(tmp_path, 0, 1).find("b", []) == entry("b")
 

@@ -1,7 +1,16 @@
 """What an environment returns is checked, and one that cannot be replayed is found out."""
 
-import pytest
+import json
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.environments.protocol import ToolCall, parse_turn
+from megarl.errors import UsageError
+from megarl.serving.answer_text import ToolCallParser
+from megarl.tool_formats import FORMATS
+from megarl.tool_formats.chosen_format import load_format, user_format
 from tests.helpers.envs.odd_environments import HERE, Wrong
 
 
@@ -25,3 +34,94 @@ def test_an_environment_that_only_says_that_it_can_be_replayed_is_found_out(play
     assert plays.text(0, "a") == "1"
     event = plays.step({0: "b"})[0]
     assert event.failure == "RuntimeError: Unlike: turn 0 was answered differently when replayed"
+
+
+HERMES, JSON_TEXT = FORMATS["hermes"], FORMATS["json"]
+FUZZ = settings(max_examples=400, deadline=None, derandomize=True, database=None)
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+PIECES = ["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "f", "arguments": {"x": 1}}',
+          '{"name": "g"}', '{"name": ', '"arguments": {"x": ', "}}", "[", "]", ",", "{}", "NaN", "1e999", "9" * 5000,
+          '"\\ud800"', "\ud800", "```json\n", "\n```", "null", '"', "\\", "a", " ", "\n", CALL]  # fmt: skip
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+                        st.sampled_from(["name", "arguments", "x"]), inner, max_size=3), max_leaves=8)  # fmt: skip
+
+
+def hermes(text):
+    return parse_turn(text, 2, HERMES)
+
+
+def test_thoughts_content_and_calls():
+    turn = hermes(f"<think>\nI say <tool_call>\n</think>\n\nLet us see.\n{CALL}\n{CALL} Done. ")
+    assert turn.reasoning == "I say <tool_call>" and turn.content == "Let us see.\nDone." and turn.errors == ()
+    assert turn.calls == (ToolCall("call_2_0", "f", {"x": 1}), ToolCall("call_2_1", "f", {"x": 1}))
+    assert turn.number == 2 and turn.text.startswith("<think>\nI say")
+
+
+@pytest.mark.parametrize("text, reasoning, content", [
+    ("a", "", "a"), ("b</think>a", "b", "a"), (" <think> b </think> a </think>", "b", "a </think>"),
+    ("</think>", "", ""), ("<think></think>", "", ""), ("a <think>b", "", "a <think>b"),
+    # Thoughts that do not end: nothing in them is a call.
+    (f"<think>b {CALL}", f"b {CALL}", ""), (f"b {CALL}</think>a", f"b {CALL}", "a"),
+])  # fmt: skip
+def test_thoughts(text, reasoning, content):
+    turn = hermes(text)
+    assert (turn.reasoning, turn.content, turn.calls, turn.errors) == (reasoning, content, (), ())
+
+
+@FUZZ
+@given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
+def test_the_servers_parser_finds_the_same_calls(text):
+    """It reads the text in pieces, and leaves thoughts of Hermes in the content."""
+    _, _, calls = ToolCallParser(HERMES).feed(text, is_last=True)
+    streamed = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+    turn = parse_turn(f"</think>{text}", 0, HERMES)
+    assert [(call.name, call.arguments) for call in turn.calls] == streamed
+
+
+@FUZZ
+@given(JSON)
+def test_json_values_are_read_as_json_reads_them(value):
+    written = json.dumps(value)
+    turn = hermes(f"<tool_call>{written}</tool_call>")
+    is_call = (isinstance(value, dict) and isinstance(value.get("name"), str) and value["name"].strip() != ""
+               and isinstance(value.get("arguments", {}), dict) and is_finite(value))  # fmt: skip
+    if is_call:
+        assert [(call.name, call.arguments) for call in turn.calls] == [(value["name"], value.get("arguments", {}))]
+        assert turn.errors == ()
+    else:
+        assert turn.calls == () and len(turn.errors) == 1
+    plain = parse_turn(written, 0, JSON_TEXT)
+    if is_call and "arguments" in value:
+        assert plain.calls == (ToolCall("call_0_0", value["name"], value["arguments"]),) and plain.content == ""
+    elif not isinstance(value, list):
+        assert plain.calls == ()
+
+
+def is_finite(value) -> bool:
+    try:
+        return bool(json.dumps(value, allow_nan=False))
+    except ValueError:
+        return False
+
+
+def shouts(text):
+    """A parser of a user: lines in capitals are calls."""
+    if "!" in text:
+        raise KeyError("no exclamations")
+    return "", [(line.lower(), {}) for line in text.split("\n")], ["half a call"]
+
+
+def test_a_parser_of_a_user():
+    form = load_format(f"{__name__}:shouts")
+    turn = parse_turn("b</think>GO\nSTOP", 1, form)
+    assert [(call.id, call.name) for call in turn.calls] == [("call_1_0", "go"), ("call_1_1", "stop")]
+    assert turn.errors == ("half a call",) and turn.reasoning == "b"
+    broken = parse_turn("GO!", 1, form)
+    assert broken.content == "GO!" and broken.calls == () and broken.errors == ("KeyError: 'no exclamations'",)
+    assert parse_turn(" <think>b", 1, form).content == "" and parse_turn(" a\n", 1, form).calls[0].name == " a"
+    wrong = parse_turn("a", 1, user_format(lambda text: ("", [(3, {}), ("f", []), ("g", {})], [])))
+    assert [call.name for call in wrong.calls] == ["g"] and len(wrong.errors) == 2
+    assert parse_turn("a", 1, user_format(lambda text: None)).errors[0].startswith("TypeError")
+    with pytest.raises(UsageError, match="^--tool-call-parser xml: unknown; allowed: auto, hermes, qwen3-c.*json, "):
+        load_format("xml")

@@ -5,7 +5,7 @@ import torch
 
 from megarl.mcore.inference.generation import Completion
 from megarl.rollout import bank, response_log
-from megarl.rollout.response_log import DamagedRecord, Record
+from megarl.rollout.response_log import Record
 
 ROUTES = torch.arange(5 * 2 * 3, dtype=torch.int16).view(5, 2, 3) - 1
 COMPLETIONS = [
@@ -40,5 +40,5 @@ TOKENS, LOGPROBS = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([0.0, -
     ({"finished": True}, {"tokens": TOKENS, "rollout_logprobs": LOGPROBS, "routes": LOGPROBS}),
 ])  # fmt: skip
 def test_what_is_no_response_is_refused(facts, fields):
-    with pytest.raises(DamagedRecord, match="holds no response|do not fit"):
+    with pytest.raises(ValueError, match="holds no response|do not fit"):
         bank.unpack(Record(facts, fields))

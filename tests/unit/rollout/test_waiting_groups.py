@@ -8,7 +8,7 @@ import pytest
 from megarl.errors import UsageError
 from megarl.rollout import waiting_groups
 from megarl.rollout.response_log import Record
-from megarl.rollout.waiting_groups import BATCH, GROUPS, KeptRecords
+from megarl.rollout.waiting_groups import BATCH, GROUPS, kept_records
 from tests.helpers.programs import program, rl_argv
 
 SIX = "--advantage grpo --prompts-per-step 6 --samples-per-prompt 2"
@@ -92,17 +92,17 @@ def test_a_checkpoint_that_says_nothing_of_groups_is_not_compared(tmp_path):
 
 
 def test_records_of_all_replicas_are_read_by_their_kind(tmp_path):
-    kept = KeptRecords(tmp_path)
-    assert not kept.has(GROUPS) and not list(kept.read(GROUPS))
+    kept = kept_records(tmp_path)
+    assert not kept.entries(GROUPS) and not list(kept.read(GROUPS))
     for dp_rank in (0, 2, 1):
         records = [(GROUPS, None), (BATCH, 4), (BATCH, 5 + dp_rank)]
         data = [waiting_groups.packed(kind, Record({"rank": dp_rank}, {}), step) for kind, step in records]
         (tmp_path / f"rollout_{dp_rank:05d}.log").write_bytes(b"".join(data))
-    kept = KeptRecords(tmp_path)
+    kept = kept_records(tmp_path)
     for of_kind, ranks in (((GROUPS,), [0, 1, 2]), ((BATCH, 4), [0, 1, 2]), ((BATCH, 6), [1]), ((BATCH, 9), [])):
         assert [record.facts["rank"] for record in kept.read(*of_kind)] == ranks
-        assert kept.has(*of_kind) == bool(ranks)
+        assert bool(kept.entries(*of_kind)) == bool(ranks)
     path = tmp_path / "rollout_00002.log"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UsageError, match=f"^--load {path}: is damaged"):
-        KeptRecords(tmp_path)
+        kept_records(tmp_path)

@@ -18,12 +18,12 @@ CALL = '<tool_call>{"name": "f", "arguments": {"a": "<tool"}}</tool_call>'
 
 def answer(text, sizes=(), name="hermes", **options):
     parser, start, found = ToolCallParser(FORMATS[name], **options), 0, []
-    for size in [*sizes, len(text)]:
+    for size in sizes:
         found.append(parser.feed(text[start : start + size]))
         start += size
-    found.append(parser.finish())
+    found.append(parser.feed(text[start:], is_last=True))
     content, reasoning = ("".join(each[k] for each in found) for k in (0, 1))
-    return content, reasoning, [call for each in found for call in each.calls]
+    return content, reasoning, [call for each in found for call in each[2]]
 
 
 def parsed(text, sizes=()):

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from megarl.serving.replica_messages import Abort, Control, Drain, Generate, RequestUpdate, Window
+from megarl.serving.replica_messages import Abort, Control, Drain, Generate, Report, RequestUpdate
 from tests.helpers.server.serving import LIMIT, served, silent
 from tests.helpers.tiers import by_default
 
@@ -90,8 +90,7 @@ def test_the_queue_is_bounded(tmp_path):
             with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
                 with pytest.raises(openai.RateLimitError):
                     client.completions.create(model="tiny", prompt="b")
-            leader.link.send(Window(False, 0, "step_7"))
-            leader.tokens([first, [], [], None, None])
+            leader.link.send(Report(0, "step_7", 50, is_open=False, updates=[RequestUpdate(first)]))
             while server.post("/v1/completions", prompt="b").status_code == 429:
                 pass  # until the frontend has read the message
             closed = server.post("/v1/completions", prompt="b")

@@ -9,6 +9,7 @@ from megarl.serving.replica_service import ReplicaService
 from tests.helpers.texts.picture_prompts import encoded, encoder_of, picture, write_folder
 
 GENERATE = said.Generate([1, 2], -5, 9, 0.5, False, 0, 1.0, 0.0, [2], [], None, 1, False, 7)
+REPORT = said.Report(3, "step_3", 5)
 
 
 class Engine:
@@ -68,9 +69,10 @@ def test_requests_are_given_to_the_engine_or_refused():
     assert (request.sampling.temperature, request.end_ids, request.top_logprobs) == (0.5, (2,), 1)
     problem = "prompt and max_tokens are 21 tokens; at most 20 fit"
     assert frontend.told == [
-        said.Ready(1, 4, 20, 5, 3, "step_3"), said.Updates(3, 5, [said.RequestUpdate(8, error=problem)]),
-        said.Updates(3, 5, [said.RequestUpdate(9, error="an empty prompt")]),
-    ]  # fmt: skip
+        said.Ready(1, 4, 20, 5, 3, "step_3"),
+        REPORT._replace(updates=[said.RequestUpdate(8, error=problem)]),
+        REPORT._replace(updates=[said.RequestUpdate(9, error="an empty prompt")]),
+    ]
     assert engine.is_paused
 
 
@@ -78,7 +80,7 @@ def test_commands_are_answered_in_their_order():
     commands = [said.Control("pause", 1, "keep"), said.Control("resume", 2)]
     replica, engine, frontend = service(commands, [], [said.Control("stop")])
     replica.run()
-    assert frontend.told == [said.Controlled(1, None, 3, "step_3"), said.Controlled(2, None, 3, "step_3")]
+    assert frontend.told == [REPORT._replace(command=1), REPORT._replace(command=2)]
 
 
 def test_what_comes_in_a_window_waits_for_the_next_one():
@@ -86,8 +88,7 @@ def test_what_comes_in_a_window_waits_for_the_next_one():
     replica, engine, frontend = service([said.Control("resume", 1)], [late, GENERATE, said.Abort([7])])
     replica.answer_waiting()
     assert engine.added == [] and engine.aborted == {7}
-    closed = [said.Window(True, 3, "step_3"), said.Controlled(1, None, 3, "step_3"), said.Window(False, 3, "step_3")]
-    assert frontend.told == closed
+    assert frontend.told == [REPORT, REPORT._replace(command=1), REPORT._replace(is_open=False)]
     replica.answer_waiting()
     assert [number for number, _ in engine.added] == [8]
 

@@ -24,9 +24,9 @@ from pydantic import BaseModel, ValidationError
 from megarl.environments.agents import anthropic_messages, openai_responses
 from megarl.environments.agents import openai_chat as chats
 from megarl.environments.calls import Reply, canonical
-from megarl.environments.turn_parsing import parse_turn
+from megarl.environments.protocol import parse_turn
 from megarl.serving import schemas
-from megarl.serving.chat_core import conversation
+from megarl.serving.answers import conversation
 from megarl.serving.error_answers import RequestError, validation_error
 from megarl.serving.schemas import ChatCompletionRequest
 from tests.helpers.envs.odd_agents import CALL as CALL_TEXT

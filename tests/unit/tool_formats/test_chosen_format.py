@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megarl.data.turns import TurnTokens
-from megarl.environments.turn_parsing import parse_turn
+from megarl.environments.protocol import parse_turn
 from megarl.tool_formats import FORMATS
 from megarl.tool_formats.chosen_format import name_of, unread_calls
 from tests.helpers.texts.chat_encoders import encoder_of, spelled

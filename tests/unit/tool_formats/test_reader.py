@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.environments.turn_parsing import parse_turn
+from megarl.environments.protocol import parse_turn
 from megarl.tool_formats import FORMATS
 from megarl.tool_formats.reader import CONTENT, Said, TurnReader, Until, joined
 from megarl.tool_formats.written_calls import MAX_CALLS

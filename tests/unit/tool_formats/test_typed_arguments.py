@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.environments.turn_parsing import parse_turn
+from megarl.environments.protocol import parse_turn
 from megarl.tool_formats import FORMATS
 from tests.helpers.texts.tool_calls import PLAIN
 

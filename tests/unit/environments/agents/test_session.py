@@ -4,7 +4,7 @@ import asyncio
 
 from megarl.environments.agents.session import Session
 from megarl.environments.calls import Ask, Reply
-from megarl.environments.turn_parsing import parse_turn
+from megarl.environments.protocol import parse_turn
 from tests.helpers.envs.odd_agents import USER
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rollout.waiting_groups import UNFINISHED, KeptRecords
+from megarl.rollout.waiting_groups import UNFINISHED, kept_records
 from tests.helpers.programs import inputs, metrics, rl_argv, train
 from tests.helpers.worlds import RankFailed
 
@@ -36,7 +36,7 @@ def undisturbed(agent: str, flags: str = "") -> Path:
 def carried(save: Path, step: int) -> list[dict]:
     """The episodes of agents that the checkpoint of a step holds and that have not ended."""
     found = []
-    for facts, _ in KeptRecords(save / "checkpoints" / f"step_{step:08d}").read(UNFINISHED):
+    for facts, _ in kept_records(save / "checkpoints" / f"step_{step:08d}").read(UNFINISHED):
         found += [episode["agent"]["turns"] for episode in facts["episodes"] if not episode["end"]]
     return found
 

@@ -1,5 +1,6 @@
 """The client between rounds: environments that continue, and those that are made again because they have seen more."""
 
+import contextlib
 import itertools
 import json
 
@@ -33,6 +34,18 @@ class Letters:
         return list(map(ord, messages[0]["content"]))
 
 
+@contextlib.contextmanager
+def clients(count: int, environment: str = "Echo", parser: str = "hermes"):
+    options = PoolOptions(1, SAFETY_SECONDS, 0, parser, f"{HERE}:{environment}")
+    made = [EnvironmentClient(options, Letters(), EpisodeLimits(9, 9, 99), 9, None, 0, 1) for _ in range(count)]
+    try:
+        made[0].begin(0, PROMPT, GenerationRequest([1], 0, 0), TASK, "k")
+        yield made
+    finally:
+        for client in made:
+            client.close()
+
+
 def answered(client: EnvironmentClient, number: int, text: str) -> str:
     """What the environment of an episode says to a turn; no other result comes."""
     client.step(number, list(map(ord, text)))
@@ -53,10 +66,7 @@ def turns(*texts: str) -> list[list[int]]:
 
 
 def test_an_environment_goes_on_or_is_brought_to_where_the_episode_was_cut():
-    options = PoolOptions(1, SAFETY_SECONDS, 0, "hermes", f"{HERE}:Echo")
-    client = EnvironmentClient(options, Letters(), EpisodeLimits(9, 9, 99), 9, None, 0, 1)
-    try:
-        client.begin(0, PROMPT, GenerationRequest([1], 0, 0), TASK, "k")
+    with clients(1) as (client,):
         only_result(client, 0)
         assert [answered(client, 0, text) for text in ("a", "b")] == ["0: a", "1: b"]
         slot = client._round[0].slot
@@ -72,15 +82,10 @@ def test_an_environment_goes_on_or_is_brought_to_where_the_episode_was_cut():
         client.go_on(5, PROMPT, TASK, "k", turns("a"))
         assert answered(client, 5, "f") == "1: f"
         assert [turn.text for turn in client.take_played(5).turns] == ["a", "f"]
-    finally:
-        client.close()
 
 
 def test_a_checkpoint_brings_answers_and_what_was_kept_can_be_forgotten():
-    options = PoolOptions(1, SAFETY_SECONDS, 0, "hermes", f"{HERE}:Echo")
-    client, other = (EnvironmentClient(options, Letters(), EpisodeLimits(9, 9, 99), 9, None, 0, 1) for _ in range(2))
-    try:
-        client.begin(0, PROMPT, GenerationRequest([1], 0, 0), TASK, "k")
+    with clients(2) as (client, other):
         only_result(client, 0)
         answered(client, 0, "a")
         client.keep(0, "k", turns=1)
@@ -91,18 +96,12 @@ def test_a_checkpoint_brings_answers_and_what_was_kept_can_be_forgotten():
         assert answered(other, 3, "b") == "1: b"
         played = other.take_played(3)
         assert len(played.turns) == len(played.observations) == 2 and not other.pool._episodes
-    finally:
-        client.close()
-        other.close()
 
 
 def test_turns_are_read_with_the_tools_of_the_reset_also_after_a_checkpoint():
-    options = PoolOptions(1, SAFETY_SECONDS, 0, "qwen3-coder", f"{HERE}:Typed")
-    client, other = (EnvironmentClient(options, Letters(), EpisodeLimits(9, 9, 99), 9, None, 0, 1) for _ in range(2))
     text = "A<function=f><parameter=s>5</parameter><parameter=x>5</parameter>"  # <tool_call> is a special token
     wanted = json.dumps([text, ["call_%d_0", "f", {"s": "5", "x": 5}]])
-    try:
-        client.begin(0, PROMPT, GenerationRequest([1], 0, 0), TASK, "k")
+    with clients(2, "Typed", "qwen3-coder") as (client, other):
         assert only_result(client, 0).tokens == [1]
         assert answered(client, 0, text) == wanted % 0
         client.keep(0, "k", turns=1)
@@ -113,6 +112,3 @@ def test_turns_are_read_with_the_tools_of_the_reset_also_after_a_checkpoint():
         other.go_on(3, PROMPT, TASK, "k", turns(text))
         assert answered(other, 3, text) == wanted % 1  # the environment has checked its first answer, too
         assert [turn.calls[0].arguments for turn in other.take_played(3).turns] == [{"s": "5", "x": 5}] * 2
-    finally:
-        client.close()
-        other.close()

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import torch
 
 from megarl.mcore.inference.generation import Completion, GenerationRequest
-from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.episode import EnvironmentResult, Episode, EpisodeLimits
-from megarl.rollout.episodes.results import episodes_to_batch
+from megarl.rollout.episodes.results import CarriedEpisodes, episodes_to_batch
 
 LIMITS = EpisodeLimits(turns=4, turn=5, response=40)
 TURNS = (3, 5, 1, 4)  # tokens; the last token of each ends it

@@ -5,7 +5,7 @@ import pytest
 from megarl.data.prompt import Prompt
 from megarl.data.turns import TurnTokens
 from megarl.environments.calls import CONTEXT_LENGTH, Ask, Reply
-from megarl.environments.turn_parsing import HERMES
+from megarl.environments.protocol import HERMES
 from megarl.mcore.inference.generation import GenerationRequest
 from megarl.rollout.episodes.episode import EpisodeLimits, TurnRequest, turn_key
 from megarl.rollout.episodes.message_tree import MessageTree

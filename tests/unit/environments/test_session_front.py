@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from megarl.environments.calls import Answer, Offer, Reply
-from megarl.environments.pool import Event
-from megarl.environments.protocol import Observation, Task
-from megarl.environments.sessions.front import Registry
-from megarl.environments.turn_parsing import parse_turn
+from megarl.environments.protocol import Observation, Task, parse_turn
+from megarl.environments.session_front import Registry
 from megarl.serving.error_answers import RequestError
 from tests.helpers.envs.open_sessions import API_KEY, LOGPROBS, PROMPT, TOKENS, Leader, open_sessions
 from tests.helpers.envs.session_driver import post
@@ -68,7 +66,7 @@ def test_a_driver_takes_a_session_asks_and_ends_it(leader, threads):
     assert waiting.result().usage.completion_tokens == 2
     status, _ = finish(leader, found, {"reward": 1, "correct": True, "parts": {"tests": 0.5}})
     event = leader.next()
-    assert status == 200 and isinstance(event, Event) and event.is_agent and event.failure is None
+    assert status == 200 and isinstance(event, Answer) and event.is_agent and event.failure is None
     assert event.observation == Observation([], 1.0, True, True, {"tests": 0.5})
     assert finish(leader, found, {"reward": 1})[1]["error"]["code"] == "session_ended"
     lines = [json.loads(line) for line in leader.record.read_text().splitlines()]

@@ -1,7 +1,10 @@
-"""The environment `calculator`, a tool that computes; its control `calculator-offset`, whose results are wrong; and
-`calculator-agent`, the same environment as an agent that owns the loop, which gives the same bytes.
+"""The built-in environments.
 
-What the policy wrote is computed within limits of length, depth and size of numbers; nothing is run.
+* `calculator`, a tool that computes within limits of length, depth and size of numbers; nothing is run. Its control
+  `calculator-offset`, whose results are wrong; and `calculator-agent`, the same environment as an agent that owns the
+  loop, which gives the same bytes.
+* The game `guess-number`, and `guess-number-blind`, its control.
+* `python-tool`, which runs the policy's Python programs in the sandbox (docs/rewards.md).
 """
 
 import ast
@@ -9,12 +12,16 @@ import itertools
 import json
 import math
 import operator
+import random
 import re
 from collections.abc import Callable
 from typing import Any
 
-from megarl.environments.protocol import Task, ToolCall, Turn
+from megarl.confine import sandbox
+from megarl.confine.sandbox import Limits, Outcome
+from megarl.environments.protocol import BaseEnvironment, Observation, Task, ToolCall, Turn, user_message
 from megarl.environments.tools import ToolEnvironment
+from megarl.errors import UsageError
 
 MAX_LENGTH = 200  # characters of an expression
 _MAX_VALUE = 10**60
@@ -152,3 +159,107 @@ def _turn_of(number: int, message: Any) -> Turn:
     calls = tuple(ToolCall(name, function.name, json.loads(function.arguments)) for name, function in written)
     errors = tuple(getattr(message, "tool_call_errors", None) or ())
     return Turn(number, message.content or "", content=message.content or "", calls=calls, errors=errors)
+
+
+# -- games -------------------------------------------------------------------------------------------------------------
+
+
+_INTEGER = re.compile(r"[0-9]+")
+_MAX_DIGITS = 18  # of a guess that is read as a number
+
+
+class GuessNumber(BaseEnvironment):
+    """The policy guesses a number, which the task's seed draws, and is told whether it is higher or lower.
+
+    The metadata may give `low` and `high`, the range (1 to 15), and `guesses`, the turns (4). The first integer of a
+    turn is its guess. The reward is 1 for the right guess, which ends the episode, as the last guess does; so does a
+    turn without a number of the range: a policy could gain entropy by guesses that cost little. With `blind` every
+    answer is the same, so no policy finds one of n numbers in g guesses more often than g times in n.
+    """
+
+    def __init__(self, blind: bool = False):
+        self._blind = blind
+        self._range, self._secret, self._left = range(0), 0, 0
+
+    def reset(self, task: Task) -> Observation:
+        """Draws the number. ValueError if the metadata are not a range and a number of guesses."""
+        low, high = _number(task.metadata, "low", 1), _number(task.metadata, "high", 15)
+        guesses = _number(task.metadata, "guesses", 4)
+        if low > high or guesses < 1:
+            raise ValueError(f"metadata: low {low}, high {high}, guesses {guesses}: no range or no guess")
+        self._range, self._left = range(low, high + 1), guesses
+        self._secret = random.Random(task.seed).randint(low, high)
+        return Observation()
+
+    def step(self, turn: Turn) -> Observation:
+        """Answers a guess."""
+        number = _INTEGER.search(turn.content)
+        guess = int(number[0]) if number and len(number[0]) <= _MAX_DIGITS else None
+        self._left -= 1
+        if guess == self._secret:
+            return Observation(reward=1.0, done=True, correct=True)
+        if guess not in self._range or self._left <= 0:
+            return Observation(done=True, correct=False)
+        answer = "wrong" if self._blind else "higher" if guess < self._secret else "lower"
+        return Observation([user_message(answer)], correct=False)
+
+
+def guess_number_blind() -> GuessNumber:
+    """`guess-number-blind`: its answers say nothing."""
+    return GuessNumber(blind=True)
+
+
+def _number(metadata: dict[str, Any], name: str, default: int) -> int:
+    value = metadata.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"metadata: {name} must be a whole number of at least 0, not {value!r}")
+    return value
+
+
+# -- Python programs as a tool -----------------------------------------------------------------------------------------
+
+
+LIMITS = Limits(seconds=10.0, memory_mb=512, output_bytes=1 << 16)
+MAX_OUTPUT = 4000  # characters of an answer
+_ENDED = {"timeout": "the time limit", "memory": "the memory limit", "output": "the limit of output"}
+
+
+def python_tool() -> ToolEnvironment:
+    """An environment with the tool `python(code)`; the verifiers of `--reward` score the answer.
+
+    A program sees nothing of earlier ones. What it does shortly before its limit, of wall-clock time, depends on the
+    machine's load. UsageError on a machine that allows no sandbox.
+    """
+    reason = sandbox.available()
+    if reason:
+        raise UsageError(f"the tool python: this machine allows no sandbox: {reason}; see docs/rewards.md")
+    # The tool's own limit ends a program; the environment's is only for a machine that is too slow to start one.
+    return ToolEnvironment([program_runner(LIMITS)], timeout=LIMITS.seconds + 30.0)
+
+
+def program_runner(limits: Limits) -> Callable[[str], str]:
+    """The function `python` of the tool, with these limits for each program."""
+
+    def python(code: str) -> str:
+        """Runs a Python program and returns what it prints. Only the standard library; no network, no files kept.
+
+        Args:
+            code: the program
+        """
+        return outcome_text(sandbox.run(code, limits=limits))
+
+    return python
+
+
+def outcome_text(outcome: Outcome) -> str:
+    """What a program printed, then its errors, then the limit that ended it; cut in the middle to `MAX_OUTPUT`."""
+    texts = [outcome.stdout.rstrip(), outcome.stderr.rstrip()]
+    if outcome.status in _ENDED:
+        texts.append(f"Error: {_ENDED[outcome.status]} ended the program")
+    elif outcome.status != "ok" and not outcome.stderr.strip():
+        texts.append("Error: the program failed without a message")
+    text = "\n".join(text for text in texts if text) or "(the program printed nothing)"
+    if len(text) <= MAX_OUTPUT:
+        return text
+    half = MAX_OUTPUT // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters cut ...]\n{text[-half:]}"

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from megarl.rollout.replay.player import fork_problem
+from megarl.rollout.player import fork_problem
 from tests.helpers.rollout.replays import saved
 
 

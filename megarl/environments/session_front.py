@@ -34,7 +34,7 @@ from megarl.observe.files import json_bytes
 from megarl.serving import links
 from megarl.serving.error_answers import RequestError, add_error_handlers, invalid
 from megarl.serving.listening import HttpServer, run_process
-from megarl.serving.middleware import BEARER, NO_KEY, BodyAndDisconnect, check_key, checked, one_length, same_origin
+from megarl.serving.middleware import BEARER, NO_KEY, check_key, checked, one_length, same_origin, with_body
 from megarl.serving.schemas import StrictModel
 
 _ROOT = "/sessions"
@@ -146,9 +146,9 @@ class Registry:
             raise RequestError(409, "this session has ended", code="session_ended")
         raise RequestError(404, "there is no such session", code="unknown_session")
 
-    def finish(self, found: OpenSession, end: Observation | None, failure: str | None = None, retry: bool = True):
+    def finish(self, found: OpenSession, end: Observation | None, failure: str | None = None):
         """Ends a session with its score, or with a failure."""
-        _send_end(found.place, found.offer, end, retry, found.session.worked_seconds, failure)
+        _send_end(found.place, found.offer, end, True, found.session.worked_seconds, failure)
         self._write("failed" if end is None else "finished", found, reward=None if end is None else end.reward)
         self._forget(found)
 
@@ -236,7 +236,7 @@ def build_app(registry: Registry, api_keys: Sequence[str], host: str, max_bytes:
             registry.finish(found, score)
         return {"id": found.name, "status": "ended"}
 
-    own = checked(BodyAndDisconnect(api, max_bytes, seconds), one_length)
+    own = checked(with_body(api, max_bytes, seconds), one_length)
     app = _leads(registry, own, application(max_bytes, seconds), list(map(str.encode, api_keys)))
     return app if api_keys else checked(app, same_origin(host))
 

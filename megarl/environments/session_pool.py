@@ -4,7 +4,6 @@ import itertools
 from typing import Any, NoReturn
 
 from megarl.environments.calls import Answer, Asked, Close, Offer, Replied, Reply
-from megarl.environments.pool import Event
 from megarl.environments.protocol import Task, Turn
 from megarl.serving.links import Link
 from megarl.tool_formats.chosen_format import load_format
@@ -39,7 +38,7 @@ class SessionPool:
         if self._offered.pop(number, None) is not None:
             self._link.send(Close(number))
 
-    def poll(self, seconds: float = 0.0) -> list[Event | Asked]:
+    def poll(self, seconds: float = 0.0) -> list[Answer | Asked]:
         """What has come, after waiting up to `seconds` for the first of it. RuntimeError: the HTTP process is gone."""
         try:
             came = self._link.receive(seconds)
@@ -48,7 +47,7 @@ class SessionPool:
         found = [self._taken(message) for message in came]
         return [each for each in found if each is not None]
 
-    def _taken(self, came: Asked | Answer) -> Event | Asked | None:
+    def _taken(self, came: Asked | Answer) -> Answer | Asked | None:
         offer = self._offered.get(came.number)
         if offer is None or offer.ticket != came.ticket:
             return None  # of an episode that has ended
@@ -57,7 +56,7 @@ class SessionPool:
         if came.failure is not None and came.replayable and offer.failures < self._retries:
             self._offer(offer._replace(ticket=next(self._tickets), failures=offer.failures + 1))
             return None
-        return Event(came.number, came.observation, came.failure, [], came.seconds, offer.failures, is_agent=True)
+        return came._replace(replayed=offer.failures, replayable=True)
 
     def close(self):
         """Closes the link."""

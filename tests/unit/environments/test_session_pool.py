@@ -3,9 +3,8 @@
 import pytest
 
 from megarl.environments.calls import TO_LEADERS, Answer, Ask, Asked, Close, Offer, Replied, Reply
-from megarl.environments.protocol import Observation, Task
-from megarl.environments.sessions.session_pool import SessionPool
-from megarl.environments.turn_parsing import parse_turn
+from megarl.environments.protocol import Observation, Task, parse_turn
+from megarl.environments.session_pool import SessionPool
 from megarl.serving import links
 
 TASK = Task([{"role": "user", "content": "a"}])

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from megarl.measurements import NamesOfRun
-from megarl.rollout.episodes.statistics import EpisodeStatistics, metrics_of
+from megarl.rollout.statistics import EpisodeStatistics, metrics_of
 
 
 def test_a_run_keeps_its_first_names(capsys):

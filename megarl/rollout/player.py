@@ -6,13 +6,12 @@ have other contents in each request. The agent itself knows only its own.
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import torch
 
 from megarl.data.prompt import Prompt
-from megarl.environments.calls import Ask, Asked, Reply, canonical
-from megarl.environments.pool import EnvironmentPool, Event, PoolOptions
+from megarl.environments.calls import Answer, Ask, Asked, Reply, canonical
+from megarl.environments.pool import EnvironmentPool, PoolOptions
 from megarl.environments.protocol import Message, Observation, Task
 from megarl.errors import UsageError
 from megarl.flags.environment import SESSIONS
@@ -21,23 +20,9 @@ from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.rollout.episodes.client import EnvironmentClient, PlayedTurns
 from megarl.rollout.episodes.episode import FAILED, EnvironmentResult, Episode, EpisodeLimits, turn_key
 from megarl.rollout.episodes.episode_source import EpisodeSource
-from megarl.rollout.replay.saved import SavedResponse
 from megarl.rollout.requests import sampling_of
 from megarl.rollout.rollout import Rollout
-
-
-class TurnCheck(NamedTuple):
-    """How a turn that was generated again compares with the saved one."""
-
-    same_tokens: int  # from its start
-    tokens: int  # that were generated
-    same_logprobs: bool  # to the bit
-    logprob_gap: float  # largest difference between log-probs of the same tokens
-
-    @property
-    def is_same(self) -> bool:
-        """Whether tokens and log-probs are equal to the bit."""
-        return self.same_logprobs and self.same_tokens == self.tokens
+from megarl.rollout.saved_response import SavedResponse, TurnCheck
 
 
 class Player:
@@ -161,7 +146,7 @@ class ForkedPool(EnvironmentPool):
         self._asks: dict[tuple[int, int], Ask] = {}
         self._path: list[str] | None = None  # messages up to the turn, as text
 
-    def poll(self, seconds: float = 0.0) -> list[Event | Asked]:
+    def poll(self, seconds: float = 0.0) -> list[Answer | Asked]:
         """As of `EnvironmentPool`. UsageError for another number of messages than texts."""
         return [self._changed(each) if isinstance(each, Asked) else each for each in super().poll(seconds)]
 

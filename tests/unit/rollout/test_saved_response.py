@@ -1,8 +1,19 @@
-"""A saved response as text for a terminal: whatever a policy or an environment wrote, it stays inside its block."""
+"""A saved response: what there is of it, and which of its turns others continue."""
 
-from megarl.rollout.replay import transcript
-from megarl.rollout.replay.player import TurnCheck
+from megarl.rollout import saved_response
+from megarl.rollout.saved_response import TurnCheck
 from tests.helpers.rollout.replays import saved
+
+
+def test_turns_are_continued_by_an_answer_or_by_a_row_that_begins_with_them():
+    found = saved()
+    (seen,) = found.observations
+    assert not found.is_agent and found.continued_turns() == [0] and seen.reward == 0.5
+    ended = found.record | {"observations": [found.record["observations"][0] | {"done": True}]}
+    assert saved(record=ended).continued_turns() == []
+    agent = saved(record={"key": "3/8/1", "asked": [{}, {}]})
+    assert agent.is_agent and agent.observations == [] and agent.continued_turns() == [0]
+    assert saved(record=None).continued_turns() == []
 
 
 class Letters:
@@ -14,7 +25,7 @@ class Letters:
 
 def test_texts_stay_in_their_blocks():
     checks = [TurnCheck(3, 3, True, 0.0), TurnCheck(0, 1, False, 0.0)]
-    lines = [transcript.heading(saved()), *transcript.saved_turns(saved(), Letters(), checks)]
+    lines = [saved_response.heading(saved()), *saved_response.saved_turns(saved(), Letters(), checks)]
     assert all(line.isprintable() for line in lines)
     assert lines[0] == "step 4, sample 5: line 8, drawn in step 3, number 1 of its group"
     assert [line for line in lines if line.startswith("end: ")] == ["end: length, not solved, rewards 0.5"]
