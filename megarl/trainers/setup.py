@@ -24,7 +24,7 @@ from megarl.data.tokenizers import Tokenizer, build_tokenizer
 from megarl.errors import CHECKS_FIRST, UsageError, warn_as_first
 from megarl.faults import heartbeat, run_lock
 from megarl.flags import role_flags
-from megarl.flags.debug import parse_step_range
+from megarl.flags.run import parse_step_range
 from megarl.mcore import device, kernel_choice
 from megarl.mcore.config import kernel_rules, optimizer_flags, recurrent_rules
 from megarl.mcore.kernels import native
