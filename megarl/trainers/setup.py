@@ -32,7 +32,7 @@ from megarl.mcore.weights.hf.folder import HFFolder
 from megarl.observe.profiler import StepProfiler
 from megarl.observe.timers import Timers
 from megarl.observe.trackers import check_installed
-from megarl.planning import parameter_rules
+from megarl.planning.parameters import check_patterns
 from megarl.trainers.exports import check_exports
 from megarl.trainers.prompt_inputs import print_notes
 
@@ -44,7 +44,7 @@ def check_training_flags(config: arguments.RunConfig, sequences: int = 1):
     s = config.settings
     check_required({"--prompts": s.prompts})
     role_flags.check_microbatches(config, sequences)
-    parameter_rules.check(config)
+    check_patterns(config)
     if s.eval_interval and not s.evaluates:
         raise UsageError(f"--eval-interval {s.eval_interval}: needs --eval-prompts")
     if s.save_interval and not s.save:
