@@ -22,7 +22,6 @@ from megarl.flags import (
     data,
     distillation,
     environment,
-    evaluation,
     generation_flags,
     learning,
     preferences,
@@ -38,16 +37,15 @@ from megarl.rewards import expression
 
 # In the order of their rules: the first that is broken is the error.
 TOPICS = (
-    data, rewards, selection, algorithm, distillation, preferences, learning, generation_flags, evaluation,
-    run, serving, environment,
+    data, rewards, selection, algorithm, distillation, preferences, learning, generation_flags, run,
+    serving, environment,
 )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings(
     run.Run, data.Data, generation_flags.Generation, selection.Selection, rewards.Rewards, algorithm.Algorithm,
-    learning.Learning, evaluation.Evaluation, environment.Environments, distillation.Distillation,
-    preferences.Preferences, serving.Serving,
+    learning.Learning, environment.Environments, distillation.Distillation, preferences.Preferences, serving.Serving,
 ):  # fmt: skip
     """The values of megarl's own flags."""
 

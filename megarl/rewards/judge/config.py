@@ -86,7 +86,11 @@ _KEYS: dict[str, _Key] = {
     "pairs": _one_of(PAIRS),
     "messages": (lambda value: isinstance(value, list) and bool(value), "a list of messages", None),
     "number": (lambda value: True, "", None),  # see `numbers_rule`
-    "range": (_is_range, f"the lowest and highest number, as [1, 10], within -{MAX_VALUE:g} and {MAX_VALUE:g}", None),
+    "range": (
+        _is_range,
+        f"the lowest and the highest number, as [1, 10], within -{MAX_VALUE:g} and {MAX_VALUE:g}",
+        None,
+    ),
     "correct-from": (is_plain_number, "a number", None),
     "temperature": (lambda value: is_plain_number(value) and value >= 0, "a number of 0 or more", 0),
     "max-tokens": _whole(" above 0", 1, 2**31, 256),

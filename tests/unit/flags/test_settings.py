@@ -6,8 +6,7 @@ import pytest
 
 from megarl.algorithms import ESTIMATORS
 from megarl.arguments import Settings, parse
-from megarl.flags import evaluation
-from tests.helpers.flag_rules import MODEL, check_rules, parsed, refused
+from tests.helpers.flag_rules import MODEL, parsed, refused
 from tests.helpers.pages.flag_cases import FIELDS, ONLINE, flag_of, required_flags, value_of
 
 MINIMAL = dict.fromkeys(ESTIMATORS, "") | {"remax": "--greedy-baseline", "preference": ONLINE, "none": "--distill loss",
@@ -64,14 +63,6 @@ def test_a_map_without_a_reference_that_the_kl_needs():
 
 # -- rules -------------------------------------------------------------------------------------------------------
 
-WRONG = {
-    "the name of the terms": ("--eval-prompts x --evals reward=y", "--evals reward: metrics eval/reward/… are"),
-    "a loss that is never known": ("--target-eval-loss 1", "--target-eval-loss 1.0: needs --eval-interval", "sft"),
-    "an accuracy that is never known": (
-        "--target-eval-accuracy 0.9", "--target-eval-accuracy 0.9: needs --eval-interval", "reward"),
-    "equal responses": ("--eval-prompts x --eval-responses 2", "--eval-responses 2: needs --eval-temperature above 0"),
-    "large k": ("--eval-prompts x --eval-k 1,2", "--eval-k 1,2: allowed is at most --eval-responses 1"),
-}  # fmt: skip
 RIGHT = [
     "--reward model+0*reasoning-gym --reward-model a,b --reward-ensemble min --reward-normalize --reward-clip 5"
     " --reward-tokenizer-model x --reward-chat-template tokenizer --reward-num-layers 3 --reward-offload",
@@ -136,10 +127,6 @@ def test_group_estimators_need_groups(name):
 @pytest.mark.parametrize("flags", RIGHT)
 def test_right_combinations(flags):
     assert parsed(flags).warnings == ()
-
-
-def test_each_rule_of_the_evaluation_refuses_a_case_in_its_words():
-    check_rules([evaluation], WRONG)
 
 
 # -- fields ------------------------------------------------------------------------------------------------------
