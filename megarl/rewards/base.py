@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megarl import user_results
@@ -68,27 +67,42 @@ class Score:
     abstains: bool = False
 
 
-def options_of(settings) -> SimpleNamespace:
-    """The values of the flags `--reward-FIELD` by FIELD. Plain ones, because they are pickled to the workers, for which
-    the import of `Settings` would be too slow.
-    """
-    values = {name: value for name, value in vars(settings).items() if name.startswith("reward_")}
-    return SimpleNamespace(**{name.removeprefix("reward_"): value for name, value in values.items()})
+@dataclass(frozen=True)
+class Options:
+    """The flags `--reward-FIELD` that verifiers read. Plain values, because it is pickled to the workers."""
+
+    pattern: str | None
+    format: str
+    length: int
+    url: str | None
+    retries: int
+    concurrency: int  # requests, or calls of an async function, at a time
+    memory_mb: int
+    timeout: float  # seconds per sample
+    workers: int
+
+    @classmethod
+    def of(cls, settings) -> "Options":
+        """From `megarl.flags.settings.Settings`, whose import would be too slow for a worker."""
+        return cls(
+            pattern=settings.reward_pattern, format=settings.reward_format, length=settings.reward_length,
+            url=settings.reward_url, retries=settings.reward_retries, concurrency=settings.reward_concurrency,
+            memory_mb=settings.reward_memory_mb, timeout=settings.reward_timeout, workers=settings.reward_workers,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """`make` builds the function from what `options_of` gives; `check` checks the prompts; `load` checks them with what
-    the verifier imports.
+    """`make` builds the function; `check` checks the prompts; `load` checks them with what the verifier imports.
 
     `limited`: it can hang, so it needs a time limit. `threads`: it enforces the limit itself and may run on as many
     threads as this option says. `wrong`: its score of a response with which it takes too long. `isolated`: a process of
     its own scores each response and says whether that took too long.
     """
 
-    make: Callable[[SimpleNamespace], Callable[[Sample], Score | float]]
+    make: Callable[[Options], Callable[[Sample], Score | float]]
     check: Callable[["PromptSet"], None] | None = None
-    load: Callable[["PromptSet", SimpleNamespace], None] | None = None
+    load: Callable[["PromptSet", Options], None] | None = None
     limited: bool = True
     threads: str | None = None
     wrong: Score | None = None

@@ -4,14 +4,13 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 
 from megarl import plugins
 from megarl.child_process import parent
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
 from megarl.rewards import VERIFIERS, expression
-from megarl.rewards.base import BuiltIn, Verifier, options_of
+from megarl.rewards.base import BuiltIn, Options, Verifier
 from megarl.rewards.judge.config import read_config
 from megarl.rewards.verifier_workers import Workers
 from megarl.rewards.verifiers import VerifierSet
@@ -29,7 +28,7 @@ def build_verifiers(settings) -> VerifierSet:
     Raises UsageError for a malformed expression, a plug-in that cannot be imported, or a wrong option.
     """
     names = [term.name for term in expression.terms_of_run(settings) if term.name not in expression.UNVERIFIED]
-    options = options_of(settings)
+    options = Options.of(settings)
     traits = {name: _built_in(name) or _PLUG_IN for name in names}
     limited = [name for name in names if traits[name].limited]
     threads = {name: max(1, getattr(options, traits[name].threads)) for name in names if traits[name].threads}
@@ -52,10 +51,10 @@ def needs_whole_groups(settings) -> bool:
         return True
     plug_ins = [name for name in names if plugins.is_plugin(name)]
     with plugins.kept(f"--reward {settings.reward}"):
-        return any(verifier.grouped for verifier in build_named_verifiers(options_of(settings), plug_ins).values())
+        return any(verifier.grouped for verifier in build_named_verifiers(Options.of(settings), plug_ins).values())
 
 
-def build_named_verifiers(options: SimpleNamespace, names: Sequence[str]) -> dict[str, Verifier]:
+def build_named_verifiers(options: Options, names: Sequence[str]) -> dict[str, Verifier]:
     """The verifiers `names`, built-in or plug-in. Raises UsageError as `build_verifiers` does."""
     rows = {name: _built_in(name) for name in names}
     functions = {name: row.make(options) if row else _plug_in(name) for name, row in rows.items()}
@@ -113,7 +112,7 @@ def check_prompts(settings, prompts: PromptSet, scores_here: bool = False):
             if built_in.check:
                 built_in.check(own)
             if built_in.load and scores_here:
-                built_in.load(own, options_of(settings))
+                built_in.load(own, Options.of(settings))
 
 
 def _check_columns(settings, name: str, prompts: PromptSet):

@@ -10,8 +10,8 @@ import pytest
 
 from megarl.data.prompts import load_prompts
 from megarl.flags.settings import Settings
-from megarl.rewards.base import Sample, options_of
-from megarl.rewards.chosen_verifiers import build_named_verifiers, check_prompts
+from megarl.rewards.base import Sample
+from megarl.rewards.chosen_verifiers import Options, build_named_verifiers, check_prompts
 from tests.helpers.texts.small_prompts import SHORT, SUMS, make, make_prompts
 from tests.helpers.tools import run_tool
 
@@ -19,7 +19,7 @@ from tests.helpers.tools import run_tool
 def test_files_are_what_training_reads(sums):
     train, heldout = load_prompts(str(sums / "train.jsonl")), load_prompts(str(sums / "heldout.jsonl"))
     assert (len(train), len(heldout)) == (300, 60)
-    verifier = build_named_verifiers(options_of(Settings()), ["reasoning-gym"])["reasoning-gym"]
+    verifier = build_named_verifiers(Options.of(Settings()), ["reasoning-gym"])["reasoning-gym"]
 
     def is_correct(sample: Sample) -> bool:
         (score,) = verifier.outcomes([sample])

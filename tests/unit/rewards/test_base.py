@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megarl.flags.settings import Settings
-from megarl.rewards.base import Sample, Score, Verifier, batched, options_of
-from megarl.rewards.chosen_verifiers import build_named_verifiers
+from megarl.rewards.base import Sample, Score, Verifier, batched
+from megarl.rewards.chosen_verifiers import Options, build_named_verifiers
 
 
 def scored(verifier: Verifier, sample: Sample) -> Score:
@@ -25,7 +25,7 @@ def scored(verifier: Verifier, sample: Sample) -> Score:
 
 
 def reward_of(name: str) -> Callable[[Sample], Score]:
-    return functools.partial(scored, build_named_verifiers(options_of(Settings()), [name])[name])
+    return functools.partial(scored, build_named_verifiers(Options.of(Settings()), [name])[name])
 
 
 @pytest.mark.parametrize("response, finished, reward, extracted", [

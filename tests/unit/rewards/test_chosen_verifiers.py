@@ -8,15 +8,15 @@ import pytest
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
 from megarl.flags.settings import Settings
-from megarl.rewards.base import Sample, Score, options_of
-from megarl.rewards.chosen_verifiers import build_named_verifiers, build_verifiers, check_prompts
+from megarl.rewards.base import Sample, Score
+from megarl.rewards.chosen_verifiers import Options, build_named_verifiers, build_verifiers, check_prompts
 from tests.helpers.programs import write_lines
 from tests.helpers.texts.refusals import refusal
 
 
 def outcome_of(name: str, *sample) -> Score | str:
     """What one verifier says of one sample."""
-    return build_named_verifiers(options_of(Settings()), [name])[name].outcomes([Sample(*sample)])[0]
+    return build_named_verifiers(Options.of(Settings()), [name])[name].outcomes([Sample(*sample)])[0]
 
 
 def check(name: str, prompts, scores_here: bool = False):

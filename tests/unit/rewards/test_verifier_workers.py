@@ -65,10 +65,9 @@ def test_workers_end_with_their_parent(build, tmp_path):
         import os, sys, threading, time
         sys.path.insert(0, {str(tmp_path)!r})
         from megarl.rewards.base import Job, Sample
-        from megarl.flags.settings import Settings
-        from megarl.rewards.base import options_of
+        from megarl.rewards.chosen_verifiers import Options
         from megarl.rewards.verifier_workers import Workers
-        options = options_of(Settings(reward_timeout=9.0))
+        options = Options(None, "", 1, None, 0, 1, 1, 9.0, 1)
         workers = Workers(2, (options, ["moody_rewards:moody"]))
         jobs = [Job("moody_rewards:moody", [Sample("q", text)], 600.0) for text in ("who", "who", "hang")]
         workers.run(jobs[:2])
