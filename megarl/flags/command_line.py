@@ -35,9 +35,7 @@ def read(argv: list[str], program: str) -> CommandLine:
     if name is not None and name not in POLICY_LOSSES:  # a plug-in, which may define further flags
         flags = parser.own_flags(program, named_policy_loss(name))
         found, others = _parse_own(argv, program, flags)
-    values = {
-        name: " ".join(value) if flags[name].several else value for name, value in vars(found).items() if name in flags
-    }
+    values = {name: value for name, value in vars(found).items() if name in flags}
     return CommandLine(flags=flags, values=values, others=others, check=found.check)
 
 

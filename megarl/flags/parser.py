@@ -173,6 +173,13 @@ def _yes_or_no(text: str) -> bool:
     raise argparse.ArgumentTypeError(f"{text!r}: allowed true or false")
 
 
+class _Joined(argparse.Action):
+    """Sets the words of a flag as one text, with spaces between them."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, " ".join(values))
+
+
 def build_parser(program: str, own: dict[str, Flag] | None = None) -> argparse.ArgumentParser:
     """The parser of megarl's own flags for one program. `own`: the flags; default: `own_flags(program)`."""
     return _parser_of(program, tuple((own_flags(program) if own is None else own).values()))
@@ -192,7 +199,7 @@ def _parser_of(program: str, own: tuple[Flag, ...]) -> argparse.ArgumentParser:
         if flag.kind is bool:
             extra = {"nargs": "?", "const": True, "type": _yes_or_no}
         elif flag.several:
-            extra |= {"nargs": "+"}
+            extra |= {"nargs": "+", "action": _Joined}
         text = flag.text + ("" if flag.default is None else f" (default {flag.default})")
         if flag.name != flag.common:
             text = f"--{flag.common} of this role only"
