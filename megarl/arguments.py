@@ -3,7 +3,7 @@
 megarl's own flags are the fields of `Settings` and the options of the policy losses. All other flags are Megatron's,
 parsed by Megatron's parser; any of them may have a role prefix (`--critic-lr 1e-5`). `--config FILE.yaml …` uses the
 same names; a flag on the command line wins. Unknown flags and wrong values are errors. A flag that has no effect with
-the others is dropped with a warning (`combinations`).
+the others is dropped with a warning (`flags.settings`).
 """
 
 import argparse
@@ -15,19 +15,23 @@ from megarl.algorithms import PREFERENCE_LOSSES
 from megarl.algorithms.estimators import Estimator
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.errors import UsageError
-from megarl.flags import combinations, config_files, parser, role_flags
+from megarl.flags import command_line, parser, role_flags
 from megarl.flags.command_line import CommandLine, named_estimator, named_policy_loss, read
 from megarl.flags.conditions import OF_ROLES, SCORING_MODEL, FlagContext
-from megarl.flags.distillation import NONE, with_defaults_of_distillation
+from megarl.flags.distillation import (
+    NONE,
+    TeacherFolder,
+    TeacherModels,
+    check_teacher_flags,
+    teacher_models,
+    with_defaults_of_distillation,
+)
 from megarl.flags.environment import SESSIONS
 from megarl.flags.fields import GENERATING, SUPERVISED
-from megarl.flags.learning import MODELS
-from megarl.flags.lora import lora_of_roles
-from megarl.flags.megatron_options import options
-from megarl.flags.parser import build_parser
+from megarl.flags.learning import MODELS, lora_of_roles
+from megarl.flags.parser import build_parser, megatron_options
 from megarl.flags.rewards import JUDGED, check_judge
-from megarl.flags.settings import Settings
-from megarl.flags.teachers import TeacherFolder, TeacherModels, check_flags, teacher_models
+from megarl.flags.settings import Settings, cautions, check_rules, warning, without_effect
 from megarl.rewards import expression
 
 if TYPE_CHECKING:
@@ -146,21 +150,21 @@ def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node:
     ranks = role_flags.parse_role_map(context.settings.role_map, world_size, context.roles, absent, ranks_per_node)
 
     idle = _flags_without_effect(command, context, absent)
-    megatron, roles_of = options().destinations, role_flags.ROLES_OF[program]
+    megatron, roles_of = megatron_options().destinations, role_flags.ROLES_OF[program]
     unknown = functools.partial(parser.unknown_flag, command.flags, program)
     tokens = role_flags.split(command.others, roles_of, megatron, unknown, idle)
     attributes = role_flags.attributes_set(command.others, roles_of, megatron)
     values = _without(command.values, idle)
     context = _context(program, command.flags, values)
-    combinations.check(context)
+    check_rules(context)
 
     trained = () if context.settings.debug_rollout_only else role_flags.TRAINED_ROLES[program]
     given = *(f"--{name}" for name in values), *role_flags.with_prefix(command.others, ("teacher",), megatron)
-    check_flags(context.settings.teachers, given, megatron)
+    check_teacher_flags(context.settings.teachers, given, megatron)
     roles, teachers = _roles_and_teachers(context, values, tokens, ranks)
     folders = [role.hf_model for role in (*roles.values(), *teachers.models) if role.hf_model is not None]
     notes = dict.fromkeys(note for folder in folders for note in folder.notes)
-    warnings = *combinations.warning(idle), *combinations.cautions(context), *notes
+    warnings = *warning(idle), *cautions(context), *notes
     return RunConfig(
         settings=context.settings, roles=roles, trained=tuple(role for role in trained if role in ranks),
         check=command.check, estimator=context.estimator, policy_loss=_with_options(context, values),
@@ -174,7 +178,7 @@ def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node:
 def with_sources(error: UsageError, argv: list[str], program: str) -> UsageError:
     """An error about a command line that also says which of the flags in its message come from config files."""
     defaults = {name: flag.default for name, flag in parser.own_flags(program).items()}
-    return config_files.with_sources(error, argv, defaults)
+    return command_line.with_sources(error, argv, defaults)
 
 
 def _context(program: str, flags: dict[str, parser.Flag], values: dict[str, object]) -> FlagContext:
@@ -214,14 +218,14 @@ def _flags_without_effect(command: CommandLine, context: FlagContext, absent: di
 
     `absent`: roles that the run does not have.
     """
-    megatron = options().destinations
-    role_flags.check_trained_roles(command.others, context.program, megatron, options().training)
+    megatron = megatron_options().destinations
+    role_flags.check_trained_roles(command.others, context.program, megatron, megatron_options().training)
     given = {f"--{name}": command.flags[name].condition for name in command.values}
     given |= dict.fromkeys(role_flags.reward_model_options(command.others, context.program, megatron), SCORING_MODEL)
     of_absent = role_flags.with_prefix([*given, *command.others], absent, megatron)
     given |= {option: OF_ROLES[role] for option, role in of_absent.items()}
     idle: dict[str, str] = {}
-    while more := combinations.without_effect(context, given):
+    while more := without_effect(context, given):
         idle |= more  # then without them others may have none
         given = {flag: when for flag, when in given.items() if flag not in more}
         context = _context(context.program, command.flags, _without(command.values, idle))

@@ -88,15 +88,15 @@ def check(chosen):
 
 def cluster_of(chosen):
     """The cluster that `--gpu` and its flags describe; None without it."""
-    from megarl.planning import hardware
+    from megarl.planning import step_time
 
     if chosen.gpu is None:
         return None
-    if chosen.gpu not in hardware.GPUS:
-        raise UsageError(f"--gpu {chosen.gpu}: allowed are {', '.join(hardware.GPUS)}; others need --gpu-memory")
-    mfu, network = chosen.mfu or hardware.MFU, (chosen.network or hardware.NETWORK) * 1e9
-    per_node = chosen.ranks_per_node or hardware.RANKS_PER_NODE
-    return hardware.Cluster(chosen.gpu, hardware.GPUS[chosen.gpu], mfu, network, per_node)
+    if chosen.gpu not in step_time.GPUS:
+        raise UsageError(f"--gpu {chosen.gpu}: allowed are {', '.join(step_time.GPUS)}; others need --gpu-memory")
+    mfu, network = chosen.mfu or step_time.MFU, (chosen.network or step_time.NETWORK) * 1e9
+    per_node = chosen.ranks_per_node or step_time.RANKS_PER_NODE
+    return step_time.Cluster(chosen.gpu, step_time.GPUS[chosen.gpu], mfu, network, per_node)
 
 
 def question_of(chosen, flags: list[str]):
@@ -131,14 +131,14 @@ def search(question, _program, cluster, memory: float) -> tuple[str, dict, bool]
     from megarl.planning import layouts
 
     found = layouts.best_layouts(question, cluster, memory)
-    return layouts.text(found, cluster), layouts.data(found), bool(found.best)
+    return layouts.text(found, cluster), found, bool(found["best"])
 
 
 def recompute(question, program, _cluster, memory: float) -> tuple[str, dict, bool]:
     """(text, data, whether the run fits) of the least recomputation with which it does."""
-    from megarl.planning import hardware, layouts
+    from megarl.planning import layouts, verdict
 
-    available, given = hardware.available(memory), program.roles["actor"].megatron.recompute_granularity
+    available, given = verdict.available(memory), program.roles["actor"].megatron.recompute_granularity
     flags, price = layouts.least_recompute(question, (), available, given)
     needed = price.fullest.bytes
     return " ".join(["recompute:", *flags]), {"flags": list(flags), "bytes": needed}, needed <= available
@@ -146,25 +146,25 @@ def recompute(question, program, _cluster, memory: float) -> tuple[str, dict, bo
 
 def describe(question, program, cluster, memory: float | None) -> tuple[str, dict, bool]:
     """(text, data, whether it fits) of the plan of the given flags; it fits if no memory is given."""
-    from megarl.planning import hardware, plan_table, step_time, summary, verdict
+    from megarl.planning import plan_table, step_time, summary, verdict
     from megarl.planning.question import Price
 
     plan = summary.make_plan(program, question.world_size, question.vocab_size, question.reward_vocab_size)
     price, texts, data = Price(program, plan.roles, plan.rank_sets), [plan_table.text(plan)], plan_table.data(plan)
-    per_node = question.ranks_per_node or hardware.RANKS_PER_NODE
+    per_node = question.ranks_per_node or step_time.RANKS_PER_NODE
     for name, role in program.roles.items():
-        if role.has_model and (nodes := hardware.expert_nodes(role.megatron, per_node)) > 1:
+        if role.has_model and (nodes := step_time.expert_nodes(role.megatron, per_node)) > 1:
             where = f"goes over {nodes} nodes of {per_node} ranks in each layer"
             texts.append(f"The all-to-all of the {name}'s experts {where}; up to EP {per_node} it stays in a node")
     if cluster is not None:
         seconds = step_time.estimate(price, cluster)
-        texts.append(step_time.text(seconds, cluster))
-        data["estimate"] = seconds and step_time.data(seconds, cluster)
+        texts.append(step_time.text(seconds))
+        data["estimate"] = seconds
     if memory is None:
         return "\n\n".join(texts), data, True
     found = verdict.verdict(question, price, memory)
     texts.append(verdict.text(found, searches=cluster is not None))
-    return "\n\n".join(texts), data | {"verdict": verdict.data(found)}, found.fits
+    return "\n\n".join(texts), data | {"verdict": found}, found["fits"]
 
 
 def launch(argv: list[str]):

@@ -23,7 +23,7 @@ STAGES = {  # name -> (seconds at most, command after the interpreter)
     "update": (110, ["-m", "tools.gpu.update"]),
     "ppo": (150, ["-m", "tools.gpu.ppo"]),
     "programs": (250, ["-m", "tools.gpu.programs"]),
-    "tests": (240, ["-m", "tools.gpu.tests"]),
+    "tests": (240, ["-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/gpu"]),
 }
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megarl.flags import megatron_options, parser  # noqa: E402  the checkout's own code
+from megarl.flags import parser  # noqa: E402  the checkout's own code
 from megarl.flags.algorithm import of_estimator  # noqa: E402
 from megarl.flags.conditions import EVALUATION, SERVES  # noqa: E402
 from megarl.flags.serving import LISTENS  # noqa: E402
@@ -307,7 +307,7 @@ def pages() -> dict[Path, str]:
     return {
         DOCS / "flags.md": flags_page(),
         DOCS / "metrics.md": metrics_page(),
-        megatron_options.TABLE: megatron_options.table_text(),
+        parser.TABLE: parser.options_table(),
     }
 
 

@@ -6,7 +6,7 @@ or not at all: each kind tries its limits at its start and refuses to work where
 
 | what the policy wrote | is confined to | modules |
 |---|---|---|
-| text that a verifier parses or evaluates | computing, in a fork | `warm_process`, `children`, `compute_only` |
+| text that a verifier parses or evaluates | computing, in a fork | `warm_process`, `compute_only` |
 | a Python program, for its output | namespaces without files and network | `sandbox`, `jail` |
 | what an agent's program does | a folder and the way to its endpoint | `agent_sandbox`, `agent_jail` |
 

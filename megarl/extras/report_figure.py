@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import floor, log10
-from typing import Any, NamedTuple
+from typing import Any
 
 from megarl.observe.metrics_file import series
 
@@ -34,7 +34,7 @@ def draw_report(rows: list[dict], title: str) -> bytes:
     figure.suptitle(title, fontsize=16, fontweight="bold")
     grid = figure.subplots(len(panels) // 3, 3)
     last_step = max([row["step"] for row in rows], default=0)
-    for axes, panel in zip(grid.flat, panels, strict=True):
+    for axes, (text, names, draw) in zip(grid.flat, panels, strict=True):
         axes.grid(True, alpha=0.3)
         axes.tick_params(labelsize=11)
         axes.set_xlabel("step", fontsize=12)
@@ -44,9 +44,9 @@ def draw_report(rows: list[dict], title: str) -> bytes:
         axes.yaxis.set_major_formatter(ticks())
         axes.set_xlim(-0.02 * max(last_step, 1), 1.02 * max(last_step, 1))
         axes.spines[["top", "right"]].set_visible(False)
-        set_title(axes, panel.title)
-        if any(series(rows, name)[0] for name in panel.names):
-            panel.draw(axes, rows)
+        set_title(axes, text)
+        if any(series(rows, name)[0] for name in names):
+            draw(axes, rows)
         else:
             not_recorded(axes)
     buffer = io.BytesIO()
@@ -58,12 +58,8 @@ def _write_across(axes, text: str, **place: str) -> None:
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", fontsize=13, color=GREY, **place)
 
 
-class Panel(NamedTuple):
-    """A panel of the figure; without any of its metrics it says so."""
-
-    title: str
-    names: Sequence[str]
-    draw: Callable[[Any, list[dict]], None]
+# A panel of the figure: its title, its metrics, without any of which it says so, and what draws it.
+Panel = tuple[str, Sequence[str], Callable[[Any, list[dict]], None]]
 
 
 def _reward(axes, rows: list[dict]) -> None:
@@ -169,16 +165,16 @@ LOSSES += [("reward/loss", ACTOR, "training"), ("eval/loss", CRITIC, "held out")
 
 
 def _panels(rows: list[dict]) -> list[Panel]:
-    kl = Panel("KL to reference", ["kl/reference"], _kl)
+    kl: Panel = ("KL to reference", ["kl/reference"], _kl)
     if not series(rows, "kl/reference")[0] and series(rows, "distill/reverse_kl")[0]:
-        kl = Panel("KL to teacher (nats per token)", ["distill/reverse_kl"], _kl_to_teacher)
-    found = [
-        Panel("Reward (mean ± standard deviation)", ["reward/mean"], _reward),
-        Panel("Held-out accuracy", ["eval/accuracy"], _accuracy),
+        kl = ("KL to teacher (nats per token)", ["distill/reverse_kl"], _kl_to_teacher)
+    found: list[Panel] = [
+        ("Reward (mean ± standard deviation)", ["reward/mean"], _reward),
+        ("Held-out accuracy", ["eval/accuracy"], _accuracy),
         kl,
-        Panel("Response length (mean, tokens)", ["rollout/response_length_mean"], _length),
-        Panel("Losses", [name for name, *_ in LOSSES], functools.partial(_present, curves=LOSSES)),
-        Panel("Log-prob gap: max |rollout − recomputed|", ["rollout/logprob_gap_max"], _gap),
+        ("Response length (mean, tokens)", ["rollout/response_length_mean"], _length),
+        ("Losses", [name for name, *_ in LOSSES], functools.partial(_present, curves=LOSSES)),
+        ("Log-prob gap: max |rollout − recomputed|", ["rollout/logprob_gap_max"], _gap),
     ]
     if not any("router/load_imbalance" in row for row in rows):
         return found
@@ -186,8 +182,8 @@ def _panels(rows: list[dict]) -> list[Panel]:
     layered = ("Load imbalance", "router/load_imbalance", LOAD), ("Disagreement", "router/disagreement", DISAGREEMENT)
     for title, name, color in layered:
         draw = functools.partial(_by_layer, name=name, color=color)
-        found.append(Panel(title, _layers_of(rows, name), draw))
-    return [*found, Panel("Mean log-prob gap", ["router/gap_replayed", "router/gap_live"], _router_gaps)]
+        found.append((title, _layers_of(rows, name), draw))
+    return [*found, ("Mean log-prob gap", ["router/gap_replayed", "router/gap_live"], _router_gaps)]
 
 
 # -- ticks ----------------------------------------------------------------------------------------------------------

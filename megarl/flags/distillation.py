@@ -1,16 +1,22 @@
-"""Flags of distillation: a teacher whose distributions the policy learns, on its own responses or on given ones."""
+"""Flags of distillation: a teacher whose distributions the policy learns, on its own responses or on given ones.
+
+Several teachers have names and folders (`--teachers`), and each folder says what its model is.
+"""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from megarl.algorithms.divergence import DIVERGENCES, JSD
 from megarl.algorithms.estimators import NO_ADVANTAGE
+from megarl.errors import UsageError
 from megarl.flags.conditions import TRAINED, Broken, FlagContext, on
 from megarl.flags.fields import flag, not_negative, one_of, parses, positive
 from megarl.observe.alarms import ALARMS_WITHOUT_REWARD
-from megarl.plain_files import ALLOWED, parse_named_paths
+from megarl.plain_files import ALLOWED, parse_named_paths, resolved
 from megarl.rewards import expression
+from megarl.yaml_files import read_mapping
 
 NONE, REWARD, LOSS = FORMS = ("none", "reward", "loss")
 GIVEN, START, AVERAGE = TEACHERS = ("given", "self", "ema")
@@ -113,3 +119,119 @@ def rules(run: FlagContext) -> Iterator[Broken]:
         )
     if reads_siblings and s.environment is not None:
         yield "--teacher-context", "not allowed with --environment, whose responses hold its own texts"
+
+
+TEACHERS_FLAG = "--teachers"
+DEFAULT_TEACHER = "default"  # the teacher of lines that name none
+ALIGNMENT = 8  # bytes of a row of several models' states: a multiple of every dtype's
+SETTINGS_FILE = "settings.yaml"  # of a run
+# What else gives weights their shapes, besides the attributes of an architecture.
+_OTHER_SHAPES = ("make_vocab_size_divisible_by", "max_position_embeddings")
+
+
+class TeacherModels(NamedTuple):
+    """The models of the role teacher. They have the same ranks and layout, and may be of any architecture."""
+
+    names: tuple[str, ...] = ()  # of `--teachers`, in its order; none: a run has one teacher without a name, or none
+    models: tuple[Any, ...] = ()  # `RoleSettings`; folders that are the same are one model
+    model_of: tuple[int, ...] = ()  # by name: the number of its model
+
+    @property
+    def take_turns(self) -> bool:
+        """Whether several models share the role's device memory."""
+        return len(self.models) > 1
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a row that holds a hidden state of any of the models; 0 without a model."""
+        sizes = (role.megatron.hidden_size * role.megatron.params_dtype.itemsize for role in self.models)
+        widest = max(sizes, default=0)
+        return -(-widest // ALIGNMENT) * ALIGNMENT if self.take_turns else widest
+
+
+class TeacherFolder(NamedTuple):
+    """What a folder of `--teachers` says about its model."""
+
+    hf_model: str | None  # the Hugging Face folder that describes it; None: `attributes` do
+    attributes: dict[str, Any]  # of Megatron's namespace
+    run: str | None  # what names a checkpoint of megarl with its weights; None: they are in the Hugging Face folder
+    model_source: str | None = None  # of a run; None: that of the flags
+
+
+def read_folder(path: str) -> TeacherFolder:
+    """What a Hugging Face folder, a run folder of megarl, or one of its checkpoints says about its policy.
+
+    Raises:
+        UsageError: it is neither, or a run without a policy.
+    """
+    if (Path(path) / "config.json").is_file():
+        return TeacherFolder(path, {}, None)
+    run = next((each for each in (Path(path), *Path(path).parents[:2]) if (each / SETTINGS_FILE).is_file()), None)
+    if run is None:
+        raise UsageError(
+            f"{TEACHERS_FLAG} {path}: allowed is a Hugging Face folder (with config.json), a run folder of megarl "
+            f"(with {SETTINGS_FILE}), or one of its checkpoints"
+        )
+    where = f"{TEACHERS_FLAG} {run / SETTINGS_FILE}"
+    settings, _ = read_mapping(str(run / SETTINGS_FILE), where, "settings")
+    try:
+        of_run, described = settings["megarl"], settings["roles"]["actor"]["megatron"]
+        hf_model, model_source = of_run.get("hf_model"), of_run.get("model_source", "megatron")
+    except (KeyError, TypeError, AttributeError):
+        raise UsageError(f"{where}: describes no policy (roles: actor: megatron)") from None
+    return TeacherFolder(hf_model, {} if hf_model else _shape(described), path, model_source)
+
+
+def _shape(stored: dict[str, Any]) -> dict[str, Any]:
+    """The attributes that give the weights of a run's policy their shapes and their meaning."""
+    from megarl.mcore.config.supported_flags import ARCHITECTURE  # imports Megatron
+
+    found = {name: stored[name] for name in (*sorted(ARCHITECTURE), *_OTHER_SHAPES) if name in stored}
+    if found.get("multi_latent_attention"):
+        found["kv_channels"] = None  # Megatron's namespace has those of the values there
+    if found.get("position_embedding_type") != "learned_absolute":
+        found.pop("max_position_embeddings", None)  # no table of that length
+    if isinstance(found.get("window_size"), list):
+        found["window_size"] = tuple(found["window_size"])
+    return found
+
+
+def check_teacher_flags(text: str | None, options: Collection[str], megatron: dict[str, str]):
+    """UsageError for a flag of the role, of the `options` that are given, that says what the folders say."""
+    if text is None:
+        return
+    from megarl.mcore.config.supported_flags import ARCHITECTURE  # imports Megatron
+
+    described = {*ARCHITECTURE, "pretrained_checkpoint"}
+    for option in options:
+        name = megatron.get("--" + option.removeprefix("--teacher-")) if option.startswith("--teacher-") else None
+        if option == "--teacher-hf-model" or name in described:
+            raise UsageError(
+                f"{option}: not allowed with {TEACHERS_FLAG}, whose folders give models and weights; leave it out"
+            )
+
+
+def teacher_models(text: str, build: Callable[[TeacherFolder], Any]) -> TeacherModels:
+    """The models of `--teachers`. `build`: makes the `RoleSettings` for a folder, or raises UsageError."""
+    folders: dict[Path, int] = {}
+    models, model_of = [], []
+    for name, path in parse_named_paths(text).items():
+        key = resolved(path)
+        if key not in folders:
+            folders[key] = len(models)
+            models.append(_built(name, path, build))
+        model_of.append(folders[key])
+    if len(models) > 1 and models[0].megatron.use_torch_fsdp2:
+        raise UsageError(
+            f"{TEACHERS_FLAG} {text}: not allowed with --use-torch-fsdp2: teachers take turns on the device, and "
+            "sharded parameters cannot move"
+        )
+    return TeacherModels(tuple(parse_named_paths(text)), tuple(models), tuple(model_of))
+
+
+def _built(name: str, path: str, build: Callable[[TeacherFolder], Any]) -> Any:
+    try:
+        return build(read_folder(path))
+    except UsageError as error:
+        text = str(error)
+        raise UsageError(text if TEACHERS_FLAG in text else f"{text} ({TEACHERS_FLAG} {name}={path})") from None

@@ -8,11 +8,14 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import importlib.metadata
+import json
 import math
 import types
 import typing
 from collections.abc import Callable, Iterable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from megarl.algorithms.policy_loss import PolicyLoss, option_kinds
 from megarl.algorithms.policy_losses import POLICY_LOSSES
@@ -20,8 +23,53 @@ from megarl.errors import ArgumentParser, UsageError
 from megarl.flags import fields, role_flags
 from megarl.flags.algorithm import of_loss
 from megarl.flags.conditions import REWARD_MODEL, SCORING_MODEL, Condition
-from megarl.flags.megatron_options import options
 from megarl.flags.settings import Settings
+
+TABLE = Path(__file__).with_name("megatron_options.json")
+PACKAGE = "megatron-core"
+
+
+class MegatronOptions(NamedTuple):
+    """What is known of Megatron's options before any is parsed."""
+
+    destinations: dict[str, str]  # option -> the attribute that it sets
+    accepted: tuple[str, ...]  # options that megarl accepts with more than one value
+    training: frozenset[str]  # attributes that only a role that learns has a use for
+
+
+@functools.cache
+def megatron_options() -> MegatronOptions:
+    """Of the installed version of Megatron, with megarl's additions."""
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    if table[PACKAGE] != importlib.metadata.version(PACKAGE):
+        return options_of_parser()
+    rows = table["options"]
+    return MegatronOptions(
+        {option: dest for option, (dest, _, _) in rows.items()},
+        tuple(option for option, (_, is_accepted, _) in rows.items() if is_accepted),
+        frozenset(dest for dest, _, trains in rows.values() if trains),
+    )
+
+
+def options_of_parser() -> MegatronOptions:
+    """From Megatron's own parser."""
+    from megarl.mcore.config import megatron_flags, supported_flags
+
+    destinations = megatron_flags.destinations()
+    training = supported_flags.training().intersection(destinations.values())
+    return MegatronOptions(destinations, tuple(megatron_flags.accepted_options()), training)
+
+
+def options_table() -> str:
+    """The table of the installed version, an option a line."""
+    found = options_of_parser()
+    rows = [
+        f" {json.dumps(option)}: {json.dumps([dest, int(option in found.accepted), int(dest in found.training)])}"
+        for option, dest in found.destinations.items()
+    ]
+    head = json.dumps({PACKAGE: importlib.metadata.version(PACKAGE)})[:-1]
+    return head + ', "options": {\n' + ",\n".join(rows) + "\n}}\n"
+
 
 # Module of each program.
 MODULES = {name: f"train_{name}" for name in ("rl", "sft", "reward", "preference")}
@@ -177,7 +225,7 @@ def unknown_flag(flags: Iterable[str], program: str, option: str, name: str) -> 
     `flags`: megarl's own of the program; `name`: the option without a role's prefix.
     """
     own = [f"--{flag}" for flag in flags]
-    accepted = [*options().accepted, *own]
+    accepted = [*megatron_options().accepted, *own]
     if option.startswith("--judge-") and "--" + option.removeprefix("--judge-") in accepted:
         of_role = option.replace("--judge-", "--reward-", 1)
         return UsageError(f"{option}: unknown flag; the judge is the model of the role reward: {of_role}")

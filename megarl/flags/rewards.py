@@ -11,7 +11,7 @@ from megarl.flags.conditions import REWARD_MODEL, Broken, Condition, FlagContext
 from megarl.flags.fields import GENERATING, address, flag, fraction, not_negative, one_of, parses, positive
 from megarl.measurements import MAX_VALUE
 from megarl.rewards import expression
-from megarl.rewards.shaping import parse_cosine
+from megarl.rewards.composition import parse_cosine
 
 FORMAT = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from megarl.errors import UsageError
-from megarl.flags import teachers
+from megarl.flags.distillation import TEACHERS_FLAG
 
 if TYPE_CHECKING:
     from megarl.mcore.any_model.module_map import AnyModel
@@ -250,7 +250,7 @@ def read_hf_models(
         paths["rollout"] = paths["actor"]
     flags = {role: "--hf-model" if path == settings.hf_model else f"--{role}-hf-model" for role, path in paths.items()}
     if settings.teachers is not None:
-        flags["teacher"] = teachers.FLAG
+        flags["teacher"] = TEACHERS_FLAG
     if "reward" in paths and program != "reward" and settings.reward_hf_model:
         paths["reward"], flags["reward"] = settings.reward_hf_model, "--reward-hf-model"
     if settings.judge_hf_model:
@@ -282,7 +282,7 @@ def with_hf_defaults(role: str, own: dict, values: dict[str, object], hf_model: 
         values: the flags that the user gave, by name.
     """
     given = {"tokenizer-type", "tokenizer-model", f"{role}-tokenizer-type", f"{role}-tokenizer-model"}
-    prefixes = f"--{role}-", *{"reward": ("--judge-",), "teacher": (teachers.FLAG,)}.get(role, ())
+    prefixes = f"--{role}-", *{"reward": ("--judge-",), "teacher": (TEACHERS_FLAG,)}.get(role, ())
     has_own_folder = hf_model is not None and hf_model.folder.flag.startswith(prefixes)
     if has_own_folder:  # its tokenizer comes before that of the common flags
         given -= {"tokenizer-type", "tokenizer-model"}

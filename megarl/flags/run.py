@@ -1,8 +1,10 @@
-"""Flags of the run: ranks of roles, seeds, kernels, the run folder and its checkpoints, alarms and trackers."""
+"""Flags of the run: ranks of roles, seeds, kernels, the run folder and its checkpoints, alarms, trackers, debugging."""
 
 import dataclasses
+import re
+from collections.abc import Iterator
 
-from megarl.flags.conditions import SAVED, on
+from megarl.flags.conditions import SAVED, Broken, FlagContext, on
 from megarl.flags.fields import ALL, DATA, GENERATING, TRAINING, flag, not_negative, one_of, parses, positive
 from megarl.observe.alarms import DEFAULT_ALARMS, parse_alarms
 from megarl.observe.trackers import TRACKERS, has_remote, parse_names
@@ -10,11 +12,22 @@ from megarl.observe.trackers import TRACKERS, has_remote, parse_names
 KEEPS_LAST = on(lambda s: s.keep_last > 0, "needs --keep-last")
 EXPORTED = on(lambda s: s.export_hf, "needs --export-hf")
 TRACKED = on(lambda s: s.save is not None and has_remote(s.trackers), "needs --save and wandb or mlflow in --trackers")
+STEP_RANGE = re.compile(r"([1-9][0-9]{0,17})(?:-([1-9][0-9]{0,17}))?")
+PROFILE = on(lambda s: s.profile_steps is not None, "needs --profile-steps")
 _PLAIN = "printable text without / and :"
 
 
 def _is_plain(text: str) -> bool:
     return text.isprintable() and bool(text.strip()) and not set("/:") & set(text)
+
+
+def parse_step_range(text: str) -> range:
+    """`"3-5"` -> the steps 3, 4, 5; `"3"` -> step 3. ValueError for other text."""
+    match = STEP_RANGE.fullmatch(text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if last < first:
+        raise ValueError(f"{text!r} is no range of steps")
+    return range(first, last + 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,3 +106,31 @@ class Run:
     token_samples: int = not_negative(8, when=SAVED)
     """responses of each step whose tokens are recorded one by one in tokens/: text, log-probs, advantage, value; 0:
     none"""
+    # Debugging.
+    save_rollouts: bool = flag(False, needs=SAVED)
+    """write the responses of each step to rollouts/step_N in --save"""
+    load_rollouts: str | None = flag(None)
+    """run folder, or its rollouts folder, whose saved responses --debug-train-only trains on"""
+    debug_train_only: bool = flag(False)
+    """no engine and no generation: each step trains on its responses in --load-rollouts, with rewards computed again"""
+    debug_rollout_only: bool = flag(False)
+    """generate and score, without critic, reference, optimizer and updates"""
+    profile_steps: str | None = flag(
+        None, parses(parse_step_range), "a step or a range of steps, as 3-5", programs=TRAINING, needs=SAVED
+    )
+    """steps to profile, as '3' or '3-5': operators and phases of --profile-ranks go to profile/ in --save"""
+    profile_memory: bool = flag(False, programs=TRAINING, when=PROFILE)
+    """with --profile-steps also record the memory that operators allocate"""
+
+
+def rules(run: FlagContext) -> Iterator[Broken]:
+    """Rules of half a run."""
+    s = run.settings
+    if s.debug_train_only and s.load_rollouts is None:
+        yield "--debug-train-only", "needs --load-rollouts: without an engine the responses come from a folder"
+    if s.load_rollouts is not None and not s.debug_train_only:
+        yield "--load-rollouts", "needs --debug-train-only: other runs generate their responses"
+    if s.debug_rollout_only and s.debug_train_only:
+        yield "--debug-rollout-only", "not allowed with --debug-train-only: nothing would be left of a step"
+    if s.save_rollouts and s.debug_train_only:
+        yield "--save-rollouts", "not allowed with --debug-train-only: they are in --load-rollouts already"

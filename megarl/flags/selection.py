@@ -4,8 +4,8 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from megarl.flags.algorithm import is_corrected
 from megarl.flags.conditions import Broken, FlagContext, on
-from megarl.flags.correction import is_corrected
 from megarl.flags.fields import flag, not_negative, one_of, parses, positive
 
 MIN_WEIGHT = 0.01  # of a pool that is not left out, as a share of the largest

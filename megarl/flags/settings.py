@@ -1,25 +1,27 @@
-"""megarl's own flags, all topics together, and what follows from flags of several topics.
+"""megarl's own flags, all topics together: what follows from flags of several topics, and which flags go together.
 
 A field `kl_target` is the flag `--kl-target` and the key `kl-target` of a config file. Numbers in help texts are arXiv
-papers. A new flag is a field of its topic, with its conditions and the topic's `rules`.
+papers. A new flag is a field of its topic, with its conditions and the topic's `rules`. Files of a
+mixture may have groups of their own sizes (`samples-per-prompt`), for which the rules hold, too.
 """
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
+from fractions import Fraction
 
 from megarl.algorithms import ESTIMATORS
 from megarl.algorithms.estimators import NO_ADVANTAGE
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.errors import Rule
+from megarl.data.column_names import RL
+from megarl.data.mixture import TRAINING, MixtureEntry, is_mixture, read_mixture
+from megarl.errors import Rule, UsageError
 from megarl.flags import (
     algorithm,
-    correction,
     data,
-    debug,
     distillation,
     environment,
-    evaluation,
     generation_flags,
     learning,
     preferences,
@@ -28,22 +30,22 @@ from megarl.flags import (
     selection,
     serving,
 )
-from megarl.flags.conditions import FlagContext
+from megarl.flags.algorithm import is_corrected
+from megarl.flags.conditions import Condition, FlagContext
 from megarl.flags.distillation import LOSS, REWARD
 from megarl.rewards import expression
 
 # In the order of their rules: the first that is broken is the error.
 TOPICS = (
-    data, rewards, selection, algorithm, distillation, preferences, learning, generation_flags, correction, evaluation,
-    debug, serving, environment,
+    data, rewards, selection, algorithm, distillation, preferences, learning, generation_flags, run,
+    serving, environment,
 )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings(
     run.Run, data.Data, generation_flags.Generation, selection.Selection, rewards.Rewards, algorithm.Algorithm,
-    correction.Correction, learning.Learning, evaluation.Evaluation, environment.Environments,
-    distillation.Distillation, preferences.Preferences, serving.Serving, debug.Debug,
+    learning.Learning, environment.Environments, distillation.Distillation, preferences.Preferences, serving.Serving,
 ):  # fmt: skip
     """The values of megarl's own flags."""
 
@@ -121,3 +123,90 @@ def rules(run: FlagContext) -> Iterator[Rule]:
         needs, is_given = field.metadata["needs"], getattr(run.settings, field.name) != field.default
         if needs and is_given and needs.why_not(run) is not None:
             yield Rule("--" + field.name.replace("_", "-"), True, needs.reason)
+
+
+def without_effect(run: FlagContext, given: dict[str, Condition | None]) -> dict[str, str]:
+    """Given flags that have no effect in a run, with the reason. `given`: flag -> the condition under which it has one;
+    None: always."""
+    reasons = {flag: condition.why_not(run) for flag, condition in given.items() if condition is not None}
+    return {flag: reason for flag, reason in reasons.items() if reason is not None}
+
+
+def warning(idle: dict[str, str]) -> list[str]:
+    """One line that names the flags without effect, grouped by reason; none without any."""
+    if not idle:
+        return []
+    by_reason: dict[str, list[str]] = {}
+    for flag, why in idle.items():
+        by_reason.setdefault(why, []).append(flag)
+    return ["without effect: " + "; ".join(f"{', '.join(flags)} ({why})" for why, flags in by_reason.items())]
+
+
+def cautions(run: FlagContext) -> list[str]:
+    """Warnings about combinations that run, but seldom as the user expects."""
+    s, found = run.settings, []
+    if "parts" in run.estimator.needs and not s.part_weights:
+        found.append(
+            f"--advantage {s.advantage}: --reward {s.reward} has one part that counts, so that there are no "
+            "others to tell apart"
+        )
+    if (sizes := s.uneven_minibatches) is not None and not s.debug_rollout_only:
+        found.append(
+            f"--minibatch-size {s.minibatch_size}: the last mini-batch of a step has {sizes[0]} responses "
+            f"instead of {sizes[1]}, and is an update like the others"
+        )
+    if not s.generation_lag or is_corrected(run) or s.debug_rollout_only:
+        return found
+    return [
+        *found,
+        f"--generation-lag {s.generation_lag} without --rollout-correction: responses are up to {s.generation_lag} "
+        "updates old, and the loss takes them for the trained policy's",
+    ]
+
+
+def check_rules(run: FlagContext):
+    """UsageError for the first broken rule, then for a file of a mixture whose groups the run cannot have."""
+    for rule in rules(run):
+        raise UsageError(rule.problem(run.settings))
+    if run.program == "rl":
+        _check_sizes(run)
+
+
+def group_sizes(settings: Settings) -> set[int]:
+    """The sizes that groups of a step may have. UsageError for a mixture that cannot be read."""
+    return {entry.samples_per_prompt or settings.samples_per_prompt for entry in _entries(settings)}
+
+
+def expected_responses(settings: Settings) -> int:
+    """Responses of a step in which each file of a mixture has its share, rounded up. UsageError as of `group_sizes`."""
+    s, entries = settings, _entries(settings)
+    weights = sum(entry.weight for entry in entries)
+    responses = sum(entry.weight * (entry.samples_per_prompt or s.samples_per_prompt) for entry in entries)
+    return math.ceil(s.prompts_per_step * responses / weights)
+
+
+def _check_sizes(context: FlagContext):
+    """The rules hold as if all groups had the size of a file's."""
+    s, size = context.settings, context.settings.minibatch_size
+    for entry in _entries(s):
+        samples = entry.samples_per_prompt
+        if samples is None or samples == s.samples_per_prompt:
+            continue
+        where = f"{TRAINING} {s.prompts}: {entry.name}: samples-per-prompt {samples}"
+        own = dataclasses.replace(s, samples_per_prompt=samples, minibatch_size=None)
+        for rule in rules(context._replace(settings=own)):
+            is_of_size = rule.flag == "--samples-per-prompt"
+            raise UsageError(f"{where}: {rule.reason if is_of_size else rule.problem(own)}")
+        if size is not None and size % s.samples_per_prompt:
+            raise UsageError(
+                f"--minibatch-size {size}: {where} differs from --samples-per-prompt, so that mini-batches have whole "
+                f"groups, each counted as {s.samples_per_prompt}; allowed are multiples of {s.samples_per_prompt}"
+            )
+
+
+def _entries(settings: Settings) -> tuple[MixtureEntry, ...]:
+    """The entries of `--prompts`; without a mixture one that says nothing."""
+    path = settings.prompts
+    if path is not None and is_mixture(path):
+        return read_mixture(path, TRAINING, RL)
+    return (MixtureEntry("", path or "", Fraction(1)),)

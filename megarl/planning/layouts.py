@@ -2,47 +2,31 @@
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from megarl.errors import UsageError, flag_of
-from megarl.planning import hardware, step_time
-from megarl.planning.changes import FULL_RECOMPUTE, RECOMPUTE
-from megarl.planning.hardware import Cluster
+from megarl.planning import step_time, verdict
 from megarl.planning.memory import GIB
 from megarl.planning.question import Price, Question
+from megarl.planning.step_time import Cluster
+from megarl.planning.verdict import FULL_RECOMPUTE, RECOMPUTE
 
 SHOWN = 3
 MAX_PIPELINE, MAX_CONTEXT = 16, 8
 SIZES = tuple(f"{x}_parallel_size" for x in ("tensor_model", "pipeline_model", "context", "expert_model"))
 
 
-class Layout(NamedTuple):
-    """Flags of a layout, and what is estimated of it."""
+def best_layouts(question: Question, cluster: Cluster, memory: float) -> dict:
+    """Searches the layouts of all roles together, for `memory` GiB. A size above 1 that the question's flags set stays.
 
-    flags: tuple[str, ...]
-    bytes: int  # of its fullest rank
-    seconds: float  # of a step
-    expert_nodes: int = 1  # over which the all-to-all of its experts goes
-
-
-class Found(NamedTuple):
-    """The best layouts that fit into `available` bytes; the closest one if none fits; how many there were."""
-
-    best: list[Layout]
-    closest: Layout
-    available: int
-    legal: int
-    fitting: int
-
-
-def best_layouts(question: Question, cluster: Cluster, memory: float) -> Found:
-    """Searches the layouts of all roles together. A size above 1 that the question's flags set stays.
+    The result is plain data: the `best` layouts that fit into `available` bytes, the `closest` one, and how many are
+    `legal` and `fitting`. A layout has its `flags`, the `bytes` of its fullest rank, the estimated `seconds` of a step,
+    and `expert_nodes`, over which the all-to-all of its experts goes.
 
     Each is parsed and checked as a run; UsageError, the last reason, if it refuses all of them. Activations are
     recomputed only as far as a layout needs it; sequences are split (context parallelism) only if no layout fits
     without; the KV cache takes memory that is left.
     """
-    available, layouts = hardware.available(memory), []
+    available, layouts = verdict.available(memory), []
     refused: UsageError | None = None
     args = question.program().roles["actor"].megatron
     for context in _sizes(MAX_CONTEXT, args.context_parallel_size):
@@ -51,23 +35,24 @@ def best_layouts(question: Question, cluster: Cluster, memory: float) -> Found:
                 layouts.append(_price(question, cluster, flags, available, args.recompute_granularity))
             except UsageError as error:
                 refused = error
-        if any(layout.bytes <= available for layout in layouts):
+        if any(layout["bytes"] <= available for layout in layouts):
             break
     if not layouts:
         raise refused or UsageError("--best-layouts: no layout to search")
-    fitting = sorted((each for each in layouts if each.bytes <= available), key=lambda each: each.seconds)
-    closest = min(layouts, key=lambda each: each.bytes)
-    return Found(fitting[:SHOWN], closest, available, len(layouts), len(fitting))
+    fitting = sorted((each for each in layouts if each["bytes"] <= available), key=lambda each: each["seconds"])
+    closest, counts = min(layouts, key=lambda each: each["bytes"]), {"legal": len(layouts), "fitting": len(fitting)}
+    return {"available": available, **counts, "best": fitting[:SHOWN], "closest": closest}
 
 
-def _price(question: Question, cluster: Cluster, flags, available: int, given: str | None) -> Layout:
+def _price(question: Question, cluster: Cluster, flags, available: int, given: str | None) -> dict:
     """The layout with the least recomputation with which it fits, or the most; then with a larger cache."""
     more, price = least_recompute(question, flags, available, given)
     cache, price = _larger_cache(question, price, available)
-    nodes = hardware.expert_nodes(price.program.roles["actor"].megatron, cluster.ranks_per_node)
+    nodes = step_time.expert_nodes(price.program.roles["actor"].megatron, cluster.ranks_per_node)
     if (found := step_time.estimate(price, cluster)) is None:
         raise UsageError("--best-layouts: needs --bf16 or --fp16, for which the GPUs' speed is known")
-    return Layout((*flags, *more, *cache), price.fullest.bytes, found.total, nodes)
+    layout = {"flags": (*flags, *more, *cache), "bytes": price.fullest.bytes}
+    return layout | {"seconds": found["total"], "expert_nodes": nodes}
 
 
 def least_recompute(
@@ -126,28 +111,22 @@ def _layouts(question: Question, args, context: int, ranks_per_node: int) -> Ite
         yield (*words, "--use-distributed-optimizer")
 
 
-def text(found: Found, cluster: Cluster) -> str:
+def text(found: dict, cluster: Cluster) -> str:
     """The layouts as text, with flags to paste."""
-    gib = found.available / GIB
-    if not found.best:
-        over = (found.closest.bytes - found.available) / GIB
+    gib, closest = found["available"] / GIB, found["closest"]
+    if not found["best"]:
+        over = (closest["bytes"] - found["available"]) / GIB
         return (
-            f"None of {found.legal} layouts fits into {gib:.2f} GiB; the closest misses by {over:.2f} GiB:\n"
-            f"  {found.closest.bytes / GIB:.2f} GiB: {' '.join(found.closest.flags)}"
+            f"None of {found['legal']} layouts fits into {gib:.2f} GiB; the closest misses by {over:.2f} GiB:\n"
+            f"  {closest['bytes'] / GIB:.2f} GiB: {' '.join(closest['flags'])}"
         )
     lines = [
-        f"Best of {found.fitting} layouts that fit into {gib:.2f} GiB ({found.legal} are allowed), by an estimate of a "
-        "step's time that was never measured",
+        f"Best of {found['fitting']} layouts that fit into {gib:.2f} GiB ({found['legal']} are allowed), by an "
+        "estimate of a step's time that was never measured",
         f"({cluster.assumptions})",
     ]
-    for layout in found.best:
-        far = f" (all-to-all over {layout.expert_nodes} nodes)" if layout.expert_nodes > 1 else ""
-        size = f"{layout.bytes / GIB:.2f} GiB"
-        lines.append(f"  {layout.seconds:,.0f} s, fullest rank {size}{far}: {' '.join(layout.flags)}")
+    for layout in found["best"]:
+        far = f" (all-to-all over {layout['expert_nodes']} nodes)" if layout["expert_nodes"] > 1 else ""
+        size = f"{layout['bytes'] / GIB:.2f} GiB"
+        lines.append(f"  {layout['seconds']:,.0f} s, fullest rank {size}{far}: {' '.join(layout['flags'])}")
     return "\n".join(lines)
-
-
-def data(found: Found) -> dict:
-    """The layouts as plain data."""
-    layouts = {"best": [layout._asdict() for layout in found.best], "closest": found.closest._asdict()}
-    return {"available": found.available, "legal": found.legal, "fitting": found.fitting} | layouts

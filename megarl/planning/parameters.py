@@ -1,10 +1,12 @@
 """Which weights of the table (`mcore.model.weight_table`) each rank of a role holds, which of them are trained, and how
-many parameters a model has.
+many parameters a model has; and whether flags that name parameters name some of them.
 
 Low-rank factors are in the order in which megarl adds them (`mcore.lora`).
 """
 
+import difflib
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import compress
@@ -13,9 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from megarl.errors import UsageError, flag_of
+from megarl.mcore.config import optimizer_flags
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.config.model_flags import is_gated
-from megarl.mcore.config.optimizer_flags import frozen_patterns, is_frozen, layout_free
+from megarl.mcore.config.optimizer_flags import ATTRIBUTES, frozen_patterns, is_frozen, layout_free
 from megarl.mcore.lora.targets import LoRASettings
 from megarl.mcore.model.pipeline_layout import layer_kinds, stage_layers
 from megarl.mcore.model.projections import MAMBA_LINEARS, HeadLayout, linears_of
@@ -30,6 +34,7 @@ from megarl.mcore.model.weight_table import (
 )
 from megarl.mcore.recurrence.rule import layer_sizes
 
+NEAREST = 3  # names in the message about a pattern
 KEYS = 64  # of the latest namespaces
 CACHED = 8  # models: a plan asks for the weights of each of its roles several times
 # Prefixes of attributes on which weights do not depend, and which a search, or a rollout, has otherwise.
@@ -225,3 +230,63 @@ def _rows(rows: int, names: tuple[str, ...], args) -> list[int]:
         rows = heads.groups * sum(heads.heights) * heads.channels
     each = rows // sum(heads.heights)
     return [rows - 2 * each, each, each]
+
+
+# -- flags with patterns of parameter names (`mcore.config.optimizer_flags`), against the roles' models ---------------
+
+
+def check_patterns(config):
+    """UsageError for a pattern of a trained role without effect, and for a frozen role or pipeline stage.
+
+    `config`: a `RunConfig`.
+    """
+    for role in map(config.roles.__getitem__, config.trained):
+        _check(role.name, role.megatron, role.lora is not None, role.has_scalar_head)
+
+
+def _check(role: str, args, has_lora: bool, value_head: bool):
+    if has_lora and args.optimizer == optimizer_flags.MUON:
+        raise UsageError(
+            f"{role}: --optimizer {optimizer_flags.MUON}: not allowed with low-rank factors; allowed is adam or sgd"
+        )
+    given = [name for name in sorted(ATTRIBUTES) if getattr(args, name)]
+    for flag in map(flag_of, given if has_lora else ()):
+        raise UsageError(f"{role}: {flag}: not allowed with low-rank factors, beside which all weights are frozen")
+    if not given:
+        return
+    names = layout_free_names(args, value_head)
+    trained = [name for name in names if not is_frozen(args, name)]
+    for attribute in given:
+        texts = getattr(args, attribute)
+        for number, pattern in enumerate(found := optimizer_flags.patterns_of(args, attribute)):
+            flag = f"{role}: {flag_of(attribute)} {texts[number]}"
+            named = [name for name in names if optimizer_flags.matches(name, [pattern])]
+            if not named:
+                raise UsageError(f"{flag}: names no parameter of the {role}; nearest: {_nearest(pattern, names)}")
+            if attribute == optimizer_flags.FREEZE:
+                continue
+            if not {*named} & {*trained}:
+                raise UsageError(f"{flag}: names only parameters that are not trained")
+            if all(optimizer_flags.matches(name, found[number + 1 :]) for name in named):
+                raise UsageError(f"{flag}: has no effect: later patterns name all of its parameters")
+    if args.freeze:
+        _check_stages(role, args, value_head, trained)
+
+
+def _nearest(pattern: str, names: list[str]) -> str:
+    """The names most like a pattern, those of layers once, with a * for the number."""
+    kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+    text = re.sub(r"\.\d+\.", ".*.", pattern)
+    return ", ".join(difflib.get_close_matches(text, kinds, NEAREST, cutoff=0.0))
+
+
+def _check_stages(role: str, args, value_head: bool, trained: list[str]):
+    """UsageError for a chunk of the model without a trained parameter; `trained`: names of the whole model's."""
+    flag = f"{role}: --freeze {' '.join(args.freeze)}"
+    if not trained:
+        raise UsageError(f"{flag}: leaves nothing to train")
+    if args.model_folder is not None:  # one chunk
+        return
+    for stage, chunks in enumerate(stage_weights(args, 1, value_head)):
+        if not all(trained_and_frozen(weights, args, None, value_head)[0] for weights in chunks):
+            raise UsageError(f"{flag}: leaves nothing to train on pipeline stage {stage}; use fewer stages")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from megarl import arguments
 from megarl.flags import role_flags
 from megarl.mcore.parallel.process_groups import fake_world
-from megarl.planning import parameter_rules, summary
+from megarl.planning import parameters, summary
 
 
 class Price(NamedTuple):
@@ -38,7 +38,7 @@ class Question:
         with fake_world(self.world_size):
             program = arguments.parse([*self.flags, *more], self.world_size, ranks_per_node=self.ranks_per_node)
         role_flags.check_microbatches(program)
-        parameter_rules.check(program)
+        parameters.check_patterns(program)
         return program
 
     def price(self, more: tuple[str, ...] = ()) -> Price:

@@ -5,11 +5,10 @@ import functools
 
 from megarl.comm import load_balance
 from megarl.comm.early_responses import judges_early
-from megarl.flags.combinations import group_sizes
+from megarl.flags.settings import group_sizes
 from megarl.planning.traffic import StepSizes, step_sizes
 from megarl.rewards.chosen_verifiers import needs_whole_groups
-from megarl.rewards.judge.config import read_config
-from megarl.rewards.judge.questions import judgements_of_group
+from megarl.rewards.judge.config import judgements_of_group, read_config
 
 _read_config = functools.lru_cache(maxsize=1)(read_config)  # a search of layouts asks again and again
 

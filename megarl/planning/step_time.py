@@ -1,12 +1,14 @@
-"""Estimated time of a step: training by FLOPs, generation by bytes over memory bandwidth, traffic over links.
+"""GPUs by their data sheets, and the estimated time of a step on a cluster of them.
 
-Every response has its full length, nothing overlaps within a role; launches of kernels, copies of `--offload`, updates
-of `--optimizer-cpu-offload` and checkpoints are not counted. Nothing of it was measured. Symbols as in `parameters`; P
-parameters of a token's forward, T tokens, sequences of s tokens.
+Training by FLOPs, generation by bytes over memory bandwidth, traffic over links. Every response has its full length,
+nothing overlaps within a role; launches of kernels, copies of `--offload`, updates of `--optimizer-cpu-offload` and
+checkpoints are not counted. Nothing of it was measured. Symbols as in `parameters`; P parameters of a token's forward,
+T tokens, sequences of s tokens.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 import torch
 
@@ -14,30 +16,77 @@ from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.model.pipeline_layout import attention_layer_pattern, indexer_pattern, moe_layer_pattern
 from megarl.mcore.model.weight_table import Weight, padded_vocab_size
 from megarl.planning import reward_traffic, summary, traffic
-from megarl.planning.hardware import BANDWIDTH_SHARE, LATENCY, Cluster
 from megarl.planning.parameters import SCALAR_HEAD, of_stages, stage_weights, used_experts
 from megarl.planning.question import Price
 
+BANDWIDTH_SHARE = 0.8  # of a data sheet's bandwidth that transfers are assumed to reach
+MFU, NETWORK = 0.4, 50.0  # assumed: share of the peak FLOPs; GB/s of a GPU between nodes (400 Gbit/s)
+LATENCY = 20e-6  # assumed seconds of a collective of a decode step, whose few bytes take no time
+RANKS_PER_NODE = 8
+
+
+class GPU(NamedTuple):
+    """A data sheet: memory in GiB, dense 16-bit FLOPs per second, bytes per second of memory and of links one way."""
+
+    memory: float
+    flops: float
+    bandwidth: float
+    link: float
+
+
+# NVIDIA's data sheets of the SXM and HGX modules; FLOPs without sparsity, links at half of NVLink's total.
+GPUS = {
+    "a100": GPU(80, 312e12, 2.039e12, 300e9),
+    "h100": GPU(80, 989e12, 3.35e12, 450e9),
+    "h200": GPU(141, 989e12, 4.8e12, 450e9),
+    "b200": GPU(180, 2250e12, 8.0e12, 900e9),
+}
+
 
 @dataclass(frozen=True)
-class StepTime:
-    """Seconds of a step's phases. `ahead`: the next batch is generated while this one is trained on."""
+class Cluster:
+    """Nodes of equal GPUs. `mfu`: assumed share of the peak FLOPs; `network`: bytes/s of a GPU between nodes."""
 
-    generation: float
-    scoring: float
-    updates: float
-    weights: float
-    ahead: bool
+    name: str
+    gpu: GPU
+    mfu: float
+    network: float
+    ranks_per_node: int
+
+    def speed(self, ranks: int) -> float:
+        """Bytes per second that a rank sends in a group of so many consecutive ranks, or one that spans them."""
+        in_node = ranks <= self.ranks_per_node
+        return BANDWIDTH_SHARE * (self.gpu.link if in_node else self.network)
 
     @property
-    def total(self) -> float:
-        """Seconds of the step."""
-        training = self.scoring + self.updates
-        return (max(self.generation, training) if self.ahead else self.generation + training) + self.weights
+    def flops(self) -> float:
+        """FLOPs per second that a rank is assumed to reach."""
+        return self.mfu * self.gpu.flops
+
+    @property
+    def assumptions(self) -> str:
+        """What an estimate assumes, in one line."""
+        gpu = self.gpu
+        return (
+            f"{self.name}: {self.mfu:.0%} of {gpu.flops / 1e12:.0f} TFLOPS; {BANDWIDTH_SHARE:.0%} of "
+            f"{gpu.bandwidth / 1e12:.2f} TB/s memory, {gpu.link / 1e9:.0f} GB/s in nodes of {self.ranks_per_node}, "
+            f"{self.network / 1e9:.0f} GB/s between"
+        )
 
 
-def estimate(price: Price, cluster: Cluster) -> StepTime | None:
-    """The time of a step; None for models of 32 bits, whose products are not those of the data sheets."""
+def expert_nodes(args, ranks_per_node: int) -> int:
+    """Nodes over which the all-to-all of a role's experts goes, whose groups are consecutive ranks; 1 without one."""
+    sizes = parallel_sizes(args)
+    return -(-sizes.expert * sizes.expert_tensor // ranks_per_node) if sizes.expert > 1 else 1
+
+
+def estimate(price: Price, cluster: Cluster) -> dict | None:
+    """The time of a step as plain data, in seconds; None for models of 32 bits, whose products are not those of the
+    data sheets.
+
+    `generation`, `scoring`, `updates`, `weights` to the rollout, and their `total`; `ahead`: the next batch is
+    generated while this one is trained on; `assumptions` in one line.
+    """
     program, step = price.program, traffic.step_sizes(price.program.settings)
     if any(role.megatron.params_dtype == torch.float32 for role in program.roles.values() if role.has_model):
         return None
@@ -47,32 +96,30 @@ def estimate(price: Price, cluster: Cluster) -> StepTime | None:
             phases["generation"][name] = _generation(program, plan, step, cluster)
         elif plan.parameters is not None and name != "rollout":
             phases["scoring"][name], phases["updates"][name] = _passes(program, plan, step, cluster)
-    seconds = {
-        phase: max(sum(of_role.get(role, 0.0) for role in each.roles) for each in price.rank_sets)
-        for phase, of_role in phases.items()
-    }
+    generation, scoring, updates = (
+        max(sum(of_role.get(role, 0.0) for role in each.roles) for each in price.rank_sets)
+        for of_role in phases.values()
+    )
     rollout = price.roles["rollout"]
     sent = traffic.weights_to_rollout(program.roles, rollout.vocab_size) / len(rollout.ranks)
-    weights = sent / cluster.speed(len(rollout.ranks))
-    return StepTime(**seconds, weights=weights, ahead=program.settings.generation_lag > 0)
+    weights, ahead = sent / cluster.speed(len(rollout.ranks)), program.settings.generation_lag > 0
+    training = scoring + updates
+    total = (max(generation, training) if ahead else generation + training) + weights
+    seconds = {"generation": generation, "scoring": scoring, "updates": updates, "weights": weights}
+    return seconds | {"ahead": ahead, "total": total, "assumptions": cluster.assumptions}
 
 
-def text(found: StepTime | None, cluster: Cluster) -> str:
+def text(found: dict | None) -> str:
     """The estimate as text, with what it assumes."""
     if found is None:
         return "No estimate of a step's time: a model of 32 bits does not run at the speed of the data sheets"
-    phases = f"generation {found.generation:,.1f}, scoring {found.scoring:,.1f}, updates {found.updates:,.1f}"
+    phases = ", ".join(f"{phase} {found[phase]:,.1f}" for phase in ("generation", "scoring", "updates"))
     return (
         "Estimate of a step's time, never measured, all responses at full length\n"
-        f"({cluster.assumptions})\n"
-        f"{found.total:,.1f} s: {phases}, weights to the rollout {found.weights:,.1f}"
-        + (" (generation of the next batch meanwhile)" if found.ahead else "")
+        f"({found['assumptions']})\n"
+        f"{found['total']:,.1f} s: {phases}, weights to the rollout {found['weights']:,.1f}"
+        + (" (generation of the next batch meanwhile)" if found["ahead"] else "")
     )
-
-
-def data(found: StepTime, cluster: Cluster) -> dict:
-    """The estimate as plain data, in seconds."""
-    return asdict(found) | {"total": found.total, "assumptions": cluster.assumptions}
 
 
 def forward_flops(args, plan: summary.RolePlan, tokens: float, length: float) -> float:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.batch import ACTOR, FIELDS, GENERATED, ON_ROLLOUT, READERS, REWARD, fields_sent
 from megarl.comm.exchange import HEADER, PARTS, STATES
-from megarl.flags.combinations import expected_responses
-from megarl.flags.correction import RECOMPUTE
+from megarl.flags.algorithm import RECOMPUTE
+from megarl.flags.settings import expected_responses
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.lora.targets import LoRASettings
 from megarl.mcore.model.pipeline_layout import (

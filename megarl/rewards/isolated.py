@@ -7,7 +7,7 @@ import importlib
 from dataclasses import asdict, replace
 from types import ModuleType
 
-from megarl.confine import children, warm_process
+from megarl.confine import warm_process
 from megarl.measurements import parts_of, value_of
 from megarl.rewards.base import Sample, Score, ScoringError, reference_sample
 
@@ -43,7 +43,7 @@ class Isolated:
 
 
 class Scorer:
-    """The `children.Answers` of the warm process: scores with the functions of a verifier's module."""
+    """The `warm_process.Answers` of the warm process: scores with the functions of a verifier's module."""
 
     max_result = 1 << 22
 
@@ -72,7 +72,7 @@ class Scorer:
             raise ValueError("outside 0 to 1")
         return {"score": asdict(score)}
 
-    def answer(self, request: dict, within: children.Children) -> dict:
+    def answer(self, request: dict, within: warm_process.Children) -> dict:
         """{"score": fields of a Score}, or {"problem": why the verifier has failed}; of a preparation the latter."""
         if request["sample"] is None:
             self._module.prepare(request["metadata"])
@@ -89,11 +89,11 @@ class Scorer:
         wrong = replace(self._module.WRONG, extracted=None, timed_out="late" in result)
         return {"score": asdict(wrong)}
 
-    def _result(self, sample: Sample, seconds: float, within: children.Children, inherits: int | None) -> dict:
+    def _result(self, sample: Sample, seconds: float, within: warm_process.Children, inherits: int | None) -> dict:
         if inherits is None:
             return within.in_own_child(asdict(sample), seconds)
         return within.in_shared_child(asdict(sample), seconds, inherits)
 
 
 if __name__ == "__main__":
-    children.main(lambda name: Scorer(importlib.import_module(_MODULES[name])))
+    warm_process.main(lambda name: Scorer(importlib.import_module(_MODULES[name])))

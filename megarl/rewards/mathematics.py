@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
-from megarl.rewards import guard, math_response
+from megarl.rewards import guard, math_text
 from megarl.rewards.base import BuiltIn, Sample, Score, ScoringError
 from megarl.rewards.isolated import Isolated
 from megarl.rewards.math_text import spelled, text_key, unmarked
@@ -79,7 +79,7 @@ def score_inside(sample: Sample) -> Score:
 
 def read_reference(text: str) -> ReadAnswer:
     """The answer that a line of a data set gives: all of it, or its last box, or what follows GSM8K's `####`."""
-    box = math_response.boxed(text)
+    box = math_text.boxed(text)
     return read_answer(text.rpartition("####")[2] if box is None else box)
 
 
@@ -133,13 +133,13 @@ def load_mathematics(prompts: PromptSet, seconds: float):
 
 def _answers(response: str, reference: ReadAnswer) -> list[ReadAnswer]:
     """The response's answer in a list, empty if it has none. A text is one only if it equals the reference."""
-    box = math_response.boxed(response)
+    box = math_text.boxed(response)
     if box is not None:
         return [read_answer(box)]
     found = [
         read_answer(text)
-        for number, text in enumerate(math_response.written(response))
-        if number or reference.text == text_key(unmarked(spelled(text))) or not math_response.WORD.search(_bare(text))
+        for number, text in enumerate(math_text.written(response))
+        if number or reference.text == text_key(unmarked(spelled(text))) or not math_text.WORD.search(_bare(text))
     ]
     return next(([answer] for answer in found if answer.value or answer.text == reference.text), [])
 

@@ -23,7 +23,7 @@ from megarl.batch import Batch
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
-from megarl.flags.correction import INTERPOLATE, RECOMPUTE
+from megarl.flags.algorithm import INTERPOLATE, RECOMPUTE
 from megarl.groups import PromptGroups
 from megarl.mcore.model.forward_pass import SquaredScores, TaughtScores, TokenScores
 from megarl.observe.alarms import update_check

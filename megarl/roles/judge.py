@@ -18,9 +18,8 @@ from megarl.mcore.inference.engine import RolloutEngine
 from megarl.observe import activity
 from megarl.observe.timers import Timers
 from megarl.rewards import guard
-from megarl.rewards.judge.config import JudgeConfig
+from megarl.rewards.judge.config import JudgeConfig, order_agreement
 from megarl.rewards.judge.judge_prompts import JudgePrompts
-from megarl.rewards.judge.questions import order_agreement
 from megarl.roles.frozen_model import FrozenModel
 from megarl.roles.judge_requests import (
     ArrivingResponses,

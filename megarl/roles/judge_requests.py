@@ -14,9 +14,8 @@ from megarl.errors import UsageError
 from megarl.groups import PromptGroups
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe.timers import Timers
-from megarl.rewards.judge.config import JudgeConfig
+from megarl.rewards.judge.config import JudgeConfig, JudgeQuestion, questions_of
 from megarl.rewards.judge.judge_prompts import JudgePrompts
-from megarl.rewards.judge.questions import JudgeQuestion, questions_of
 
 STREAMS = 0x6A75646765  # added to the seed, so that no judgement has the random numbers of a response
 POLL_STEPS = 4  # engine steps between two looks for responses, and for requests if a replica has several ranks

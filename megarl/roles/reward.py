@@ -20,9 +20,8 @@ from megarl.errors import warn
 from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
 from megarl.rewards.base import Sample, Score, failure
-from megarl.rewards.composition import compose, fail_unscored
+from megarl.rewards.composition import SHAPING, Shaped, compose, fail_unscored
 from megarl.rewards.expression import ADAPTIVE, ENVIRONMENT, INFALLIBLE, JUDGE, MODEL, Term
-from megarl.rewards.shaping import SHAPING, Shaped
 from megarl.rewards.verifiers import VerifierSet
 from megarl.roles.judge import Judge, JudgedResponse
 from megarl.roles.judge_requests import ArrivingResponses

@@ -12,8 +12,8 @@ from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.prompts import PromptSet
 from megarl.rewards.base import Score
+from megarl.rewards.composition import parse_cosine, shaping_scores
 from megarl.rewards.expression import Term, expressions_of
-from megarl.rewards.shaping import parse_cosine, shaping_scores
 
 
 class RewardExpression(NamedTuple):

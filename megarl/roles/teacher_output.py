@@ -11,7 +11,7 @@ from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ACTOR
-from megarl.flags.teachers import TeacherModels
+from megarl.flags.distillation import TeacherModels
 from megarl.mcore.kernels.head_divergence import TeacherHead
 from megarl.mcore.model.forward_pass import TeacherRows
 from megarl.mcore.model.gpt import ModelChunks

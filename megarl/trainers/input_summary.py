@@ -11,7 +11,7 @@ from megarl.data.images.book import Images
 from megarl.data.images.ids import row_of
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
-from megarl.flags.combinations import expected_responses, group_sizes
+from megarl.flags.settings import expected_responses, group_sizes
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.observe.files import step_name
 from megarl.observe.terminal import printable

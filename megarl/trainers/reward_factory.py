@@ -11,7 +11,7 @@ from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
-from megarl.flags.combinations import group_sizes
+from megarl.flags.settings import group_sizes
 from megarl.observe.timers import Timers
 from megarl.rewards.chosen_verifiers import build_verifiers, check_prompts, prompts_of_terms
 from megarl.rewards.expression import JUDGE, MODEL

@@ -24,7 +24,7 @@ from megarl.data.tokenizers import Tokenizer, build_tokenizer
 from megarl.errors import CHECKS_FIRST, UsageError, warn_as_first
 from megarl.faults import heartbeat, run_lock
 from megarl.flags import role_flags
-from megarl.flags.debug import parse_step_range
+from megarl.flags.run import parse_step_range
 from megarl.mcore import device, kernel_choice
 from megarl.mcore.config import kernel_rules, optimizer_flags, recurrent_rules
 from megarl.mcore.kernels import native
@@ -32,7 +32,7 @@ from megarl.mcore.weights.hf.folder import HFFolder
 from megarl.observe.profiler import StepProfiler
 from megarl.observe.timers import Timers
 from megarl.observe.trackers import check_installed
-from megarl.planning import parameter_rules
+from megarl.planning.parameters import check_patterns
 from megarl.trainers.exports import check_exports
 from megarl.trainers.prompt_inputs import print_notes
 
@@ -44,7 +44,7 @@ def check_training_flags(config: arguments.RunConfig, sequences: int = 1):
     s = config.settings
     check_required({"--prompts": s.prompts})
     role_flags.check_microbatches(config, sequences)
-    parameter_rules.check(config)
+    check_patterns(config)
     if s.eval_interval and not s.evaluates:
         raise UsageError(f"--eval-interval {s.eval_interval}: needs --eval-prompts")
     if s.save_interval and not s.save:

@@ -10,8 +10,7 @@ from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer, build_tokenizer
 from megarl.errors import UsageError, flag_of
-from megarl.flags.distillation import GIVEN
-from megarl.flags.teachers import DEFAULT, FLAG
+from megarl.flags.distillation import DEFAULT_TEACHER, GIVEN, TEACHERS_FLAG
 from megarl.mcore.config.supported_flags import ARCHITECTURE
 from megarl.trainers.setup import check_vocabulary
 
@@ -32,7 +31,7 @@ def find_teachers(config: RunConfig, encoder: Encoder) -> list[PretrainedWeights
         _check_vocabularies(config, role, encoder)
     tokens = encoder.tokenizer.vocab_size
     return [
-        checkpoint_weights(role.run_folder, FLAG, role, role.model_vocab_size(tokens))
+        checkpoint_weights(role.run_folder, TEACHERS_FLAG, role, role.model_vocab_size(tokens))
         if role.run_folder
         else folder_weights(role)
         for role in config.teachers.models
@@ -46,7 +45,7 @@ def _check_vocabularies(config: RunConfig, teacher: RoleSettings, encoder: Encod
     check_vocabulary(teacher, wanted)
     _check_tokens(encoder.tokenizer, teacher)
     if known < wanted:
-        source = "the teacher" if teacher.run_folder is None else f"{FLAG} {teacher.run_folder}"
+        source = "the teacher" if teacher.run_folder is None else f"{TEACHERS_FLAG} {teacher.run_folder}"
         raise UsageError(f"{source}: has {known} tokens, the policy's model {wanted}; give one with as many")
 
 
@@ -115,7 +114,7 @@ def teachers_of_lines(prompts: PromptSet, config: RunConfig, encoder: Encoder) -
     """
     names = config.teachers.names
     if not names:
-        return prompts.note_unread("teacher", FLAG), None
+        return prompts.note_unread("teacher", TEACHERS_FLAG), None
 
     def numbers() -> dict[str, np.ndarray]:
         return {"numbers": np.array([_number(prompts, line, names) for line in range(len(prompts))], np.int64)}
@@ -123,17 +122,19 @@ def teachers_of_lines(prompts: PromptSet, config: RunConfig, encoder: Encoder) -
     found = prompts.on_node(numbers, "teachers", encoder, names)["numbers"]
     counts = np.bincount(found, minlength=len(names))
     idle = [name for name, count in zip(names, counts, strict=True) if not count]
-    noted = prompts.noted(f"no line has the teacher {', '.join(idle)} of {FLAG}") if idle else prompts
+    noted = prompts.noted(f"no line has the teacher {', '.join(idle)} of {TEACHERS_FLAG}") if idle else prompts
     return noted, torch.from_numpy(np.array(found))  # a copy: the array may be a file's
 
 
 def _number(prompts: PromptSet, line: int, names: tuple[str, ...]) -> int:
     name = prompts[line].teacher
-    if name is None and DEFAULT not in names:
+    if name is None and DEFAULT_TEACHER not in names:
         raise UsageError(
-            f"{prompts.where(line)}: teacher is missing, and {FLAG} has none called {DEFAULT}; allowed: "
-            f"{', '.join(names)}"
+            f"{prompts.where(line)}: teacher is missing, and {TEACHERS_FLAG} has none called {DEFAULT_TEACHER}; "
+            f"allowed: {', '.join(names)}"
         )
     if name is not None and name not in names:
-        raise UsageError(f"{prompts.where(line)}: teacher {name!r} is not in {FLAG}; allowed: {', '.join(names)}")
-    return names.index(DEFAULT if name is None else name)
+        raise UsageError(
+            f"{prompts.where(line)}: teacher {name!r} is not in {TEACHERS_FLAG}; allowed: {', '.join(names)}"
+        )
+    return names.index(DEFAULT_TEACHER if name is None else name)

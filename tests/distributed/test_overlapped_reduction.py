@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megarl.arguments import parse
-from megarl.flags import config_files
+from megarl.flags.command_line import config_tokens, read_config_files
 from tests.helpers.models.gradient_accumulation import accumulate, wrapped_model
 from tests.helpers.models.tiny_models import SHAPES
 from tests.helpers.tiers import by_default
@@ -36,8 +36,8 @@ def test_overlap_is_on_if_ranks_reduce_gradients(ranks, flags, expected):
 def test_config_files_turn_overlap_off_and_on(value, expected, tmp_path):
     for name, text in (("first", "overlap-grad-reduce: false"), ("second", f"overlap-grad-reduce: {value}")):
         (tmp_path / name).write_text(text)
-    values = config_files.read([str(tmp_path / "first"), str(tmp_path / "second")])
-    tokens = config_files.tokens(values, {}, lambda key: False)
+    values = read_config_files([str(tmp_path / "first"), str(tmp_path / "second")])
+    tokens = config_tokens(values, {}, lambda key: False)
     assert parse([*SHAPES["llama"].split(), *tokens], 2).roles["actor"].megatron.overlap_grad_reduce is expected
 
 

@@ -1,14 +1,14 @@
 """Combinations of flags: parsed, or refused by the rule that is tried."""
 
 import ast
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from megarl.arguments import RunConfig, parse
-from megarl.flags import combinations
+from megarl.flags import settings
 from megarl.flags.settings import TOPICS
 from tests.helpers.models.tiny_models import SHAPES
 from tests.helpers.texts.refusals import refusal
@@ -26,14 +26,12 @@ def refused(flags: str | list[str], program: str = "rl", size: int = 4) -> str:
     return refusal(parsed, flags, program, size)
 
 
-def check_refused(flags: str, start: str, program: str = "rl"):
-    """These flags are refused by a line that starts so."""
-    assert refused(flags, program).startswith(start)
+def check_rules(topics: list[ModuleType], cases: dict[str, tuple[str, ...]], others: int = 0):
+    """Every rule of these topics, and `others` of no topic, is the one that stops a case: those before it do not.
 
-
-def check_rules(topics: list[ModuleType], cases: Iterable[tuple[str, ...]], others: int = 0):
-    """Every rule of these topics, and `others` of no topic, is the one that stops a case: those before it do not."""
-    stopped, rules = set(), combinations.rules
+    `cases`: name -> flags, how the line starts that refuses them, perhaps the program.
+    """
+    stopped, rules = set(), settings.rules
 
     def recorded(run):
         place = next(filter(None, (_stopped(topic.rules(run)) for topic in TOPICS)), None)
@@ -41,11 +39,12 @@ def check_rules(topics: list[ModuleType], cases: Iterable[tuple[str, ...]], othe
         return rules(run)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(combinations, "rules", recorded)
-        for flags, _, *program in cases:
-            refused(flags, *program)
+        patch.setattr(settings, "rules", recorded)
+        for name, (flags, start, *program) in cases.items():
+            line = refused(flags, *program)
+            assert line.startswith(start), (name, line)
     nodes = (node for topic in topics for node in ast.walk(ast.parse(Path(str(topic.__file__)).read_text())))
-    assert len(stopped) == sum(isinstance(node, ast.Yield) for node in nodes) + others == len(list(cases))
+    assert len(stopped) == sum(isinstance(node, ast.Yield) for node in nodes) + others == len(cases)
 
 
 def _stopped(rules: Generator) -> tuple[str, int] | None:

@@ -14,7 +14,7 @@ import yaml
 
 from megarl import arguments
 from megarl.environments import ENVIRONMENTS
-from megarl.planning.changes import FULL_RECOMPUTE, SELECTIVE_RECOMPUTE
+from megarl.planning.verdict import FULL_RECOMPUTE, SELECTIVE_RECOMPUTE
 from tests.helpers.launch_scripts import launch
 from tests.helpers.programs import RL_RECIPES, ROOT, metrics
 from tests.helpers.tiers import long

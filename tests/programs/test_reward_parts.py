@@ -1,4 +1,4 @@
-"""GDPO in whole runs: the parts of the reward reach the advantages, with any roles, filters and penalties."""
+"""GDPO in whole runs: the parts of the reward reach the advantages; and rewards of whole groups in evaluations."""
 
 import json
 import statistics
@@ -6,8 +6,10 @@ import statistics
 import pytest
 
 from megarl import arguments
+from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.programs import rl_argv, samples, train
 from tests.helpers.tiers import by_default
+from tests.laws.plug_ins import check_scored
 
 SAMPLES = 4
 PARTS = "tests.helpers.programs:graded_reward", "tests.helpers.programs:digit_reward"
@@ -58,3 +60,12 @@ def test_a_reward_of_one_part_is_said():
     argv = rl_argv("none", "--advantage gdpo --kl-coefficient 0 --reward exact-match+0*length")
     (warning,) = arguments.parse(argv, 1).warnings
     assert warning.startswith("--advantage gdpo: --reward exact-match+0*length has one part that counts")
+
+
+def test_the_samples_of_a_held_out_prompt_are_a_group(tmp_path):
+    flags = "--reward tests.laws.plug_ins:novelty --eval-responses 3 --eval-temperature 1 --eval-samples 5"
+    found = []
+    for size in (1, 2):
+        run_evaluate(evaluate_argv(tmp_path / str(size), flags), size)
+        found.append((tmp_path / str(size) / "samples.jsonl").read_bytes())
+    assert found[0] == found[1] and check_scored([json.loads(line) for line in found[0].splitlines()], 3) < 5

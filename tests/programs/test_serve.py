@@ -1,4 +1,4 @@
-"""The generation server: the bits of the generator in this process, whoever asks, in whatever layout."""
+"""The generation server: the bits of the generator in this process, whoever asks, in whatever layout; and images."""
 
 import base64
 import functools
@@ -7,11 +7,14 @@ import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import openai
 import pytest
 import torch
+from PIL import Image
 
 from megarl.algorithms.token_sampling import SamplingSettings
+from megarl.data.images.decoding import decode
 from megarl.mcore.inference.generation import GenerationRequest
 from megarl.serving.sampling import stream_key
 from tests.helpers.evaluation import evaluate_argv
@@ -34,8 +37,10 @@ from tests.helpers.server.servers import (
     served,
     small_argv,
 )
+from tests.helpers.texts.picture_prompts import encoded
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import SAFETY_SECONDS, run_world
+from tools import make_number_pictures as numbers
 
 LAYOUTS = {"one rank": (1, ""), "two replicas": (2, ""), "TP 2": (2, "--tensor-model-parallel-size 2")}
 
@@ -226,3 +231,53 @@ def test_a_client_says_what_is_wrong_with_its_server(tmp_path):
         ServerClient(f"http://127.0.0.1:{port}", seconds=5).generate(requests()[:1])
     argv = evaluate_argv(None, "--rollout-server http://x")
     assert "has the weights; leave it out" in error_line(launch(tmp_path, argv, "evaluate"))
+
+
+def greedy_of_transformers(rank: int, folder, pictures: list[bytes]) -> list[str]:
+    """Its greedy answers about images after the prompt that the template writes."""
+    return [_answer(folder, data) for data in pictures]
+
+
+def _answer(folder, data: bytes) -> str:
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    settings = {name: value for name, value in numbers.PROCESSOR.items() if name != "image_processor_type"}
+    found = decode(data)
+    picture = Image.frombytes("RGB", found[:2], found.rgb)
+    inputs = transformers.Qwen2VLImageProcessorPil(**settings)(images=[picture], return_tensors="pt")
+    place = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "number?"}]}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    rows = int(inputs["image_grid_thw"].prod()) // 4
+    ids = torch.tensor([tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * rows))["input_ids"]])
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
+    with torch.no_grad():
+        answer = model.generate(
+            input_ids=ids, mm_token_type_ids=(ids == place).long(), max_new_tokens=6, do_sample=False, **inputs
+        )
+    return tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.long
+def test_answers_are_those_of_transformers(tmp_path):
+    folder, random = tmp_path / "model", np.random.default_rng(0)
+    numbers.write_model(folder, 1)
+    pictures = [encoded(Image.fromarray(numbers.draw(number, 30, random))) for number in ("07", "58", "93")]
+    argv = ["--hf-model", str(folder), "--max-prompt-length", "64", "--max-response-length", "8", "--port", "0"]
+
+    def ask(server, url: str):
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "number?"}]
+        body = {"messages": [{"role": "user", "content": parts}], "temperature": 0, "max_tokens": 6, "ignore_eos": True}
+        return server.post("/v1/chat/completions", body)
+
+    with served(argv) as server:
+        answers = []
+        for data in (*pictures, pictures[0]):
+            answer = ask(server, "data:image/png;base64," + base64.b64encode(data).decode()).json()
+            assert answer["usage"]["prompt_tokens"] == 19  # 8 of them of the image
+            answers.append(answer["choices"][0]["message"]["content"])
+        refused = ask(server, "http://127.0.0.1/x.png")
+    assert refused.status == 400 and "nothing is downloaded" in refused.json()["error"]["message"]
+    assert answers == run_world(greedy_of_transformers, 1, folder, [*pictures, pictures[0]])[0]
+    assert len(set(answers)) > 1  # it looks at them

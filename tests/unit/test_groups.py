@@ -9,7 +9,7 @@ from megarl.arguments import Settings
 from megarl.comm import load_balance
 from megarl.comm import microbatches as mb
 from megarl.comm.load_balance import positions_by_group, with_whole_groups
-from megarl.flags.combinations import expected_responses, group_sizes
+from megarl.flags.settings import expected_responses, group_sizes
 from megarl.groups import PromptGroups
 from megarl.planning import traffic
 from megarl.rollout.batcher import BatchHeader

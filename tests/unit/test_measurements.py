@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from megarl.confine import children
+from megarl.confine import warm_process
 from megarl.environments.agents.agent import observation_of
 from megarl.environments.journal import _entry_of
 from megarl.environments.protocol import Observation, checked
@@ -69,7 +69,7 @@ def as_json(parts, value) -> dict:
 
 def of_child(fields: dict) -> str:
     line = json.dumps({"score": {"correct": False, "extracted": None, **fields}}).encode()
-    return children.result_of(line, 1.0, "its result is none", Scorer).get("problem", "")
+    return warm_process.result_of(line, 1.0, "its result is none", Scorer).get("problem", "")
 
 
 def of_journal(fields: dict) -> str:

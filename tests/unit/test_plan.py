@@ -15,7 +15,7 @@ from megarl.errors import UsageError
 from megarl.mcore.model.weight_table import padded_vocab_size
 from megarl.mcore.parallel.process_groups import fake_world
 from megarl.planning import summary
-from megarl.planning.changes import FULL_RECOMPUTE
+from megarl.planning.verdict import FULL_RECOMPUTE
 from tests.helpers.envs import judges
 from tests.helpers.models.tiny_models import LENGTHS, SHAPES
 

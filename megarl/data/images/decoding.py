@@ -10,7 +10,7 @@ import io
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
-from megarl.confine import children, warm_process
+from megarl.confine import warm_process
 from megarl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _turned_size(image: "Image.Image") -> tuple[int, int]:
 
 
 class Decoder:
-    """The `children.Answers` of the warm process."""
+    """The `warm_process.Answers` of the warm process."""
 
     max_result = 4 * MAX_PIXELS + 4096  # base64 of RGB
 
@@ -151,7 +151,7 @@ class Decoder:
             raise ValueError("other pixels than it says")
         return {"rgb": str(result["rgb"]), "size": [width, height]}
 
-    def answer(self, request: dict, within: children.Children) -> dict:
+    def answer(self, request: dict, within: warm_process.Children) -> dict:
         """{"rgb"} of the size that the caller knows, or {"problem": why there is none}."""
         found = within.in_own_child(request, _SECONDS)
         if found.get("size", request["size"]) != request["size"]:
@@ -160,4 +160,4 @@ class Decoder:
 
 
 if __name__ == "__main__":
-    children.main(lambda name: Decoder())
+    warm_process.main(lambda name: Decoder())

@@ -1,6 +1,9 @@
-"""The file of `--judge-config`: the messages that a judge reads, how it answers, and how its number is read."""
+"""The file of `--judge-config`: the messages that a judge reads, how it answers, and how its number is read; and which
+responses it reads together: one, the two of a pair in both orders, or a group in several orders.
+"""
 
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from typing import Any, NamedTuple
 
 from megarl.data.places import names_in
@@ -61,14 +64,11 @@ class JudgeConfig(NamedTuple):
         return tuple(dict.fromkeys(name for message in self.messages for name in names_in(message["content"])))
 
 
-class _Key(NamedTuple):
-    is_valid: Callable[[Any], bool]
-    allowed: str
-    default: Any = None
+_Key = tuple[Callable[[Any], bool], str, Any]  # whether a value is valid, what is allowed, the default
 
 
 def _whole(what: str, low: int, high: int, default: int | None) -> _Key:
-    return _Key(lambda value: is_whole(value, low, high), f"a whole number{what}", default)
+    return lambda value: is_whole(value, low, high), f"a whole number{what}", default
 
 
 def _is_range(value: Any) -> bool:
@@ -77,18 +77,22 @@ def _is_range(value: Any) -> bool:
 
 
 def _one_of(names: Sequence[str]) -> _Key:
-    return _Key(lambda value: value in names, " or ".join(names), names[0])
+    return lambda value: value in names, " or ".join(names), names[0]
 
 
 _REQUIRED = ("messages", "number", "range")
-_KEYS = {
+_KEYS: dict[str, _Key] = {
     "mode": _one_of(list(PLACES)),
     "pairs": _one_of(PAIRS),
-    "messages": _Key(lambda value: isinstance(value, list) and bool(value), "a list of messages"),
-    "number": _Key(lambda value: True, ""),  # see `numbers_rule`
-    "range": _Key(_is_range, f"the lowest and the highest number, as [1, 10], within -{MAX_VALUE:g} and {MAX_VALUE:g}"),
-    "correct-from": _Key(is_plain_number, "a number", None),
-    "temperature": _Key(lambda value: is_plain_number(value) and value >= 0, "a number of 0 or more", 0),
+    "messages": (lambda value: isinstance(value, list) and bool(value), "a list of messages", None),
+    "number": (lambda value: True, "", None),  # see `numbers_rule`
+    "range": (
+        _is_range,
+        f"the lowest and the highest number, as [1, 10], within -{MAX_VALUE:g} and {MAX_VALUE:g}",
+        None,
+    ),
+    "correct-from": (is_plain_number, "a number", None),
+    "temperature": (lambda value: is_plain_number(value) and value >= 0, "a number of 0 or more", 0),
     "max-tokens": _whole(" above 0", 1, 2**31, 256),
     "response-tokens": _whole(" above 0", 1, 2**31, None),
     "samples": _whole(f", 1 to {MAX_TRIES}", 1, MAX_TRIES, 1),
@@ -103,14 +107,15 @@ def read_config(path: str) -> JudgeConfig:
     for key, value in content.items():
         if key not in _KEYS:
             raise UsageError(f"{where}: {key}: unknown; allowed: {', '.join(_KEYS)}")
-        if not _KEYS[key].is_valid(value):
-            raise UsageError(f"{where}: {key} {value!r}: allowed is {_KEYS[key].allowed}")
+        is_valid, allowed, _ = _KEYS[key]
+        if not is_valid(value):
+            raise UsageError(f"{where}: {key} {value!r}: allowed is {allowed}")
     for key in _REQUIRED:
         if key not in content:
             raise UsageError(f"{where}: {key} is missing: it has no default")
     if "pairs" in content and content.get("mode") != "pair":
         raise UsageError(f"{where}: pairs {content['pairs']}: needs mode: pair")
-    values = {key: content.get(key, known.default) for key, known in _KEYS.items()}
+    values = {key: content.get(key, default) for key, (_, _, default) in _KEYS.items()}
     low, high = map(float, values["range"])
     mode, correct_from = values["mode"], values["correct-from"]
     if correct_from is None:
@@ -148,7 +153,7 @@ def _check(config: JudgeConfig):
             )
     # Each sample of a group shows the responses in another order.
     for name in ("retries",) if config.mode == "group" else ("samples", "retries"):
-        if getattr(config, name) > _KEYS[name].default and config.temperature == 0:
+        if getattr(config, name) > _KEYS[name][2] and config.temperature == 0:
             raise UsageError(
                 f"{config.where}: {name} {getattr(config, name)}: needs a temperature above 0: greedy judgements of "
                 "a response are all equal"
@@ -159,3 +164,67 @@ def _check(config: JudgeConfig):
         raise UsageError(
             f"{config.where}: correct-from {config.correct_from:g}: allowed is {kind}, {low:g} to {high:g}"
         )
+
+
+class JudgeQuestion(NamedTuple):
+    """One thing to judge. `members`: positions of its responses, in the order in which the judge reads them.
+
+    `stream`: the same number for the same question in every layout; `sample`: which of its judgements.
+    """
+
+    members: tuple[int, ...]
+    stream: int
+    sample: int
+
+
+def questions_of(
+    config: JudgeConfig, sequence_ids: Sequence[int], groups: Sequence[Sequence[int]]
+) -> list[JudgeQuestion]:
+    """The questions about a replica's responses. `sequence_ids`: ascending numbers of the responses in the step.
+    `groups`: positions of the responses to each prompt, in order; read where responses are judged together.
+    """
+    samples = range(config.samples)
+    if config.mode == "group":
+        return [JudgeQuestion(_rotated(group, n), sequence_ids[group[0]], n) for group in groups for n in samples]
+    if config.mode == "single":
+        return [JudgeQuestion((i,), number, n) for i, number in enumerate(sequence_ids) for n in samples]
+    pairs = [pair for group in groups for pair in _pairs(group, config.pairs)]
+    ordered = [order for one, other in pairs for order in ((one, other), (other, one))]
+    streams = [sequence_ids[one] << 21 | sequence_ids[other] for one, other in ordered]
+    return [JudgeQuestion(order, stream, n) for order, stream in zip(ordered, streams, strict=True) for n in samples]
+
+
+def judgements_of_group(config: JudgeConfig, size: int) -> int:
+    """The most judgements of a group of so many responses, with all retries."""
+    return len(questions_of(config, range(size), [range(size)])) * (1 + config.retries)
+
+
+def _pairs(group: Sequence[int], pairs: str) -> list[tuple[int, int]]:
+    return list(combinations(group, 2)) if pairs == "all" else [(group[0], other) for other in group[1:]]
+
+
+def _rotated(group: Sequence[int], count: int) -> tuple[int, ...]:
+    """The group from another member on, so that no response is always the first."""
+    start = count % len(group)
+    return (*group[start:], *group[:start])
+
+
+def order_agreement(questions: Sequence[JudgeQuestion], numbers: Sequence[Sequence[float] | None]) -> tuple[int, int]:
+    """(pairs that have the same winner, or none, in both orders; pairs with numbers in both), samples apart. `numbers`:
+    those of the members of each question; None: it has none.
+    """
+    shares = {
+        (*question.members, question.sample): found[0]
+        for question, found in zip(questions, numbers, strict=True)
+        if found is not None
+    }
+    both = [
+        (share, 1 - shares[other, one, sample])
+        for (one, other, sample), share in shares.items()
+        if one < other and (other, one, sample) in shares
+    ]
+    return sum(_winner(one) == _winner(other) for one, other in both), len(both)
+
+
+def _winner(share: float) -> int:
+    return (share > 0.5) - (share < 0.5)

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megarl.planning.hardware import GPUS, LATENCY, MFU, NETWORK, RANKS_PER_NODE, Cluster
+from megarl.planning.step_time import GPUS, LATENCY, MFU, NETWORK, RANKS_PER_NODE, Cluster
 from tests.cuda_walk.cost.work import Work
 
 

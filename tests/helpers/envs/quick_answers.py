@@ -1,10 +1,10 @@
 """Answers at once, in place of a verifier: `python -m tests.helpers.envs.quick_answers FD DOOR NAME`."""
 
-from megarl.confine import children
+from megarl.confine import warm_process
 
 
 class Lengths:
-    """The `children.Answers`: how long a text is."""
+    """The `warm_process.Answers`: how long a text is."""
 
     max_result = 1 << 16
 
@@ -17,9 +17,9 @@ class Lengths:
     def checked(self, result: dict) -> dict:
         return result
 
-    def answer(self, request: dict, within: children.Children) -> dict:
+    def answer(self, request: dict, within: warm_process.Children) -> dict:
         return within.in_own_child(request, 60.0)
 
 
 if __name__ == "__main__":
-    children.main(lambda name: Lengths())
+    warm_process.main(lambda name: Lengths())

@@ -4,7 +4,7 @@ import dataclasses
 
 from megarl.algorithms.estimators import AdvantageOptions
 from megarl.algorithms.preference_losses import PreferenceOptions
-from megarl.flags import algorithm, conditions, data, preferences, rewards, run, settings
+from megarl.flags import algorithm, conditions, data, preferences, rewards, settings
 from megarl.flags.conditions import Condition
 from megarl.flags.settings import Settings
 from megarl.rewards import expression
@@ -151,7 +151,7 @@ OUTSIDE = {
 
 def named_conditions() -> dict[Condition, str]:
     """The conditions of all fields and roles, by what the source calls them."""
-    modules = (conditions, data, run, *settings.TOPICS)
+    modules = (conditions, data, *settings.TOPICS)
     found = {value: name for module in modules for name, value in vars(module).items() if isinstance(value, Condition)}
     for kind, make, options in (
         ("estimator", algorithm.of_estimator, [option.name for option in dataclasses.fields(AdvantageOptions)]),

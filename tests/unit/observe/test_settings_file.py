@@ -12,7 +12,7 @@ import torch
 import yaml
 
 import megarl
-from megarl.extras import report_settings
+from megarl.extras.report import settings_table
 from megarl.observe import settings_file
 from megarl.observe.settings_file import environment, processor, write_settings
 
@@ -30,7 +30,7 @@ def test_a_file_has_the_flags_of_the_first_role_and_what_differs_from_them():
     assert short == {"actor": flags["actor"], "critic": {"lr": 2}}
     roles = {name: {"ranks": "0-1", "megatron": of_role} for name, of_role in reversed(short.items())}
     assert settings_file.whole(_settings(roles=roles)) == _settings()
-    assert report_settings.table(_settings(roles=roles), _settings()) == report_settings.table(_settings(), _settings())
+    assert settings_table(_settings(roles=roles), _settings()) == settings_table(_settings(), _settings())
     for damaged in ({}, {"roles": {}}, {"roles": 3}, {"roles": {"actor": 3}}, {"roles": {"actor": {"megatron": []}}}):
         assert settings_file.whole(damaged) == damaged
 

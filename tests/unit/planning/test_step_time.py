@@ -1,10 +1,12 @@
 """Estimated times of a step against values by hand, on a GPU with round numbers."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from megarl.planning import hardware, step_time
-from megarl.planning.hardware import BANDWIDTH_SHARE, LATENCY
+from megarl.planning import step_time
 from megarl.planning.question import Question
+from megarl.planning.step_time import BANDWIDTH_SHARE, GPU, LATENCY, Cluster
 from tests.helpers.models.tiny_models import LENGTHS, SHAPES
 
 FLOPS = 5e11  # half of the sheet's
@@ -23,9 +25,9 @@ def price_of(flags: str, ranks: int = 1):
     return Question(f"{GRPO} {flags}".split(), ranks, None, vocab_size=20).price()
 
 
-def cluster_of(bandwidth: float = 1e11, ranks_per_node: int = 8, link: float = 1e9) -> hardware.Cluster:
+def cluster_of(bandwidth: float = 1e11, ranks_per_node: int = 8, link: float = 1e9) -> step_time.Cluster:
     """GPUs of so many bytes per second of memory and of links."""
-    return hardware.Cluster("test", hardware.GPU(80, 2 * FLOPS, bandwidth, link), 0.5, 1e7, ranks_per_node)
+    return step_time.Cluster("test", step_time.GPU(80, 2 * FLOPS, bandwidth, link), 0.5, 1e7, ranks_per_node)
 
 
 def estimate(flags: str = "", ranks: int = 1, **of_cluster):
@@ -51,19 +53,19 @@ def forward(tokens: float, length: float) -> float:
 def test_a_step_on_one_rank():
     """Four sequences of 24 + 24 tokens; one update, which needs no forward for old log-probs."""
     found, all_tokens = estimate(), forward(4 * 48, 48)
-    assert found.scoring == pytest.approx(all_tokens)  # the reference
-    assert found.updates == pytest.approx(3 * all_tokens)
+    assert found["scoring"] == pytest.approx(all_tokens)  # the reference
+    assert found["updates"] == pytest.approx(3 * all_tokens)
     read = (2 * WEIGHTS + 4 * 36 * TOKEN_CACHE) / (BANDWIDTH_SHARE * 1e11)
-    assert found.generation == pytest.approx(24 * read + forward(2 * 24, 24))
-    assert found.total == found.generation + found.scoring + found.updates and found.weights == 0
+    assert found["generation"] == pytest.approx(24 * read + forward(2 * 24, 24))
+    assert found["total"] == found["generation"] + found["scoring"] + found["updates"] and found["weights"] == 0
     again = estimate("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
-    assert again.updates == pytest.approx(4 * all_tokens) and again.scoring == found.scoring
+    assert again["updates"] == pytest.approx(4 * all_tokens) and again["scoring"] == found["scoring"]
 
 
 def test_a_pipeline_idles_for_a_stage_in_all_micro_batches():
     flags = "--pipeline-model-parallel-size 2 --max-tokens-per-microbatch 48"
     found = estimate(flags, 2, link=1e20)
-    assert found.updates == pytest.approx(3 * forward(4 * 48, 48) / 2 * (1 + 1 / 4))
+    assert found["updates"] == pytest.approx(3 * forward(4 * 48, 48) / 2 * (1 + 1 / 4))
 
 
 def test_decoding_computes_or_reads_whichever_takes_longer():
@@ -75,7 +77,7 @@ def test_a_small_cache_takes_more_rounds():
     """A cache of two sequences reads the weights for each two."""
     small = estimate(f"--rollout-buffer-gb {3 * 64 * TOKEN_CACHE / 2**30}")
     read = (2 * WEIGHTS + 2 * 36 * TOKEN_CACHE) / (BANDWIDTH_SHARE * 1e11)
-    assert small.generation == pytest.approx(2 * 24 * read + forward(2 * 24, 24))
+    assert small["generation"] == pytest.approx(2 * 24 * read + forward(2 * 24, 24))
 
 
 def test_collectives_of_a_decode_step_have_a_latency():
@@ -99,18 +101,41 @@ def test_experts_that_no_token_is_routed_to_are_not_read():
 def test_groups_that_leave_a_node_use_the_network():
     inside, across = (estimate("--tensor-model-parallel-size 2", 2, ranks_per_node=size) for size in (2, 1))
     compute = 3 * forward(4 * 48, 48) / 2
-    assert across.updates - compute == pytest.approx(100 * (inside.updates - compute)) and inside.updates > compute
+    assert (
+        across["updates"] - compute == pytest.approx(100 * (inside["updates"] - compute))
+        and inside["updates"] > compute
+    )
 
 
 def test_a_rollout_of_its_own_receives_weights_and_may_work_ahead():
     flags = "--role-map actor=0;reward=1;reference=1;rollout=1 --generation-lag 1 --rollout-correction tis"
     found = estimate(flags.replace("role-map ", "role-map="), 2)
-    assert found.weights == pytest.approx(2 * WEIGHTS / (BANDWIDTH_SHARE * 1e9))
-    assert found.ahead
-    assert found.total == pytest.approx(max(found.generation, found.scoring + found.updates) + found.weights)
+    assert found["weights"] == pytest.approx(2 * WEIGHTS / (BANDWIDTH_SHARE * 1e9))
+    assert found["ahead"]
+    assert found["total"] == pytest.approx(
+        max(found["generation"], found["scoring"] + found["updates"]) + found["weights"]
+    )
 
 
 def test_models_of_32_bits_have_no_estimate():
     price = Question(GRPO.replace("--bf16", "").split(), 1, None, vocab_size=20).price()
     assert step_time.estimate(price, cluster_of()) is None
-    assert "32 bits" in step_time.text(None, cluster_of())
+    assert "32 bits" in step_time.text(None)
+
+
+CLUSTER = Cluster("test", GPU(80, 1e15, 2e12, 4e11), 0.5, 5e10, 8)
+
+
+def test_links_between_nodes_are_slower_than_in_them():
+    assert CLUSTER.speed(8) == BANDWIDTH_SHARE * 4e11 and CLUSTER.speed(9) == BANDWIDTH_SHARE * 5e10
+    assert CLUSTER.flops == 5e14 and "50% of 1000 TFLOPS" in CLUSTER.assumptions
+
+
+def test_experts_spread_over_as_many_nodes_as_their_ranks_need():
+    sizes = dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"), 1)
+
+    def nodes(expert: int, tensor: int) -> int:
+        args = SimpleNamespace(**sizes, expert_model_parallel_size=expert, expert_tensor_parallel_size=tensor)
+        return step_time.expert_nodes(args, 8)
+
+    assert [nodes(1, 4), nodes(8, 1), nodes(8, 2), nodes(12, 1)] == [1, 1, 2, 2]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.data.prompts import load_prompts
-from megarl.flags.teachers import TeacherModels
+from megarl.flags.distillation import TeacherModels
 from megarl.mcore.config.supported_flags import ARCHITECTURE
 from megarl.trainers.teacher_inputs import check_same_model, teachers_of_lines
 from tests.helpers.programs import write_lines
