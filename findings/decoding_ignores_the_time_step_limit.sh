@@ -41,7 +41,8 @@ def gap(kind, use_cache=True, **settings):
 
 
 for kind, (sizes, limited, unlimited) in TYPES.items():
-    off, free, uncached = gap(kind, **sizes, **limited), gap(kind, **sizes, **unlimited), gap(kind, False, **sizes, **limited)
+    off, free = gap(kind, **sizes, **limited), gap(kind, **sizes, **unlimited)
+    uncached = gap(kind, False, **sizes, **limited)
     print(f"{kind}: limited off by {off:.4f}; unlimited {free:.4f}; limited without a cache {uncached:.4f}")
     assert off > 0.01 and free < 1e-4 and uncached < 1e-4
 PYTHON
