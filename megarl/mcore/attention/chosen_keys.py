@@ -18,13 +18,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from megarl.mcore.attention.cache_attention import CacheReads
 from megarl.mcore.attention.native_attention import LatentDecodes
 from megarl.mcore.attention.segments import SegmentBatch
-from megarl.mcore.kernels import native
+from megarl.mcore.kernels import native, with_gradient
 from megarl.mcore.kernels.batch_invariance import VECTOR
 
 QUERIES = 512  # whose heads, and whose lists, are in memory together
@@ -189,32 +188,29 @@ def choose(queries: IndexQueries, keys: Tensor, segments: list[LongSegment], cou
 # -- attention over the chosen keys --------------------------------------------------------------------------------
 
 
-class _ChosenAttention(torch.autograd.Function):
+def _chosen_attention_gradient(ctx, grad):
+    query, latents, out, sums = ctx.saved_tensors
+    key, value, grad = latents.unsqueeze(1), latents[:, None, : out.shape[2]], grad.contiguous()
+    grads = [torch.zeros(x.shape, dtype=x.dtype) for x in (query, key, value)]
+    for fields in _single_queries(ctx.choice):
+        native.ops.segment_attention_backward(
+            grad, query, key, value, *fields, out, sums, ctx.scale, None, None, *grads
+        )
+    of_latents = grads[1].squeeze(1)
+    of_latents[:, : out.shape[2]] += grads[2].squeeze(1)
+    return grads[0], of_latents, None, None, None
+
+
+@with_gradient(_chosen_attention_gradient)
+def _chosen_attention(ctx, query, latents, width: int, choice: Choice, scale: float):
     """query [n, A, W], latents [T', W] of which the first `width` numbers are values -> [n, A, width]."""
-
-    @staticmethod
-    def forward(ctx, query, latents, width: int, choice: Choice, scale: float):
-        out, sums = query.new_empty(*query.shape[:2], width), query.new_empty(query.shape[:2])
-        key, value = latents.unsqueeze(1), latents[:, None, :width]
-        for fields in _single_queries(choice):
-            native.ops.segment_attention(query, key, value, *fields, scale, None, None, None, out, sums)
-        ctx.save_for_backward(query, latents, out, sums)
-        ctx.choice, ctx.scale = choice, scale
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        query, latents, out, sums = ctx.saved_tensors
-        key, value, grad = latents.unsqueeze(1), latents[:, None, : out.shape[2]], grad.contiguous()
-        grads = [torch.zeros(x.shape, dtype=x.dtype) for x in (query, key, value)]
-        for fields in _single_queries(ctx.choice):
-            native.ops.segment_attention_backward(
-                grad, query, key, value, *fields, out, sums, ctx.scale, None, None, *grads
-            )
-        of_latents = grads[1].squeeze(1)
-        of_latents[:, : out.shape[2]] += grads[2].squeeze(1)
-        return grads[0], of_latents, None, None, None
+    out, sums = query.new_empty(*query.shape[:2], width), query.new_empty(query.shape[:2])
+    key, value = latents.unsqueeze(1), latents[:, None, :width]
+    for fields in _single_queries(choice):
+        native.ops.segment_attention(query, key, value, *fields, scale, None, None, None, out, sums)
+    ctx.save_for_backward(query, latents, out, sums)
+    ctx.choice, ctx.scale = choice, scale
+    return out
 
 
 def _single_queries(choice: Choice) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -230,6 +226,6 @@ def chosen_attention(query: Tensor, latents: Tensor, width: int, choice: Choice,
     """Attention of queries [n, A, L + r] to the latents [T', L + r] that each chose, of which the first `width` numbers
     are values -> [n, A, width]."""
     if not query.shape[-1] % VECTOR and not width % VECTOR:
-        return _ChosenAttention.apply(query, latents, width, choice, scale)
+        return _chosen_attention(query, latents, width, choice, scale)
     whole, padded = -(-width // VECTOR) * VECTOR, (0, -query.shape[-1] % VECTOR)  # zeros at the end change no bit
-    return _ChosenAttention.apply(pad(query, padded), pad(latents, padded), whole, choice, scale)[..., :width]
+    return _chosen_attention(pad(query, padded), pad(latents, padded), whole, choice, scale)[..., :width]

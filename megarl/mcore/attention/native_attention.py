@@ -13,13 +13,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from megarl.mcore.attention.backends import sdpa
 from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads, StepRequests, softmax_scale
 from megarl.mcore.attention.segments import SegmentBatch, SegmentPlan
-from megarl.mcore.kernels import native
+from megarl.mcore.kernels import native, with_gradient
 from megarl.mcore.kernels.batch_invariance import VECTOR
 
 
@@ -32,36 +31,33 @@ def supports(config) -> bool:
 plan_attention = sdpa.plan_attention
 
 
-class _PackedAttention(torch.autograd.Function):
+def _packed_attention_gradient(ctx, grad):
+    query, key, value, sinks, out, sums = ctx.saved_tensors
+    grad, total = grad.contiguous(), None
+    for batch in reversed(ctx.batches):
+        grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
+        native.ops.segment_attention_backward(
+            grad, query, key, value, batch.queries, batch.keys, batch.last_keys, batch.real_queries, out, sums,
+            ctx.scale, batch.window, ctx.softcap, grads[0], grads[1], grads[2],
+        )  # fmt: skip
+        total = grads if total is None else [x.add_(y) for x, y in zip(total, grads, strict=True)]
+    of_sinks = None
+    if sinks is not None:  # −share · ∂y·y, with the share of the softmax that a sink takes
+        of_sinks = -((sinks - sums).exp() * (grad * out).sum(-1)).sum(0)
+    return *total, of_sinks, None, None, None
+
+
+@with_gradient(_packed_attention_gradient)
+def _packed_attention(ctx, query, key, value, sinks, batches, scale, softcap):
     """query [T, H, D], key [T', G, D], value [T', G, V] and sinks [H] or None -> [T, H, V]; each query is a real one of
     one segment batch."""
-
-    @staticmethod
-    def forward(ctx, query, key, value, sinks, batches, scale, softcap):
-        out = query.new_empty(*query.shape[:2], value.shape[2])
-        sums = query.new_empty(query.shape[:2])
-        for batch in batches:
-            attend(query, key, value, batch, (scale, softcap, sinks), out, sums)
-        ctx.save_for_backward(query, key, value, sinks, out, sums)
-        ctx.batches, ctx.scale, ctx.softcap = batches, scale, softcap
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        query, key, value, sinks, out, sums = ctx.saved_tensors
-        grad, total = grad.contiguous(), None
-        for batch in reversed(ctx.batches):
-            grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
-            native.ops.segment_attention_backward(
-                grad, query, key, value, batch.queries, batch.keys, batch.last_keys, batch.real_queries, out, sums,
-                ctx.scale, batch.window, ctx.softcap, grads[0], grads[1], grads[2],
-            )  # fmt: skip
-            total = grads if total is None else [x.add_(y) for x, y in zip(total, grads, strict=True)]
-        of_sinks = None
-        if sinks is not None:  # −share · ∂y·y, with the share of the softmax that a sink takes
-            of_sinks = -((sinks - sums).exp() * (grad * out).sum(-1)).sum(0)
-        return *total, of_sinks, None, None, None
+    out = query.new_empty(*query.shape[:2], value.shape[2])
+    sums = query.new_empty(query.shape[:2])
+    for batch in batches:
+        attend(query, key, value, batch, (scale, softcap, sinks), out, sums)
+    ctx.save_for_backward(query, key, value, sinks, out, sums)
+    ctx.batches, ctx.scale, ctx.softcap = batches, scale, softcap
+    return out
 
 
 def attend(query, key, value, segments: SegmentBatch, score: tuple, out: Tensor, sums: Tensor | None = None):
@@ -83,7 +79,7 @@ def packed_attention(
     if query.shape[-1] % VECTOR or value.shape[-1] % VECTOR:  # zeros at the end of a chain of sums change no bit
         q, k, v = (pad(x, (0, -x.shape[-1] % VECTOR)) for x in (query, key, value))
         return packed_attention(q, k, v, segments, scale, softcap, sinks)[..., : value.shape[-1]]
-    return _PackedAttention.apply(query, key, value, sinks, segments.batches, scale, softcap)
+    return _packed_attention(query, key, value, sinks, segments.batches, scale, softcap)
 
 
 class NativeDecodes(NamedTuple):

@@ -6,29 +6,22 @@ Shapes: T tokens, H heads with D channels, r of them rotated. Cosines and sines 
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megarl.mcore.kernels import native
-
-
-class _RotatedHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, query, key, cosines, sines):
-        ctx.save_for_backward(cosines, sines)
-        return tuple(_rotated_heads(query, key, cosines, sines, False))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, query_grad, key_grad):
-        return *_rotated_heads(query_grad, key_grad, *ctx.saved_tensors, True), None, None
+from megarl.mcore.kernels import native, with_gradient
 
 
-def rotated_heads(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
+def _rotated_heads_gradient(ctx, query_grad, key_grad):
+    return *_rotated_heads(query_grad, key_grad, *ctx.saved_tensors, True), None, None
+
+
+@with_gradient(_rotated_heads_gradient)
+def rotated_heads(ctx, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, ...]:
     """Queries [T, H, D] and keys [T, G, D] rotated, in memory of their own; differentiable once.
 
     `cosines`, `sines`: [T, 1, r].
     """
-    return _RotatedHeads.apply(query, key, cosines, sines)
+    ctx.save_for_backward(cosines, sines)
+    return tuple(_rotated_heads(query, key, cosines, sines, False))
 
 
 def _rotated_heads(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, is_backward: bool) -> list[Tensor]:

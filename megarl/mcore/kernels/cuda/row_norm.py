@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megarl.mcore.kernels import with_gradient
 from megarl.mcore.kernels.cuda import operator
 
 MAX_TILE = 2048  # columns that a program reads at a time
@@ -71,31 +71,28 @@ def norm_rows(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, has_me
     return [out, mean, scale]
 
 
-class _RowNorm(torch.autograd.Function):
+def _row_norm_gradient(ctx, grad):
+    """With n = (x − mean) · r and g = grad · weight: ∂x = r · (g − n · mean(g · n) [− mean(g)])."""
+    x, weight, mean, scale = ctx.saved_tensors
+    grad, normed = grad.float(), (x - mean) * scale
+    scaled = grad * weight
+    grad_x = scaled - normed * (scaled * normed).mean(-1, keepdim=True)
+    if ctx.has_mean:
+        grad_x -= scaled.mean(-1, keepdim=True)
+    grad_bias = grad.sum(0) if ctx.has_bias else None
+    return grad_x.mul_(scale).to(x.dtype), (grad * normed).sum(0), grad_bias, None, None
+
+
+@with_gradient(_row_norm_gradient)
+def _row_norm(ctx, x, weight, bias, eps, has_mean):
     """x [n, H] -> (x − mean) · r · weight + bias with r = (mean of squares + ε)^−½ (1910.07467 eq. 4, 1607.06450)."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps, has_mean):
-        out, mean, scale = norm_rows(x, weight, bias, eps, has_mean)
-        ctx.save_for_backward(x, weight, mean, scale)
-        ctx.has_mean, ctx.has_bias = has_mean, bias is not None
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        """With n = (x − mean) · r and g = grad · weight: ∂x = r · (g − n · mean(g · n) [− mean(g)])."""
-        x, weight, mean, scale = ctx.saved_tensors
-        grad, normed = grad.float(), (x - mean) * scale
-        scaled = grad * weight
-        grad_x = scaled - normed * (scaled * normed).mean(-1, keepdim=True)
-        if ctx.has_mean:
-            grad_x -= scaled.mean(-1, keepdim=True)
-        grad_bias = grad.sum(0) if ctx.has_bias else None
-        return grad_x.mul_(scale).to(x.dtype), (grad * normed).sum(0), grad_bias, None, None
+    out, mean, scale = norm_rows(x, weight, bias, eps, has_mean)
+    ctx.save_for_backward(x, weight, mean, scale)
+    ctx.has_mean, ctx.has_bias = has_mean, bias is not None
+    return out
 
 
 def row_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """LayerNorm of […, H] with a bias, RMSNorm without one; weight and bias [H] in fp32. Differentiable once."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    return _RowNorm.apply(rows, weight, bias, eps, bias is not None).view(x.shape)
+    return _row_norm(rows, weight, bias, eps, bias is not None).view(x.shape)
