@@ -132,16 +132,13 @@ def _compared(hidden, weight, states, teacher: TeacherHead, targets, options, in
     return DistillScores(*(score[:total] for score in scores))
 
 
-class TaughtRows(NamedTuple):
-    """The tokens that a teacher teaches."""
-
-    rows: Tensor | None  # [m] int64, their places among the targets; None: all, in order
-    states: Tensor  # [m, H_T] its hidden states of them, after its final norm
-    teacher: TeacherHead
+# The m tokens that a teacher teaches: their places [m] int64 among the targets, None: all, in order; its hidden states
+# [m, H_T] of them, after its final norm; and its head.
+Taught = tuple[Tensor | None, Tensor, TeacherHead]
 
 
 def head_divergence(
-    hidden: Tensor, weight: Tensor, taught: Sequence[TaughtRows], targets: Tensor, options: HeadOptions, indices=None
+    hidden: Tensor, weight: Tensor, taught: Sequence[Taught], targets: Tensor, options: HeadOptions, indices=None
 ) -> DistillScores:
     """Compares the student's next-token distributions with the teachers', differentiable once in `hidden` and `weight`.
 
@@ -157,15 +154,16 @@ def head_divergence(
         ValueError: as many states as targets are needed, and as many rows of the teacher's weight as of the student's.
     """
     hidden = linear.to_all_ranks(hidden, options.group, options.sequence_parallel)
-    if taught[0].rows is None:
-        return _compared(hidden, weight, taught[0].states, taught[0].teacher, targets, options, indices)
+    rows, states, teacher = taught[0]
+    if rows is None:
+        return _compared(hidden, weight, states, teacher, targets, options, indices)
     hidden = hidden if indices is None else hidden.index_select(0, indices)
-    places = torch.cat([each.rows for each in taught if each.rows is not None])
+    places = torch.cat([rows for rows, *_ in taught if rows is not None])
     if len(places) != len(hidden):
         raise ValueError(f"{len(hidden)} hidden states, but teachers for {len(places)}")
     scores = [
         _compared(hidden.index_select(0, rows), weight, states, teacher, targets[rows], options)
-        for rows, states, teacher in [each for each in taught if len(each.states)] or taught[:1]
+        for rows, states, teacher in [each for each in taught if len(each[1])] or taught[:1]
     ]
     order = places.argsort()
     fields = range(len(DistillScores._fields))

@@ -19,8 +19,8 @@ def scores_of(rank, flags, shape):
     model, args, place = build(flags, shape)
     tokens, lengths = ragged_tokens(LENGTHS)
     with inference_mode(model):
-        packed = token_scores(model, tokens, lengths, TEMPERATURE, VOCAB)
-        alone = [token_scores(model, part, torch.tensor([len(part)]), TEMPERATURE, VOCAB)
+        packed = token_scores(model, tokens, lengths, TEMPERATURE, VOCAB)[:2]
+        alone = [token_scores(model, part, torch.tensor([len(part)]), TEMPERATURE, VOCAB)[:2]
                  for part in tokens.split(LENGTHS)]  # fmt: skip
     assert model.training
     alone = [torch.cat(column) for column in zip(*alone, strict=True)]
