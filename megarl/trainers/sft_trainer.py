@@ -104,17 +104,13 @@ class SFTTrainer(SupervisedTrainer):
                 return token_mean(values, microbatch.response_mask, tokens)
 
             value = negative_logprob = mean(-scores.logprobs)
-            if scores.distillation is None:
+            compared = scores.distillation
+            if compared is None:
                 return value, (value.detach().double().view(1),)
-            value = s.distill_coefficient * mean(scores.distillation.divergence)
+            value = s.distill_coefficient * mean(compared.divergence)
             if s.distill_sft_coefficient:
                 value = value + s.distill_sft_coefficient * negative_logprob
-            measured = (
-                value,
-                negative_logprob,
-                *map(mean, scores.distillation),
-                *self._by_teacher(scores.distillation, microbatch),
-            )
+            measured = value, negative_logprob, *map(mean, compared), *self._by_teacher(compared, microbatch)
             return value, (torch.stack([each.detach().double() for each in measured]),)
 
         return loss

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megarl.mcore.attention.backends import sdpa
-from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads, StepRequests, softmax_scale
+from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads, Latents, StepRequests, softmax_scale
 from megarl.mcore.attention.segments import SegmentBatch, SegmentPlan
 from megarl.mcore.kernels import native, with_gradient
 from megarl.mcore.kernels.batch_invariance import VECTOR
@@ -29,6 +29,7 @@ def supports(config) -> bool:
 
 
 plan_attention = sdpa.plan_attention
+takes_narrow_values = True  # of a cache of latents: values may have other channels than keys
 
 
 def _packed_attention_gradient(ctx, grad):
@@ -156,43 +157,43 @@ def _latent_part(pages: Tensor, keys: Tensor, starts: Tensor, lengths: Tensor, b
 
 
 class NativePagedAttention(CacheAttention):
-    """Attention over the paged cache."""
+    """Attention over the paged cache; of `Latents` a read expands the rows that it needs, each once."""
 
-    def _decode(self, query, cache, reads: NativeDecodes, scale, softcap=None, sinks=None) -> Tensor:
+    def _new_result(self, query: Tensor, cache: Tensor | Latents) -> Tensor:
+        channels = cache.value_channels if isinstance(cache, Latents) else query.shape[-1]
+        return query.new_zeros(*query.shape[:-1], channels)
+
+    def _decode(self, query, cache, reads: NativeDecodes | LatentDecodes, scale, softcap=None, sinks=None) -> Tensor:
         scale = softmax_scale(query.shape[-1], scale)
-        out = native.ops.cache_attention(
-            query, cache, reads.pages, reads.keys, reads.starts, scale, reads.window, softcap, sinks
-        )
-        return out.view(query.shape)
-
-    def _prefill(self, query, cache, reads: list[SegmentBatch], scale, result, softcap=None, sinks=None):
-        (key, value), score = cache.flatten(0, 1).unbind(2), (softmax_scale(query.shape[-1], scale), softcap, sinks)
-        heads, out = query.flatten(1, 2), result.flatten(1, 2)
-        for segments in reads:
-            attend(heads, key, value, segments, score, out)
-
-
-class NativeLatentAttention(CacheAttention):
-    """Attention over a cache of `Latents`; a read expands the rows that it needs, each once."""
-
-    def _new_result(self, query: Tensor, cache) -> Tensor:
-        return query.new_zeros(*query.shape[:-1], cache.value_channels)
-
-    def _decode(self, query, cache, reads: LatentDecodes, scale, softcap=None, sinks=None) -> Tensor:
+        if isinstance(reads, NativeDecodes):
+            out = native.ops.cache_attention(
+                query, cache, reads.pages, reads.keys, reads.starts, scale, reads.window, softcap, sinks
+            )
+            return out.view(query.shape)
         out, heads = self._new_result(query, cache), query.flatten(1, 2)
-        score = softmax_scale(query.shape[-1], scale), softcap, sinks
         for rows, segments in reads.parts:
             key, value = cache.expand(cache.rows.flatten(0, 1).index_select(0, rows))
-            attend(heads, key, value, segments, score, out.flatten(1, 2))
+            attend(heads, key, value, segments, (scale, softcap, sinks), out.flatten(1, 2))
         return out
 
     def _prefill(self, query, cache, reads: list[SegmentBatch], scale, result, softcap=None, sinks=None):
-        heads, out, flat = query.flatten(1, 2), result.flatten(1, 2), cache.rows.flatten(0, 1)
-        score = softmax_scale(query.shape[-1], scale), softcap, sinks
+        score, heads, out = (
+            (softmax_scale(query.shape[-1], scale), softcap, sinks),
+            query.flatten(1, 2),
+            result.flatten(1, 2),
+        )
         for segments in reads:
-            key, value = cache.expand(flat.index_select(0, segments.keys.flatten()))
-            places = torch.arange(segments.keys.numel()).view_as(segments.keys)
-            attend(heads, key, value, dataclasses.replace(segments, keys=places), score, out)
+            attend(heads, *_keys_of(cache, segments), score, out)
 
 
-PagedAttention, LatentAttention = NativePagedAttention, NativeLatentAttention  # the names of a backend's
+def _keys_of(cache: Tensor | Latents, segments: SegmentBatch) -> tuple[Tensor, Tensor, SegmentBatch]:
+    """Keys and values, and the segments with keys among these."""
+    if not isinstance(cache, Latents):
+        key, value = cache.flatten(0, 1).unbind(2)
+        return key, value, segments
+    key, value = cache.expand(cache.rows.flatten(0, 1).index_select(0, segments.keys.flatten()))
+    places = torch.arange(segments.keys.numel()).view_as(segments.keys)
+    return key, value, dataclasses.replace(segments, keys=places)
+
+
+PagedAttention = NativePagedAttention  # the name of a backend's

@@ -216,9 +216,9 @@ def pack_sequences(
         arrays["order"] = stream_order(ranks, total)
     if shared is not None:
         arrays["held"], arrays["source"] = _shared_token_indices(lengths, stream)
-    sent = iter(device.to_device([*arrays.values(), *itertools.chain(*(each.arrays for each in plans))]))
+    sent = iter(device.to_device([*arrays.values(), *itertools.chain(*(planned for planned, _ in plans))]))
     named = dict(zip(arrays, sent, strict=False))
-    attention = [each.build(list(itertools.islice(sent, len(each.arrays)))) for each in plans]
+    attention = [build(list(itertools.islice(sent, len(planned)))) for planned, build in plans]
     return PackedLayout(
         qkv_format="thd",  # cumulative lengths stay None: rotary embeddings are applied by position
         max_seqlen_q=longest,

@@ -69,11 +69,9 @@ class SegmentPlan(NamedTuple):
     restore: Tensor  # [T/c] int64 index of each of this rank's queries in the batches' results
 
 
-class HostPlan(NamedTuple):
-    """How a rank's tokens attend, planned on the host for the kernels of an attention backend."""
-
-    arrays: list[np.ndarray]  # int64, to send to the device
-    build: Callable[[list[Tensor]], Any]  # what the backend reads, from these arrays on the device
+# How a rank's tokens attend, planned on the host for the kernels of an attention backend: arrays, int64, to send to the
+# device, and what makes of these, there, what the backend reads.
+HostPlan = tuple[list[np.ndarray], Callable[[list[Tensor]], Any]]
 
 
 def size_buckets(longest: int) -> list[int]:
@@ -241,7 +239,7 @@ def plan_attention(segments: Segments, is_whole: bool, window: int | None) -> Ho
         batches = [SegmentBatch.of(list(itertools.islice(rest, len(arrays))), window) for arrays in plans]
         return SegmentPlan(batches, sent[0])
 
-    return HostPlan([restore, *itertools.chain.from_iterable(plans)], build)
+    return [restore, *itertools.chain.from_iterable(plans)], build
 
 
 # -- sliding windows -----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.attention import backends
-from megarl.mcore.attention.cache_attention import PrefillDedup, StepRequests, deduplicate_prefills, latent_attention
+from megarl.mcore.attention.cache_attention import PrefillDedup, StepRequests, deduplicate_prefills
 from megarl.mcore.attention.segments import window_of
 from megarl.mcore.inference.cache_size import latent_widths, one_stage
 from megarl.mcore.inference.draft_rows import DraftRows
@@ -379,7 +379,6 @@ class LatentContext(PagedContext):
     def __init__(self, model_config, inference_config, memory=None, further_layers: int = 0):
         self._widths = latent_widths(model_config, self._indexers(model_config, inference_config, further_layers))
         super().__init__(model_config, inference_config, memory, further_layers)
-        self._attend = latent_attention(self._backend)
         heads = model_config.num_attention_heads // inference_config.pg_collection.tp.size()
         width = max(model_config.qk_head_dim + model_config.qk_pos_emb_head_dim, model_config.v_head_dim)
         self._token_bytes = 2 * heads * width * model_config.params_dtype.itemsize

@@ -44,7 +44,7 @@ class LatentAttention(Attention):
         self.latent_channels = config.kv_lora_rank, config.qk_pos_emb_head_dim
         self.score_channels = config.qk_head_dim, config.qk_pos_emb_head_dim
         self.widths = sum(self.score_channels), config.v_head_dim
-        if not hasattr(self.core_attention.backend, "LatentAttention"):
+        if not hasattr(self.core_attention.backend, "takes_narrow_values"):
             self.widths = max(self.widths), max(self.widths)
         self.concentration = rotary.concentration(config, self.core_attention.kind)
         heads, hidden = config.num_attention_heads, config.hidden_size

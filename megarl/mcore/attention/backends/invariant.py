@@ -5,6 +5,8 @@ the same order of keys. Backward is flash attention's of PyTorch, from the outpu
 Shapes: as in `sdpa`.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -55,14 +57,10 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: Cumulative
     return _attention(query, key[plan.rows], value[plan.rows], plan, softmax_scale(query.shape[-1], scale))
 
 
-class InvariantPagedAttention(varlen.PagedAttention):
-    """Attention over the paged cache, by the kernel of training."""
-
-    in_parts = False
-
-    def _attend(self, query: Tensor, cache: Tensor, plan: CumulativePlan, scale: float) -> Tensor:
-        key, value = cache.flatten(0, 1).unbind(2)
-        return _attend(query, key, value, plan.rows.int(), plan, scale)[0]
+def _attend_cache(query: Tensor, cache: Tensor, plan: CumulativePlan, scale: float) -> Tensor:
+    key, value = cache.flatten(0, 1).unbind(2)
+    return _attend(query, key, value, plan.rows.int(), plan, scale)[0]
 
 
-PagedAttention = InvariantPagedAttention  # the name of a backend's
+# By the kernel of training, which adds up the keys of a query in one part.
+PagedAttention = functools.partial(varlen.PagedAttention, _attend_cache, in_parts=False)
