@@ -177,13 +177,9 @@ class NativePagedAttention(CacheAttention):
         return out
 
     def _prefill(self, query, cache, reads: list[SegmentBatch], scale, result, softcap=None, sinks=None):
-        score, heads, out = (
-            (softmax_scale(query.shape[-1], scale), softcap, sinks),
-            query.flatten(1, 2),
-            result.flatten(1, 2),
-        )
+        score = softmax_scale(query.shape[-1], scale), softcap, sinks
         for segments in reads:
-            attend(heads, *_keys_of(cache, segments), score, out)
+            attend(query.flatten(1, 2), *_keys_of(cache, segments), score, result.flatten(1, 2))
 
 
 def _keys_of(cache: Tensor | Latents, segments: SegmentBatch) -> tuple[Tensor, Tensor, SegmentBatch]:

@@ -78,12 +78,12 @@ class BalancedRouter(TopKRouter):
         routing = self._trained_routing() if coefficient else None
         if routing is None:
             return probs
-        counts, occurrences = self._counts_by_sequence(chosen, routing.rows), routing.rows.occurrences
+        counts, (rows, sequence, counted) = self._counts_by_sequence(chosen, routing.rows), routing.rows.occurrences
         tokens = counts.sum(1, keepdim=True) / self.topk
         # f_i = E / (k T) · count_i and P_i = Σ_t s_it / T: the weight of each score is f_i / T.
         weights = counts * (self.num_experts / self.topk) / tokens.square().clamp(min=1)
-        terms = scores[occurrences.rows] * weights[occurrences.sequence]
-        terms = terms.masked_fill(~occurrences.counted.unsqueeze(1), 0.0)
+        terms = scores[rows] * weights[sequence]
+        terms = terms.masked_fill(~counted.unsqueeze(1), 0.0)
         return self._attach_sum(probs, "aux_loss", routing, terms, routing.totals.sequences, coefficient)
 
     def _counts_by_sequence(self, chosen: Tensor, rows: RoutedTokens) -> Tensor:

@@ -8,7 +8,6 @@ log-prob and no value, and padding have no route and are routed live.
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,22 +15,16 @@ from torch import Tensor
 NO_ROUTE = -1
 
 
-class Occurrences(NamedTuple):
-    """Where the routed tokens occur in the N sequences of a micro-batch: P pairs, in the order of the sequences."""
-
-    rows: Tensor  # [P] int64 routed token, 0 … R − 1
-    sequence: Tensor  # [P] int64 sequence that contains it, 0 … N − 1; N: padding
-    counted: Tensor  # [P] bool, whether another token follows it there
-
-
 @dataclass(frozen=True)
 class RoutedTokens:
-    """The R tokens of a micro-batch that this rank routes."""
+    """The R tokens of a micro-batch that this rank routes, and where they occur in its N sequences."""
 
     token_indices: Tensor  # [R] int64 indices among the micro-batch's tokens; from their number on: padding
     uses: Tensor  # [R] int64 sequences in which another token follows the token
-    occurrences: Occurrences
-    sequences: int  # N of the micro-batch
+    # [P] of each pair of a token, 0 … R − 1, and a sequence that contains it, 0 … N − 1 (N: padding), in the order of the
+    # sequences: int64 both, and bool whether another token follows it there.
+    occurrences: tuple[Tensor, Tensor, Tensor]
+    sequences: int  # N
 
     @functools.cached_property
     def counted(self) -> Tensor:

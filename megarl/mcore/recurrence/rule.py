@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megarl.mcore.kernels import with_gradient
 from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs
-from megarl.mcore.recurrence.runs import AnyRuns, DeviceRuns
+from megarl.mcore.recurrence.runs import AnyRuns
 from megarl.mcore.recurrence.state_space import SpaceInputs, SpaceSizes
 from megarl.mcore.recurrence.states import States, has_kernels, own_states
 
@@ -32,8 +32,8 @@ def apply_rule(inputs: AnyInputs, sizes, runs: AnyRuns, states: States | None = 
 
 
 def _forward(inputs: AnyInputs, sizes, runs: AnyRuns, states: States | None) -> Tensor:
-    if isinstance(runs, DeviceRuns):
-        return inputs.one_token(sizes, runs.decodes, states)
+    if isinstance(runs, Tensor):
+        return inputs.one_token(sizes, runs, states)
     if has_kernels(inputs.x):
         return inputs.by_token(sizes, runs, own_states(inputs.x, sizes, runs) if states is None else states)
     if states is not None and runs.decodes is not None:

@@ -156,13 +156,9 @@ def _rows_of(table: np.ndarray) -> np.ndarray:
     return table[owner, 0] + place
 
 
-class DeviceRuns(NamedTuple):
-    """The runs of a decode step that the device plans: each row continues a state and leaves it there."""
-
-    decodes: Tensor  # [T] int32 the state of each row, on the device; `NONE`: padding
-
-
-AnyRuns = Runs | DeviceRuns
+# The runs of a decode step that the device plans are [T] int32 on the device: the state that each row continues and
+# changes; `NONE`: padding.
+AnyRuns = Runs | Tensor
 
 
 def runs_of_stream(stream, taps: int) -> Runs:

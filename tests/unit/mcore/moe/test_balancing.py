@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 
 from megarl.mcore.moe.balancing import finish_update
-from megarl.mcore.moe.routes import MinibatchCounts, Occurrences, RoutedTokens, Routing
+from megarl.mcore.moe.routes import MinibatchCounts, RoutedTokens, Routing
 from tests.helpers.models.tiny_models import build
 from tests.helpers.worlds import on_each_rank
 
@@ -28,7 +28,7 @@ def rows_of(lengths: list[int], padding: int):
     sequence = torch.repeat_interleave(torch.arange(len(lengths) + 1), torch.tensor([*lengths, padding]))
     is_last = torch.cat([sequence[1:] != sequence[:-1], torch.ones(1, dtype=torch.bool)])
     counted, rows = (sequence < len(lengths)) & ~is_last, torch.arange(len(sequence))
-    return RoutedTokens(rows, counted.long(), Occurrences(rows, sequence, counted), len(lengths))
+    return RoutedTokens(rows, counted.long(), (rows, sequence, counted), len(lengths))
 
 
 class Case:
@@ -86,7 +86,7 @@ def sequence_loss(logits, case, kind):
     """Mean over sequences of Σ f_i P_i: 2412.19437 eq. 17-20."""
     total = 0.0
     for number in range(len(LENGTHS)):
-        scores = scores_of(logits[(case.rows.occurrences.sequence == number) & case.rows.counted], kind)
+        scores = scores_of(logits[(case.rows.occurrences[1] == number) & case.rows.counted], kind)
         if len(scores):
             best = [set(row.topk(TOPK).indices.tolist()) for row in scores]
             shares = [EXPERTS / (TOPK * len(scores)) * sum(i in row for row in best) for i in range(EXPERTS)]
