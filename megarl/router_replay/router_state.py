@@ -21,7 +21,6 @@ from megarl.mcore import device
 from megarl.mcore.attention.packing import routed_tokens
 from megarl.mcore.model.pipeline_layout import RoutedLayers
 from megarl.mcore.moe import router
-from megarl.mcore.moe.balancing import aux_loss_names
 from megarl.mcore.moe.routes import NO_ROUTE, MinibatchCounts, RoutedTokens, Routing
 from megarl.router_replay.routing_metrics import RoutingStatistics, router_metrics
 
@@ -68,7 +67,7 @@ class RouterState:
     def begin_step(self):
         """Starts a step: removes the routes to replay and resets the statistics."""
         self.replayed_routes: RouteTable | None = None  # routes to replay; None: the routers choose
-        layers, losses = self.role.megatron.num_layers, aux_loss_names(self.role.megatron)
+        layers, losses = self.role.megatron.num_layers, router.aux_loss_names(self.role.megatron)
         self._forward, self._training = (
             RoutingStatistics.empty(layers, self.experts, losses, device.device()) for _ in range(2)
         )

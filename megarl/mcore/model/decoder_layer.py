@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
@@ -212,23 +213,28 @@ class AllHeadsNormAttention(PagedSelfAttention):
 
 
 class DecoderLayer(TransformerLayer):
-    """Megatron's layer with a fast path for the rollout engine."""
+    """Megatron's layer with a fast path for the rollout engine; passes the routing of a micro-batch to its router."""
 
     has_plain_sums = True  # adds outputs to the hidden states as they are
 
-    def forward(self, hidden_states, inference_context=None, rotary_pos_emb=None, **kwargs):
-        """Returns hidden states and the cross-attention context, which is None; arguments as of Megatron's layer."""
+    def forward(self, hidden_states, inference_context=None, rotary_pos_emb=None, packed_seq_params=None, **kwargs):
+        """Returns hidden states and the cross-attention context, which is None; arguments as of Megatron's layer.
+        `packed_seq_params` is a `PackedLayout`, None in the engine."""
+        routing = None if packed_seq_params is None else packed_seq_params.routing
+        with self.mlp.router.routed(routing) if isinstance(self.mlp, MoELayer) else contextlib.nullcontext():
+            return self._forward(hidden_states, inference_context, rotary_pos_emb, packed_seq_params, **kwargs)
+
+    def _forward(self, hidden_states, inference_context, rotary_pos_emb, packed_seq_params, **kwargs):
         if inference_context is None and self._is_whole:
-            inputs = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": kwargs["packed_seq_params"]}
+            inputs = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
             attend = functools.partial(self.self_attention, attention_mask=None, **inputs)
             output = self._compute(hidden_states, attend, lambda x: self.mlp(self.pre_mlp_layernorm(x)))
             # Pipeline stages free what they have sent, which a view would keep.
             return make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True), None
         if inference_context is not None and self.config.mlp_chunks_for_prefill == 1:
             return self.step(hidden_states, inference_context.plan(rotary_pos_emb)), None
-        return super().forward(
-            hidden_states, inference_context=inference_context, rotary_pos_emb=rotary_pos_emb, **kwargs
-        )
+        kwargs |= {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
+        return super().forward(hidden_states, inference_context=inference_context, **kwargs)
 
     def step(self, hidden: Tensor, plan: StepPlan) -> Tensor:
         """Applies attention, and the MLP or experts, to [T, 1, H]; under sequence parallelism, to this rank's tokens.
@@ -252,28 +258,14 @@ class DecoderLayer(TransformerLayer):
         return hidden if isinstance(self.mlp, IdentityOp) else self._add(hidden, *feed_forward(hidden))
 
     def _feed_forward(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
-        """Output of the MLP or experts, and a bias to add."""
-        return self.mlp(self.pre_mlp_layernorm(hidden))
+        """Output of the MLP or experts, and a bias to add; a step that the device plans has equally many rows on all
+        ranks that share experts."""
+        apply = self.mlp.step if plan.is_on_device and isinstance(self.mlp, MixtureLayer) else self.mlp
+        return apply(self.pre_mlp_layernorm(hidden))
 
     def _add(self, residual: Tensor, output: Tensor, bias: Tensor | None) -> Tensor:
         output = output if bias is None else output + bias
         return residual + output if torch.is_grad_enabled() else output.add_(residual)
-
-
-class MoEDecoderLayer(DecoderLayer):
-    """A layer with experts; passes the routing of its micro-batch to its router."""
-
-    def forward(self, hidden_states, packed_seq_params=None, **kwargs):
-        """Same as Megatron's layer; `packed_seq_params` is a `PackedLayout`, None in the engine."""
-        routing = None if packed_seq_params is None else packed_seq_params.routing
-        with self.mlp.router.routed(routing):
-            return super().forward(hidden_states, packed_seq_params=packed_seq_params, **kwargs)
-
-    def _feed_forward(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
-        """Same as that of `DecoderLayer`; a step that the device plans has equally many rows on all ranks that share
-        experts."""
-        apply = self.mlp.step if plan.is_on_device and isinstance(self.mlp, MixtureLayer) else self.mlp
-        return apply(self.pre_mlp_layernorm(hidden))
 
 
 class PostNormLayer(DecoderLayer):
@@ -309,7 +301,3 @@ class PostNormLayer(DecoderLayer):
 
     def _mlp_bda(self, *_):
         return functools.partial(self._add_normed, self.post_mlp_layernorm)
-
-
-class PostNormMoELayer(MoEDecoderLayer, PostNormLayer):
-    """The same with experts."""

@@ -21,8 +21,8 @@ class RoutedTokens:
 
     token_indices: Tensor  # [R] int64 indices among the micro-batch's tokens; from their number on: padding
     uses: Tensor  # [R] int64 sequences in which another token follows the token
-    # [P] of each pair of a token, 0 … R − 1, and a sequence that contains it, 0 … N − 1 (N: padding), in the order of the
-    # sequences: int64 both, and bool whether another token follows it there.
+    # [P] of each pair of a token, 0 … R − 1, and a sequence that contains it, 0 … N − 1 (N: padding), in the order of
+    # the sequences: int64 both, and bool whether another token follows it there.
     occurrences: tuple[Tensor, Tensor, Tensor]
     sequences: int  # N
 

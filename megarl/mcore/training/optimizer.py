@@ -22,8 +22,8 @@ from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.config.optimizer_flags import on_host
-from megarl.mcore.moe.balancing import balanced_routers, finish_update
 from megarl.mcore.moe.layer import stacked_experts
+from megarl.mcore.moe.router import balanced_routers, finish_update
 from megarl.mcore.parallel.fsdp import FullyShardedDataParallel
 from megarl.mcore.training.adam import Adam, HostAdam
 from megarl.mcore.training.parameter_groups import group_overrides

@@ -25,7 +25,7 @@ def specs_of(flags: str, shape: str = "llama") -> list:
 
 @pytest.mark.parametrize("flags, shape, layer, attention", [
     ("", "llama", layers.DecoderLayer, layers.PagedSelfAttention),
-    (MOE, "llama", layers.MoEDecoderLayer, layers.PagedSelfAttention),
+    (MOE, "llama", layers.DecoderLayer, layers.PagedSelfAttention),
     ("--attention-output-gate", "llama", layers.DecoderLayer, layers.PagedSelfAttention),
     ("--layernorm-position post", "llama", layers.PostNormLayer, layers.PagedSelfAttention),
     ("", "latent", layers.DecoderLayer, LatentAttention),
