@@ -17,8 +17,7 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.data.prompts import PromptSet
 from megarl.groups import PromptGroups
 from megarl.mcore import device
-from megarl.mcore.inference.generation import Completion, GenerationRequest, Trunk
-from megarl.mcore.inference.response import Response, Span
+from megarl.mcore.inference.generation import Completion, GenerationRequest, Response, Span, Trunk
 from megarl.mcore.moe.routes import NO_ROUTE
 from megarl.rollout.episodes.episode import key_of
 from megarl.tool_formats.thinking_budget import ThinkingBudget

@@ -16,8 +16,7 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RequestList, RequestSource, RolloutEngine
-from megarl.mcore.inference.generation import Completion, GenerationRequest
-from megarl.mcore.inference.response import Response
+from megarl.mcore.inference.generation import Completion, GenerationRequest, Response
 from megarl.rollout.request_queue import FirstGroups
 from megarl.rollout.requests import RoundRequests
 from megarl.rollout.schedule import RoundRecord, Schedule, Segments, bounds

@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.mcore.inference.generation import Completion, GenerationRequest
-from megarl.mcore.inference.response import Response, Span
+from megarl.mcore.inference.generation import Completion, GenerationRequest, Response, Span
 from megarl.rollout.requests import PromptRequest, RoundRequests, batch_to_responses, responses_to_batch
 
 ROUTES = torch.zeros(0, 2, 1, dtype=torch.int16)
