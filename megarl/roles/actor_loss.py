@@ -95,10 +95,9 @@ class ActorLoss:
             limit, old = REFERENCE_LOG_RATIO_LIMIT, tokens.old_logprobs
             kl = reduce(kl_estimate(scores.logprobs, reference, s.kl_estimator, limit, old))
             value = value + kl_coefficient * kl
-        compared: tuple[Tensor, ...] = ()
-        if scores.distillation is not None:
-            compared = scores.distillation
-            divergence = s.distill_coefficient * reduce(scores.distillation.divergence)
+        compared = scores.distillation
+        if compared:
+            divergence = s.distill_coefficient * reduce(compared.divergence)
             value = divergence if s.only_distills else value + divergence
         means = [token_mean(x) for x in (scores.entropy, terms.approx_kl, terms.clipped)]
         of_teachers = [token_mean(x) for x in compared] + self._of_teachers(microbatch, mask, counts, compared)

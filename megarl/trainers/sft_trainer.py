@@ -105,7 +105,7 @@ class SFTTrainer(SupervisedTrainer):
 
             value = negative_logprob = mean(-scores.logprobs)
             compared = scores.distillation
-            if compared is None:
+            if not compared:
                 return value, (value.detach().double().view(1),)
             value = s.distill_coefficient * mean(compared.divergence)
             if s.distill_sft_coefficient:
@@ -128,7 +128,7 @@ class SFTTrainer(SupervisedTrainer):
         sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device.device())
         for scores, part in self.outputs(examples.batch, examples.batch.only("response_mask", "teacher_ids")):
             mask, divergence = part.response_mask, torch.zeros_like(scores.logprobs)
-            if scores.distillation is not None:
+            if scores.distillation:
                 divergence = scores.distillation.divergence
             masks = mask, *masks_by_teacher(part, mask, self._measured)
             measured = (-scores.logprobs, mask), *((divergence, of_teacher) for of_teacher in masks)

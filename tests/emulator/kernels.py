@@ -57,7 +57,6 @@ def _install_references():
         head_rows,
         recurrent_rows,
         rotate_heads,
-        row_sampling,
         segment_attention,
         swiglu_rows,
     )

@@ -74,7 +74,7 @@ def varlen() -> bool:
 
 def sampling() -> bool:
     """Sampling of rows, over the vocabulary of a real model."""
-    from megarl.mcore.kernels.cuda.row_sampling import sample_rows
+    from megarl.mcore.kernels.cuda.head_rows import sample_rows
 
     logits, numbers = 3 * drawn(ROWS, PADDED), torch.rand(ROWS, dtype=torch.float64, device=DEVICE)
     temperatures, greedy = numbers.new_full((ROWS,), 0.8).float(), numbers.new_zeros(ROWS).int()

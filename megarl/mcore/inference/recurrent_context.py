@@ -21,8 +21,7 @@ from megarl.mcore.inference.cache_size import GIB, Shapes, bytes_of_shapes, cach
 from megarl.mcore.inference.paged_context import LatentContext, PagedContext
 from megarl.mcore.model.decoder_layer import StepPlan
 from megarl.mcore.recurrence.rule import apply_rule, layer_sizes
-from megarl.mcore.recurrence.runs import NONE, Runs
-from megarl.mcore.recurrence.states import States
+from megarl.mcore.recurrence.runs import NONE, Runs, States
 
 if TYPE_CHECKING:
     from megarl.mcore.inference.device_decode import DeviceStep

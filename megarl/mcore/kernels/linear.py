@@ -2,7 +2,7 @@
 
 In fp32 on a CPU, products with weights use megarl's compiled kernel, else oneDNN's inner product: with few rows both
 take half the time of BLAS, and a row's result does not depend on the number of rows. With `--exact-rollout` on CUDA
-forward passes multiply by tiles of fixed size (`kernels.cuda.fixed_tiles`). Other cases use torch's products.
+forward passes multiply by tiles of fixed size (`kernels.cuda.exact_rows`). Other cases use torch's products.
 """
 
 import contextlib
@@ -107,9 +107,9 @@ def forward_product(config) -> Product:
 
 def exact_product() -> Product:
     """The product of exact rollouts on CUDA."""
-    from megarl.mcore.kernels.cuda import fixed_tiles  # needs Triton
+    from megarl.mcore.kernels.cuda import exact_rows  # needs Triton
 
-    return fixed_tiles.product
+    return exact_rows.product
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

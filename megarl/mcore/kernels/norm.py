@@ -106,7 +106,7 @@ class _ByRows:
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, H] -> […, H]."""
-        from megarl.mcore.kernels.cuda.row_norm import row_norm  # needs Triton
+        from megarl.mcore.kernels.cuda.exact_rows import row_norm  # needs Triton
 
         weight, bias = self.weight.float(), getattr(self, "bias", None)
         weight = 1 + weight if isinstance(self, (ZeroCentredRMSNorm, ZeroCentredLayerNorm)) else weight
@@ -182,7 +182,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[T, 1, heads, D] -> the same shape."""
         if self._is_by_rows:
-            from megarl.mcore.kernels.cuda.row_norm import row_norm  # needs Triton
+            from megarl.mcore.kernels.cuda.exact_rows import row_norm  # needs Triton
 
             return row_norm(x.flatten(1), self.weight.float(), None, self.eps).view_as(x)
         wide = x.flatten(1).to(torch.promote_types(x.dtype, torch.float32))

@@ -31,8 +31,7 @@ from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.shared_groups import SharedGroup
 from megarl.mcore.moe.layer import MixtureLayer
 from megarl.mcore.recurrence.rule import AnyInputs
-from megarl.mcore.recurrence.runs import AnyRuns
-from megarl.mcore.recurrence.states import States
+from megarl.mcore.recurrence.runs import AnyRuns, States
 from megarl.mcore.vision.store import ImageRows
 
 

@@ -30,12 +30,15 @@ from megarl.mcore.parallel.context_parallel import gather_result
 
 
 class TokenScores(NamedTuple):
-    """Scores of packed tokens under a language model; all [T] fp32, 0 at tokens that were not requested."""
+    """Scores of packed tokens under a language model; all [T] fp32, 0 at tokens that were not requested.
+
+    What is absent is empty, since pipeline stages exchange tensors alone.
+    """
 
     logprobs: Tensor
     entropy: Tensor
-    squares: Tensor | None = None  # Σπ² over the vocabulary; None: not requested
-    distillation: DistillScores | None = None  # the comparison with the tokens' teachers; None: they have none
+    squares: Tensor | tuple[()] = ()  # Σπ² over the vocabulary, if it was requested
+    distillation: DistillScores | tuple[()] = ()  # the comparison with the tokens' teachers, if they have any
 
 
 class TeacherRows(NamedTuple):

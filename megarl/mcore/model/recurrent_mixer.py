@@ -32,9 +32,8 @@ from megarl.mcore.model.decoder_layer import StepPlan, local_layer
 from megarl.mcore.parallel.context_parallel import to_heads, to_tokens
 from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs
 from megarl.mcore.recurrence.rule import apply_rule, layer_sizes
-from megarl.mcore.recurrence.runs import AnyRuns
+from megarl.mcore.recurrence.runs import AnyRuns, States
 from megarl.mcore.recurrence.state_space import CONVOLVED, SpaceInputs, SpaceSizes
-from megarl.mcore.recurrence.states import States
 
 
 class RecurrentMixer(MegatronModule):

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from megarl.mcore.kernels import with_gradient
 from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs
-from megarl.mcore.recurrence.runs import AnyRuns
+from megarl.mcore.recurrence.runs import AnyRuns, States, has_kernels, own_states
 from megarl.mcore.recurrence.state_space import SpaceInputs, SpaceSizes
-from megarl.mcore.recurrence.states import States, has_kernels, own_states
 
 AnyInputs = Inputs | SpaceInputs
 

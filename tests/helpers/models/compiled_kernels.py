@@ -14,13 +14,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megarl.mcore.kernels.cuda import (
+    exact_rows,
     expert_pairs,
-    fixed_tiles,
     head_rows,
     recurrent_rows,
     rotate_heads,
-    row_norm,
-    row_sampling,
     segment_attention,
     swiglu_rows,
 )
@@ -56,9 +54,9 @@ cases = [
 JOIN = dict(CHANNELS=128, CHANNEL_TILE=128, SPLIT=512, SPLITS=4)
 cases += [(segment_attention._join_parts, PARTS | {"out": "*bf16", "lengths": "*i32"}, JOIN)]
 cases += [
-    (kernel, ROW, dict(TILE=row_sampling.TILE)) for kernel in (row_sampling._sample_row, row_sampling._logprob_row)
+    (kernel, ROW, dict(TILE=head_rows.SAMPLED_TILE)) for kernel in (head_rows._sample_row, head_rows._logprob_row)
 ]
-cases += [(row_norm._norm_row, NORM, dict(TILE=2048, HAS_MEAN=flag, HAS_BIAS=flag)) for flag in (False, True)]
+cases += [(exact_rows._norm_row, NORM, dict(TILE=2048, HAS_MEAN=flag, HAS_BIAS=flag)) for flag in (False, True)]
 cases += [(rotate_heads._rotate_and_store, PLACES, HEADS | dict(ROTATED=rotated)) for rotated in (0, 64, 128)]
 TURNED = dict.fromkeys(("query", "key", "query_out", "key_out", "cosines", "sines"), "*bf16")
 TURNED |= dict.fromkeys(("query_heads", "key_heads", "query_token", "query_head", "key_token", "key_head"), "i32")
@@ -104,8 +102,8 @@ cases += [
     (kernel, TOKENS, recurrent_rows._tiles(128, 128))
     for kernel in (recurrent_rows._delta_row, recurrent_rows._space_row)
 ]
-TILES = dict(ROWS=fixed_tiles.ROWS, COLUMNS=fixed_tiles.COLUMNS, INNER=fixed_tiles.INNER)
-cases += [(fixed_tiles._product_tile, FP32, TILES | dict(HAS_BIAS=True))]
+TILES = dict(ROWS=exact_rows.ROWS, COLUMNS=exact_rows.COLUMNS, INNER=exact_rows.INNER)
+cases += [(exact_rows._product_tile, FP32, TILES | dict(HAS_BIAS=True))]
 cases += [
     (
         matmul_kernel_persistent,
@@ -160,8 +158,8 @@ def sums() -> list:
     ]
     rows = [
         [
-            orders(compiled(function, ROW, dict(TILE=row_sampling.TILE), aligned))
-            for function in (row_sampling._sample_row, row_sampling._logprob_row)
+            orders(compiled(function, ROW, dict(TILE=head_rows.SAMPLED_TILE), aligned))
+            for function in (head_rows._sample_row, head_rows._logprob_row)
         ]
         for aligned in (["logits", "row_stride"], [])
     ]

@@ -28,7 +28,7 @@ def paged_decode(query, cache, table, lengths, scale, window=None, in_parts=True
 
 
 def sample_rows(logits, numbers, temperatures, greedy, columns):
-    """As `kernels.cuda.row_sampling.sample_rows`: (tokens, log-probs)."""
+    """As `kernels.cuda.head_rows.sample_rows`: (tokens, log-probs)."""
     logprobs = torch.log_softmax(logits[:, :columns].double() / temperatures.unsqueeze(1), -1)
     drawn, largest = (sample_tokens(logits[:, :columns], logprobs.exp(), numbers, SamplingSettings(greedy=is_greedy))
                       for is_greedy in (False, True))  # fmt: skip
@@ -147,13 +147,13 @@ def space_rows(mixed, gates, numbers, memories, out, groups, min_step):
 def use_them():
     """Makes the backend, the sampler and the layers compute with them, in this process."""
     from megarl.mcore.config import kernel_rules
-    from megarl.mcore.kernels.cuda import recurrent_rows, row_sampling, segment_attention
+    from megarl.mcore.kernels.cuda import head_rows, recurrent_rows, segment_attention
     from megarl.mcore.kernels.cuda import rotate_heads as rotation
 
     kernel_rules._refused_varlen = lambda args: None
     varlen.flash_kernel = lambda: flash  # type: ignore[assignment]
     segment_attention.paged_decode = paged_decode  # type: ignore[assignment]
     rotation.rotate_and_store = rotate_and_store  # type: ignore[assignment]
-    row_sampling.sample_rows = sample_rows  # type: ignore[assignment]
+    head_rows.sample_rows = sample_rows  # type: ignore[assignment]
     for own in (convolve_rows, delta_rows, space_rows):
         setattr(recurrent_rows, own.__name__, own)

@@ -1,4 +1,4 @@
-"""Rows of a decode step with drafts: requests with the same text share them; groups are exactly those, or smaller ones."""
+"""Rows of a decode step with drafts: requests with the same text share them; groups are those requests, or fewer."""
 
 import functools
 import random

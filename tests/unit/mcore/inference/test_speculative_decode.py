@@ -1,5 +1,5 @@
-"""Speculative decoding: the same tokens and log-probs to the bit, whatever is drafted; a layer of multi-token prediction
-drafts the guesses of a forward over the text."""
+"""Speculative decoding: the same tokens and log-probs to the bit, whatever is drafted; a layer of multi-token
+prediction drafts the guesses of a forward over the text."""
 
 import copy
 import functools

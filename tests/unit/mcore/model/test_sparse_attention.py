@@ -131,9 +131,9 @@ def sets_of_both(rank, folder: Path) -> list[tuple[list[list[int]], list[list[in
     role, groups, model, _ = hf_layouts.build(folder, "", False, longest=400)
     text, made, choose = long_prompts.prompts(120)[3], [], sparse_attention.choose
 
-    def recorded(queries, keys, segments, count):
-        made.append((queries, keys, segments, choose(queries, keys, segments, count)))
-        return made[-1][3]
+    def recorded(heads_of, weights, keys, segments, count):
+        made.append((heads_of, weights, keys, segments, choose(heads_of, weights, keys, segments, count)))
+        return made[-1][4]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparse_attention, "choose", recorded)
@@ -145,11 +145,11 @@ def sets_of_both(rank, folder: Path) -> list[tuple[list[list[int]], list[list[in
     with torch.no_grad():
         theirs(torch.tensor([text]))
     found = []
-    for (queries, keys, segments, choice), other in zip(made, listed, strict=True):
+    for (heads_of, weights, keys, segments, choice), other in zip(made, listed, strict=True):
         tokens = torch.cat([segment.queries for segment in segments])
         assert len(segments) == 1 and len(tokens) == len(text) - COUNT
-        products = torch.einsum("qhc,kc->qhk", queries.heads(tokens).double(), keys.double()).relu()
-        scores = torch.einsum("qh,qhk->qk", queries.weights[tokens].double(), products)
+        products = torch.einsum("qhc,kc->qhk", heads_of(tokens).double(), keys.double()).relu()
+        scores = torch.einsum("qh,qhk->qk", weights[tokens].double(), products)
         scores.masked_fill_(torch.arange(len(keys)) > tokens[:, None], -float("inf"))
         best = scores.topk(COUNT + 1).values
         margin = (best[:, COUNT - 1] - best[:, COUNT]) / best.abs().amax(1)
