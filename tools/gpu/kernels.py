@@ -92,7 +92,7 @@ def sampling() -> bool:
 
 def swiglu() -> bool:
     """SwiGLU and its gradient."""
-    from megarl.mcore.kernels.cuda.swiglu_rows import swiglu_rows, swiglu_rows_backward
+    from megarl.mcore.kernels.cuda.mlp_rows import swiglu_rows, swiglu_rows_backward
 
     x, grad = 3 * drawn(300, 2 * FFN), drawn(300, FFN)
     wide = x.double().requires_grad_()

@@ -16,11 +16,12 @@ from torch import Tensor
 from megarl.mcore import device
 from megarl.mcore.attention import backends
 from megarl.mcore.attention.cache_attention import PrefillDedup, StepRequests, deduplicate_prefills
+from megarl.mcore.attention.rotary_embeddings import Rotation
 from megarl.mcore.attention.segments import window_of
 from megarl.mcore.inference.cache_size import latent_widths, one_stage
 from megarl.mcore.inference.draft_rows import DraftRows
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
-from megarl.mcore.model.decoder_layer import Rotation, StepPlan
+from megarl.mcore.model.decoder_layer import StepPlan
 from megarl.mcore.model.pipeline_layout import indexer_pattern, indexers_of_chunk
 from megarl.mcore.vision.store import ImageStore, RequestPositions
 

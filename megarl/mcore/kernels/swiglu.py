@@ -24,7 +24,7 @@ def _activated_gradient(ctx, grad):
     if native.supports(x, grad):
         return native.ops.swiglu_backward(grad.contiguous(), x)
     if x.is_cuda:
-        from megarl.mcore.kernels.cuda.swiglu_rows import swiglu_rows_backward  # needs Triton
+        from megarl.mcore.kernels.cuda.mlp_rows import swiglu_rows_backward  # needs Triton
 
         return swiglu_rows_backward(grad.reshape(-1, grad.shape[-1]).contiguous(), x.flatten(0, -2)).view(x.shape)
     (gate, up), grad_x = x.chunk(2, dim=-1), torch.empty_like(x)
@@ -47,7 +47,7 @@ def swiglu(x: Tensor) -> Tensor:
     if native.supports(x):
         return native.ops.swiglu(x.contiguous())
     if x.is_cuda:
-        from megarl.mcore.kernels.cuda.swiglu_rows import swiglu_rows  # needs Triton
+        from megarl.mcore.kernels.cuda.mlp_rows import swiglu_rows  # needs Triton
 
         return swiglu_rows(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], x.shape[-1] // 2)
     gate, up = x.chunk(2, dim=-1)

@@ -10,7 +10,6 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,56 +21,16 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megarl.mcore.attention.cache_attention import PrefillDedup
+from megarl.mcore.attention.rotary_embeddings import Rotation
 from megarl.mcore.kernels.batch_invariance import sigmoid
 from megarl.mcore.kernels.linear import apply_linear
 from megarl.mcore.kernels.norm import AllHeadsRMSNorm, Norm
-from megarl.mcore.kernels.rotation import rotate_
-from megarl.mcore.model import rotary_embeddings as rotary
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.shared_groups import SharedGroup
 from megarl.mcore.moe.layer import MixtureLayer
 from megarl.mcore.recurrence.rule import AnyInputs
 from megarl.mcore.recurrence.runs import AnyRuns, States
 from megarl.mcore.vision.store import ImageRows
-
-
-class Rotation(NamedTuple):
-    """Rotary cosines and sines of the first r channels of a head (2104.09864 §3.4.2), by position [P, 1, 1, r], or by
-    token of a micro-batch [T, 1, r]."""
-
-    cosines: Tensor
-    sines: Tensor  # negated in the first half, which multiplies the second half's channels
-
-    @classmethod
-    def of(cls, frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0) -> "Rotation":
-        """Builds it from Megatron's frequencies [P, 1, 1, r] of all positions; `factor` of cosines and sines."""
-        sines = frequencies.sin() * factor
-        sines[..., : sines.shape[-1] // 2].neg_()
-        return cls((frequencies.cos() * factor).to(dtype), sines.to(dtype))
-
-    @classmethod
-    def by_kind(cls, frequencies: Tensor, config, dtype: torch.dtype) -> "list[Rotation]":
-        """Builds one from the frequencies of all layers, or two if layers with a window have another."""
-        return [
-            cls.of(rotary.of_kind(frequencies, config, kind), dtype, rotary.concentration(config, kind))
-            for kind in rotary.kinds(config)
-        ]
-
-    def at(self, positions: Tensor, axes: Tensor | None = None) -> "Rotation":
-        """Returns the rotation of positions [T], or [3, T] with `axes`: [r] which of the three turns each channel."""
-        if positions.dim() == 1:
-            return Rotation(self.cosines[positions], self.sines[positions])
-        return Rotation(*(_of_axes(table[positions], axes) for table in self))
-
-    def apply_(self, heads: Tensor):
-        """Rotates [T, G, heads, D] in place; the bits equal those in training."""
-        rotate_(heads, self.cosines, self.sines)
-
-
-def _of_axes(turns: Tensor, axes: Tensor) -> Tensor:
-    """[3, …, r] by axis -> […, r], each channel of its own axis."""
-    time, height, width = turns
-    return torch.where(axes == 0, time, torch.where(axes == 1, height, width))
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,12 @@ from megatron.core.transformer.attention import Attention
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megarl.mcore.attention import rotary_embeddings as rotary
 from megarl.mcore.attention.cache_attention import Latents
+from megarl.mcore.attention.rotary_embeddings import Rotation
 from megarl.mcore.kernels.batch_invariance import sigmoid
 from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, to_all_ranks
-from megarl.mcore.model import rotary_embeddings as rotary
-from megarl.mcore.model.decoder_layer import Rotation, StepPlan, local_layer
+from megarl.mcore.model.decoder_layer import StepPlan, local_layer
 from megarl.mcore.parallel.context_parallel import gather_for_attention
 
 

@@ -227,9 +227,9 @@ def max_equal_rows(model) -> int:
 
 
 def _pairs(routing_map: Tensor, counts: Tensor, each: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `kernels.cuda.expert_pairs`. The number of pairs need not be read from a device."""
+    """As `kernels.cuda.mlp_rows`. The number of pairs need not be read from a device."""
     if device.has_cuda():
-        from megarl.mcore.kernels.cuda.expert_pairs import expert_pairs  # needs Triton
+        from megarl.mcore.kernels.cuda.mlp_rows import expert_pairs  # needs Triton
 
         places, tokens, order = expert_pairs(routing_map, counts, each)
         return places, tokens, order
@@ -242,7 +242,7 @@ def _pairs(routing_map: Tensor, counts: Tensor, each: int) -> tuple[Tensor, Tens
 def _sum_pairs(values: Tensor, order: Tensor, tokens: int) -> Tensor:
     """Values [P, H] of pairs -> [T, H]: the sum of each token's k values, one after another."""
     if device.has_cuda():
-        from megarl.mcore.kernels.cuda.expert_pairs import sum_pairs  # needs Triton
+        from megarl.mcore.kernels.cuda.mlp_rows import sum_pairs  # needs Triton
 
         return sum_pairs(values.contiguous(), order, tokens)
     terms = values.index_select(0, order).view(tokens, -1, values.shape[1]).unbind(1)

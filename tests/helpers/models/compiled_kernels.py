@@ -15,12 +15,11 @@ from triton.compiler import ASTSource
 
 from megarl.mcore.kernels.cuda import (
     exact_rows,
-    expert_pairs,
     head_rows,
+    mlp_rows,
     recurrent_rows,
     rotate_heads,
     segment_attention,
-    swiglu_rows,
 )
 
 TENSORS = dict.fromkeys(("query", "key", "value", "out"), "*bf16") | {"log_sums": "*fp32"}
@@ -69,9 +68,7 @@ cases += [
     for dtype, flag in (("bf16", False), ("bf16", True), ("fp32", True))
 ]
 HALVES = dict.fromkeys(("x", "out", "grad", "grad_x"), "*bf16") | {"columns": "i32"}
-cases += [
-    (kernel, HALVES, dict(TILE=swiglu_rows.TILE)) for kernel in (swiglu_rows._swiglu, swiglu_rows._swiglu_backward)
-]
+cases += [(kernel, HALVES, dict(TILE=mlp_rows.TILE)) for kernel in (mlp_rows._swiglu, mlp_rows._swiglu_backward)]
 OPTIONS = {
     matmul_kernel_persistent: {"num_warps": 8, "num_stages": 3},
     rotate_heads._rotate_and_store: rotate_heads.OPTIONS,
@@ -88,9 +85,9 @@ OPTIONS |= {kernel: {"num_warps": head_rows.WARPS} for kernel in (head_rows._sum
 PAIRS = dict.fromkeys(("routing_map",), "*i1") | dict.fromkeys(("counts", "gates", "tokens", "places", "order"), "*i64")
 PAIRS |= dict.fromkeys(("count", "experts", "each", "columns"), "i32") | dict.fromkeys(("values", "out"), "*bf16")
 cases += [
-    (expert_pairs._pairs_of_expert, PAIRS, dict(EXPERT_TILE=128, TOKEN_TILE=expert_pairs.TOKEN_TILE)),
-    (expert_pairs._pairs_of_token, PAIRS, dict(EXPERT_TILE=128)),
-    (expert_pairs._sum_of_token, PAIRS, dict(TILE=expert_pairs.CHANNEL_TILE)),
+    (mlp_rows._pairs_of_expert, PAIRS, dict(EXPERT_TILE=128, TOKEN_TILE=mlp_rows.TOKEN_TILE)),
+    (mlp_rows._pairs_of_token, PAIRS, dict(EXPERT_TILE=128)),
+    (mlp_rows._sum_of_token, PAIRS, dict(TILE=mlp_rows.CHANNEL_TILE)),
 ]
 TOKENS = dict.fromkeys(("x", "weight", "bias", "inputs", "out", "mixed", "a", "b", "steps"), "*fp32")
 TOKENS |= dict.fromkeys(("decay_logs", "biases", "skips", "memories"), "*fp32") | {"numbers": "*i32"}

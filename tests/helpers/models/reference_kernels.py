@@ -71,7 +71,7 @@ def _attend(query, key, value, scale, window):
 
 def rotate_and_store(heads, cosines, sines, cache, slots):
     """As that of `kernels.cuda.rotate_heads`, in single operators, which also rotate the keys of `heads`."""
-    from megarl.mcore.model.decoder_layer import Rotation
+    from megarl.mcore.attention.rotary_embeddings import Rotation
 
     if cosines is not None:
         Rotation(cosines, sines).apply_(heads[:, :, :-1])
@@ -80,7 +80,7 @@ def rotate_and_store(heads, cosines, sines, cache, slots):
 
 def rotate_heads(query, key, cosines, sines, is_backward):
     """As that of `kernels.cuda.rotate_heads`, in single operators."""
-    from megarl.mcore.model.decoder_layer import Rotation
+    from megarl.mcore.attention.rotary_embeddings import Rotation
 
     rotated = query.contiguous().clone(), key.contiguous().clone()
     for heads in rotated:
@@ -89,14 +89,14 @@ def rotate_heads(query, key, cosines, sines, is_backward):
 
 
 def expert_pairs(routing_map, counts, each):
-    """As that of `kernels.cuda.expert_pairs`."""
+    """As that of `kernels.cuda.mlp_rows`."""
     pairs = routing_map.t().nonzero()  # expert, token
     tokens = pairs[:, 1]
     return [tokens * routing_map.shape[1] + pairs[:, 0], tokens.clone(), tokens.argsort(stable=True)]
 
 
 def sum_pairs(values, order, tokens):
-    """As that of `kernels.cuda.expert_pairs`, by PyTorch's operators."""
+    """As that of `kernels.cuda.mlp_rows`, by PyTorch's operators."""
     terms = values.index_select(0, order).view(tokens, -1, values.shape[1]).unbind(1)
     total = terms[0].clone()
     for term in terms[1:]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megarl.mcore.model.decoder_layer import Rotation
+from megarl.mcore.attention.rotary_embeddings import Rotation
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.rollout.engines import (
     NEVER,

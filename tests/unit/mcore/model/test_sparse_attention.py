@@ -189,7 +189,7 @@ def test_layouts_have_the_same_numbers_and_no_gap(flags, tmp_path):
 
 def index_heads(rank, flags: str) -> tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]:
     """(shape of the rank's weight, that of a checkpoint, heads of five tokens) of an indexer with random weights."""
-    from megarl.mcore.model.decoder_layer import Rotation
+    from megarl.mcore.attention.rotary_embeddings import Rotation
     from tests.helpers.models.tiny_models import CHOOSING, build
 
     model, _, place = build(f"{CHOOSING} {flags}", "latent")
