@@ -140,7 +140,7 @@ def _join_parts(
     tl.store(out + row * CHANNELS + channel, result.to(out.dtype.element_ty), mask=is_channel)
 
 
-def _launch(query, keys_values, table, segments, scale, window, max_queries=1, split=2**30, splits=1):
+def _launch(query, keys_values, table, segments, scale, window, max_queries=1, cut=(2**30, 1)):
     """Runs `_attend_part`; returns (outputs [T, G·R, D], log-sums [G·R, T], sums, maxima, weighted values of parts).
 
     Args:
@@ -148,10 +148,10 @@ def _launch(query, keys_values, table, segments, scale, window, max_queries=1, s
         keys_values: both [rows, G, D] with contiguous channels.
         table: of pages or rows, in which segments find their keys; how many rows a page has; `TABLE_ROW`.
         max_queries: of a segment.
-        split, splits: keys of a part, parts.
+        cut: keys of a part, and how many parts.
     """
     (total, heads, channels), (key, value), (pages, page, table_row) = query.shape, keys_values, table
-    groups = key.shape[1]
+    (split, splits), groups = cut, key.shape[1]
     each = heads // groups
     head_tile = triton.next_power_of_2(each)
     queries = max(1, MIN_ROWS // head_tile)
@@ -203,7 +203,7 @@ def paged_decode(
     splits = triton.cdiv(max_keys, split) if in_parts else 1
     keys_values, tables = cache.flatten(0, 1).unbind(2), (table, block, table.stride(0))
     out, _, sums, maxima, parts = _launch(
-        query.flatten(1, 2), keys_values, tables, lengths, scale, window, split=split, splits=splits
+        query.flatten(1, 2), keys_values, tables, lengths, scale, window, cut=(split, splits)
     )
     if splits > 1:
         tile = triton.next_power_of_2(channels)

@@ -54,6 +54,7 @@ def put_own_parts(spec: ModuleSpec, args, kind: LayerKind):
 
 
 def _attention_kind(args) -> type:
+    """The class of attention in layers without a recurrent state."""
     if args.multi_latent_attention:
         return LatentAttention if args.dsa_indexer_topk is None else SparseLatentAttention
     return AllHeadsNormAttention if args.qk_layernorm_all_heads else PagedSelfAttention
