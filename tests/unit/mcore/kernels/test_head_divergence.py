@@ -13,7 +13,7 @@ from megarl.mcore.kernels.head import HeadOptions
 from megarl.mcore.kernels.head_divergence import DistillScores, TeacherHead, head_divergence
 from tests.helpers.models.output_heads import cut_chunks
 from tests.helpers.tiers import long
-from tests.helpers.worlds import run_world
+from tests.helpers.worlds import on_each_rank, run_world
 
 CASES = 200
 UPSTREAM = 3.0  # scale of the gradients that come from the loss
@@ -225,14 +225,10 @@ def test_each_of_several_teachers_gives_its_tokens_what_it_gives_alone(size, dty
         assert same and worst <= tolerance
 
 
-def wrong_sizes(rank):
+@on_each_rank()
+def test_wrong_sizes_and_tokens_without_a_teacher_are_rejected(rank):
     case = draw(6)
     with pytest.raises(ValueError, match="of the teacher's states"):
         of_kernel(case | {"states": case["states"][1:]}, rank, 1)
     with pytest.raises(ValueError, match="but teachers for"):
         of_several([case], [torch.arange(2)], rank, 1, False)
-    return True
-
-
-def test_wrong_sizes_and_tokens_without_a_teacher_are_rejected():
-    assert run_world(wrong_sizes, 1) == [True]

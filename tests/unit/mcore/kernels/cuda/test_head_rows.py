@@ -20,7 +20,7 @@ from megarl.mcore.kernels.head import HeadOptions
 from megarl.mcore.kernels.head_scores import head_scores
 from tests.helpers.models import reference_kernels
 from tests.helpers.models.output_heads import PADDED, PER_TOKEN, T, V, cut_chunks, problem, use_row_kernels, weighted
-from tests.helpers.worlds import run_world
+from tests.helpers.worlds import on_each_rank
 
 ROWS = 5
 
@@ -51,7 +51,8 @@ def test_sums_and_gradients_are_those_of_fp64(columns, count, own_temperatures):
     assert not found[:, count:].any() and (count <= 1 or found[0, 0] != 0)
 
 
-def both_ways(rank):
+@on_each_rank()
+def test_kernels_of_rows_give_the_gradients_of_single_operators(rank):
     """Gradients of some outputs with kernels of rows, a chunk or all chunks at a time, against single operators."""
     hidden, weight, targets = problem()
     inputs = hidden.requires_grad_(), weight.requires_grad_()
@@ -75,11 +76,6 @@ def both_ways(rank):
             for x, y in zip(gradients(used), right, strict=True):
                 assert_close(x, y, rtol=1e-4, atol=1e-5)
             assert multiplied == sizes
-    return True
-
-
-def test_kernels_of_rows_give_the_gradients_of_single_operators():
-    assert run_world(both_ways, 1) == [True]
 
 
 # -- sampling --------------------------------------------------------------------------------------------------------
