@@ -126,3 +126,14 @@ def test_it_has_the_bits_of_megatrons_operators(case, dtype, kernels, monkeypatc
     assert not torch.equal(found[0], given[0]) and not torch.equal(own[1].grad, grads[1])
     for x, y, mine, wanted in zip(own, other, found, expected, strict=True):
         assert mine.is_contiguous() and torch.equal(mine, wanted) and torch.equal(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("width", [8, 4])
+def test_rotary_embedding_equals_megatrons_to_the_bit(width):
+    generator = torch.Generator().manual_seed(1)
+    frequencies = torch.randn(20, 1, 1, width, generator=generator)
+    heads, positions = torch.randn(7, 2, 3, 8, generator=generator), torch.tensor([0, 19, 4, 4, 7, 1, 12])
+    turned = heads.clone()
+    Rotation.of(frequencies, torch.float32).at(positions).apply_(turned)
+    wanted = _apply_rotary_pos_emb_bshd(heads, frequencies[positions])
+    assert torch.equal(turned, wanted) and not torch.equal(turned, heads)
