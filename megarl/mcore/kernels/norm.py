@@ -116,17 +116,15 @@ class _ByRows:
 BY_ROWS = {kind: type(f"{kind.__name__}ByRows", (_ByRows, kind), {}) for kind in KINDS.values()}
 
 
-class Norm:
-    """Builds the norm of `config.normalization` and `config.layernorm_zero_centered_gamma`; marks its weights for
-    sequence parallelism."""
-
-    def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **_):
-        kind = KINDS[config.normalization, config.layernorm_zero_centered_gamma]
-        kind = BY_ROWS[kind] if is_exact(config) else kind
-        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
+def build_norm(config, hidden_size: int, eps: float = 1e-5, **_) -> torch.nn.Module:
+    """The norm of `config.normalization` and `config.layernorm_zero_centered_gamma`, its weights marked for sequence
+    parallelism."""
+    kind = KINDS[config.normalization, config.layernorm_zero_centered_gamma]
+    kind = BY_ROWS[kind] if is_exact(config) else kind
+    norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
 
 
 # -- over all heads ------------------------------------------------------------------------------------------------

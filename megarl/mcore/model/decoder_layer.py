@@ -24,7 +24,7 @@ from megarl.mcore.attention.cache_attention import PrefillDedup
 from megarl.mcore.attention.rotary_embeddings import Rotation
 from megarl.mcore.kernels.batch_invariance import sigmoid
 from megarl.mcore.kernels.linear import apply_linear
-from megarl.mcore.kernels.norm import AllHeadsRMSNorm, Norm
+from megarl.mcore.kernels.norm import AllHeadsRMSNorm, build_norm
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.shared_groups import SharedGroup
 from megarl.mcore.moe.layer import MixtureLayer
@@ -237,8 +237,8 @@ class PostNormLayer(DecoderLayer):
 
     def __init__(self, config, **kwargs):
         super().__init__(config, **kwargs)
-        self.post_self_attn_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
-        self.post_mlp_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+        self.post_self_attn_layernorm = build_norm(config, config.hidden_size, config.layernorm_epsilon)
+        self.post_mlp_layernorm = build_norm(config, config.hidden_size, config.layernorm_epsilon)
         self.self_attn_bda, self.mlp_bda = self._attention_bda, self._mlp_bda
         # Megatron enables gradients here even in passes without, which would keep all hidden states.
         self.bias_dropout_add_exec_handler = contextlib.nullcontext
@@ -249,7 +249,9 @@ class PostNormLayer(DecoderLayer):
         hidden = self._add_normed(self.post_self_attn_layernorm, attended, hidden)
         return self._add_normed(self.post_mlp_layernorm, self._feed_forward(hidden, plan), hidden)
 
-    def _add_normed(self, norm: Norm, output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, *_) -> Tensor:
+    def _add_normed(
+        self, norm: Callable, output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, *_
+    ) -> Tensor:
         output, bias = output_with_bias
         return residual + norm(output if bias is None else output + bias)
 

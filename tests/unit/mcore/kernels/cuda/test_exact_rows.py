@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel import layers
 
 from megarl.mcore.kernels import linear
 from megarl.mcore.kernels.cuda.exact_rows import MAX_TILE, ROWS, product
-from megarl.mcore.kernels.norm import BY_ROWS, KINDS, AllHeadsRMSNorm, Norm
+from megarl.mcore.kernels.norm import BY_ROWS, KINDS, AllHeadsRMSNorm, build_norm
 from megarl.mcore.kernels.swiglu import grouped_swiglu
 from megarl.mcore.lora.adapted_linear import LowRankProduct
 from tests.helpers.models import interpreted_kernels
@@ -120,7 +120,7 @@ def norms(normalization: str, zero_centred: bool, columns: int):
             normalization=normalization, layernorm_zero_centered_gamma=zero_centred, params_dtype=torch.float32,
             sequence_parallel=False, exact_rollout=exact,
         )  # fmt: skip
-        found.append(Norm(config, columns, eps=1e-3))
+        found.append(build_norm(config, columns, eps=1e-3))
         generator = torch.Generator().manual_seed(0)
         for parameter in found[-1].parameters():
             torch.nn.init.normal_(parameter, generator=generator)
