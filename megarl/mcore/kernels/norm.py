@@ -52,16 +52,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm, with fewer passes over the activations in fp32 on a CPU."""
 
+    group = None  # ranks with other rows each, which share the gradient of the weights; None: this rank alone
+
     def forward(self, x: Tensor) -> Tensor:
         """[…, H] -> […, H], equal to the last bit with and without gradients."""
-        weight = self.own_weight()
+        weight = self.weight
+        if self.group is not None:
+            weight = copy_to_tensor_model_parallel_region(weight, self.group)
         if x.device.type != "cpu" or x.dtype is not torch.float32 or weight.dtype is not torch.float32:
             return torch.nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
         return rms_norm(x, weight, self.eps)
-
-    def own_weight(self) -> Tensor:
-        """The weights [H] as this rank uses them."""
-        return self.weight
 
 
 class ZeroCentredRMSNorm(torch.nn.RMSNorm):

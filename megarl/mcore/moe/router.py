@@ -162,7 +162,7 @@ class Router(TopKRouter):
         if routing is None:
             return logits
         squares = torch.logsumexp(logits.float(), dim=-1).square()
-        return self._attach(logits, "z_loss", routing, squares, routing.totals.tokens, coefficient)
+        return self._attach(logits, "z_loss", routing, squares, routing.totals[0], coefficient)
 
     def _apply_seq_aux_loss(self, probs: Tensor, scores: Tensor, chosen: Tensor, *_, **__) -> Tensor:
         """Attaches Σ_i f_i P_i of each sequence to gates [R, E]; scores and top-k map [R, E] are live."""
@@ -176,7 +176,7 @@ class Router(TopKRouter):
         weights = counts * (self.num_experts / self.topk) / tokens.square().clamp(min=1)
         terms = scores[rows] * weights[sequence]
         terms = terms.masked_fill(~counted.unsqueeze(1), 0.0)
-        return self._attach_sum(probs, "aux_loss", routing, terms, routing.totals.sequences, coefficient)
+        return self._attach_sum(probs, "aux_loss", routing, terms, routing.totals[1], coefficient)
 
     def _counts_by_sequence(self, chosen: Tensor, rows: RoutedTokens) -> Tensor:
         """Returns [N + 1, E] tokens per sequence and chosen expert, over all ranks that hold the N sequences."""
@@ -193,7 +193,7 @@ class Router(TopKRouter):
         if routing is None:
             return probs
         terms = scores * (self.num_experts * self.expert_share)
-        return self._attach(probs, "aux_loss", routing, terms, routing.totals.tokens, coefficient)
+        return self._attach(probs, "aux_loss", routing, terms, routing.totals[0], coefficient)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None):
         """Counts the tokens of each used expert, live or replayed, from the routing map [R, E]."""

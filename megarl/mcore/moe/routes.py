@@ -32,14 +32,6 @@ class RoutedTokens:
         return self.uses > 0
 
 
-@dataclass(frozen=True)
-class MinibatchCounts:
-    """Global counts of the mini-batch, the denominators of auxiliary losses: 0-dimensional float64 tensors."""
-
-    tokens: Tensor  # tokens that count
-    sequences: Tensor  # sequences of at least two tokens
-
-
 class Routing:
     """Routes of one micro-batch in this rank's MoE layers, with their load and auxiliary losses."""
 
@@ -58,7 +50,9 @@ class Routing:
         """
         self.role, self.layers = role, layers
         self.rows, self.replayed = rows, replayed
-        self.totals: MinibatchCounts | None = None  # of the mini-batch; None in passes without an update
+        # Global counts of the mini-batch, the denominators of auxiliary losses: tokens that count, and sequences of at
+        # least two tokens; 0-dimensional float64. None in passes without an update.
+        self.totals: tuple[Tensor, Tensor] | None = None
         if replayed is not None and replayed.shape[:2] != (len(rows.token_indices), len(layers)):
             raise RuntimeError(
                 f"{role}: routes of {replayed.shape[0]} tokens in {replayed.shape[1]} layers for "

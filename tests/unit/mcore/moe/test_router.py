@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from megarl.mcore.model.forward_pass import token_scores
 from megarl.mcore.model.gpt import build_frozen_model
 from megarl.mcore.moe.router import finish_update, moe_layers_of, recording_routes, routers_of
-from megarl.mcore.moe.routes import NO_ROUTE, MinibatchCounts, RoutedTokens, Routing
+from megarl.mcore.moe.routes import NO_ROUTE, RoutedTokens, Routing
 from tests.helpers.models import routings
 from tests.helpers.models.tiny_models import build, build_stages, ragged_tokens
 from tests.helpers.worlds import on_each_rank
@@ -138,15 +138,13 @@ class Case:
                 self.router.expert_share.copy_(torch.rand(EXPERTS, generator=draw).softmax(0))
         self.hidden = torch.randn(count, args.hidden_size, generator=draw).requires_grad_()
         counted = self.rows.counted
-        totals = MinibatchCounts(
-            *(torch.tensor(more * n).double() for n in (counted.sum(), (torch.tensor(lengths) > 1).sum()))
-        )
+        numbers = counted.sum(), (torch.tensor(lengths) > 1).sum()
         self.replayed = None
         if replays:  # three neighbours that the router itself has no reason to choose
             first = torch.randint(EXPERTS - 2, (count, len(layers), 1), generator=draw)
             self.replayed = (first + torch.arange(TOPK)).to(torch.int16)
         self.routing = Routing("actor", layers, EXPERTS, self.rows, self.replayed)
-        self.routing.totals = totals
+        self.routing.totals = tuple(torch.tensor(more * n).double() for n in numbers)
 
     def run(self, routing="own"):
         """Gates and map of the tokens."""
@@ -171,7 +169,7 @@ def scores_of(logits, kind: str):
 def z_loss(logits, case, kind):
     """Mean over all tokens x of the mini-batch of (log Σ exp x)²: 2202.08906 eq. 5."""
     terms = [x.exp().sum().log() ** 2 for x, counts in zip(logits, case.rows.counted, strict=True) if counts]
-    return sum(terms) / case.routing.totals.tokens
+    return sum(terms) / case.routing.totals[0]
 
 
 def sequence_loss(logits, case, kind):
@@ -183,12 +181,12 @@ def sequence_loss(logits, case, kind):
             best = [set(row.topk(TOPK).indices.tolist()) for row in scores]
             shares = [EXPERTS / (TOPK * len(scores)) * sum(i in row for row in best) for i in range(EXPERTS)]
             total = total + sum(f * scores[:, i].sum() / len(scores) for i, f in enumerate(shares))
-    return total / case.routing.totals.sequences
+    return total / case.routing.totals[1]
 
 
 def global_loss(logits, case, kind):
     """E Σ f_i P_i: 2101.03961 eq. 4-6, with the shares f that the router holds."""
-    scores = scores_of(logits, kind)[case.rows.counted].sum(0) / case.routing.totals.tokens
+    scores = scores_of(logits, kind)[case.rows.counted].sum(0) / case.routing.totals[0]
     return EXPERTS * sum(f * p for f, p in zip(case.router.expert_share.double(), scores, strict=True))
 
 
