@@ -40,15 +40,9 @@ class SegmentBatch:
 
     queries: Tensor  # [n, Q] int64 indices among this rank's tokens; padding repeats the last query
     keys: Tensor  # [n, K] int64 indices in the stream or rows of the KV cache; padding repeats the last
-    last_keys: Tensor | None  # [n, Q] int64 last key that each query attends to; None: causal, query i has key i
     real_queries: Tensor  # [m] ascending int64 indices in [n·Q] of the queries that are not padding
-    window: int | None  # keys that a query sees, the last ones; None: all
-
-    @classmethod
-    def of(cls, plan: list[Tensor], window: int | None = None) -> "SegmentBatch":
-        """Returns the batch of a plan of `plan_segments`, sent to the device; `window`: keys that a query sees."""
-        queries, keys, real, *last_keys = plan
-        return cls(queries, keys, last_keys[0] if last_keys else None, real, window)
+    last_keys: Tensor | None = None  # [n, Q] int64 last key that each query attends to; None: causal, query i has key i
+    window: int | None = None  # keys that a query sees, the last ones; None: all
 
     @functools.cached_property
     def mask(self) -> Tensor | None:
@@ -96,8 +90,7 @@ def group_by_size(is_causal: np.ndarray, queries: np.ndarray, keys: np.ndarray) 
 
 
 def plan_segments(first, queries, keys, is_causal: bool, key_indices: Callable) -> list[np.ndarray]:
-    """Returns the host arguments of `SegmentBatch.of`: queries [n, Q], keys [n, K], real [m], and unless causal the
-    last key [n, Q] of each query.
+    """Returns the first fields of a `SegmentBatch`, on the host; `last_keys` unless causal.
 
     Args:
         first, queries, keys: [n] index of the first query, numbers of queries and keys.
@@ -195,7 +188,7 @@ def segments_of_stream(stream: TokenStream, chunks: list[tuple[int, int]]) -> Se
 
 
 def plan_segment_batches(segments: Segments, is_whole: bool, window: int | None = None) -> list[list[np.ndarray]]:
-    """Returns the plan of each segment batch, arguments of `SegmentBatch.of` on the host.
+    """Returns the plan of each segment batch, as `plan_segments`.
 
     Args:
         is_whole: this rank holds the whole stream, so that queries have the indices of keys.
@@ -236,7 +229,7 @@ def plan_attention(segments: Segments, is_whole: bool, window: int | None) -> Ho
 
     def build(sent: list[Tensor]) -> SegmentPlan:
         rest = iter(sent[1:])
-        batches = [SegmentBatch.of(list(itertools.islice(rest, len(arrays))), window) for arrays in plans]
+        batches = [SegmentBatch(*itertools.islice(rest, len(arrays)), window=window) for arrays in plans]
         return SegmentPlan(batches, sent[0])
 
     return [restore, *itertools.chain.from_iterable(plans)], build
