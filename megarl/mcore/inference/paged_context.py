@@ -22,7 +22,7 @@ from megarl.mcore.inference.cache_size import latent_widths, one_stage
 from megarl.mcore.inference.draft_rows import DraftRows
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.model.decoder_layer import StepPlan
-from megarl.mcore.model.pipeline_layout import indexer_pattern, indexers_of_chunk
+from megarl.mcore.model.pipeline_layout import indexer_pattern, layers_of_chunk
 from megarl.mcore.vision.store import ImageStore, RequestPositions
 
 if TYPE_CHECKING:
@@ -386,8 +386,9 @@ class LatentContext(PagedContext):
 
     def _indexers(self, model_config, inference_config, further_layers: int) -> list[bool]:
         """Whether each layer with a cache on this rank has an indexer."""
-        own = indexers_of_chunk(model_config, dist.get_rank(inference_config.pg_collection.pp), None)
-        return own + [any(indexer_pattern(model_config))] * further_layers
+        own = layers_of_chunk(model_config, dist.get_rank(inference_config.pg_collection.pp), None)
+        pattern = indexer_pattern(model_config)
+        return [pattern[layer] for layer in own] + [any(pattern)] * further_layers
 
     def _cache_config(self, model_config):
         """Returns a config of one layer whose one key and value together have as many numbers as all layers here."""
