@@ -386,9 +386,8 @@ class LatentContext(PagedContext):
 
     def _indexers(self, model_config, inference_config, further_layers: int) -> list[bool]:
         """Whether each layer with a cache on this rank has an indexer."""
-        own = layers_of_chunk(model_config, dist.get_rank(inference_config.pg_collection.pp), None)
-        pattern = indexer_pattern(model_config)
-        return [pattern[layer] for layer in own] + [any(pattern)] * further_layers
+        pattern, stage = indexer_pattern(model_config), dist.get_rank(inference_config.pg_collection.pp)
+        return [pattern[i] for i in layers_of_chunk(model_config, stage, None)] + [any(pattern)] * further_layers
 
     def _cache_config(self, model_config):
         """Returns a config of one layer whose one key and value together have as many numbers as all layers here."""
