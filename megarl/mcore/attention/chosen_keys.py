@@ -130,7 +130,7 @@ def _at(batch: SegmentBatch, segments: Tensor) -> SegmentBatch:
     width, real = batch.queries.shape[1], batch.real_queries
     places = torch.searchsorted(segments, real // width) * width + real % width
     last = None if batch.last_keys is None else batch.last_keys[segments]
-    return SegmentBatch(batch.queries[segments], batch.keys[segments], places, last, batch.window)
+    return SegmentBatch(batch.window, batch.queries[segments], batch.keys[segments], places, last)
 
 
 # -- the choice ----------------------------------------------------------------------------------------------------

@@ -38,11 +38,11 @@ def padded_key_count(longest: int, device: torch.device) -> int:
 class SegmentBatch:
     """The n segments that one dense kernel call takes, padded to Q queries and K keys."""
 
+    window: int | None  # keys that a query sees, the last ones; None: all
     queries: Tensor  # [n, Q] int64 indices among this rank's tokens; padding repeats the last query
     keys: Tensor  # [n, K] int64 indices in the stream or rows of the KV cache; padding repeats the last
     real_queries: Tensor  # [m] ascending int64 indices in [n·Q] of the queries that are not padding
     last_keys: Tensor | None = None  # [n, Q] int64 last key that each query attends to; None: causal, query i has key i
-    window: int | None = None  # keys that a query sees, the last ones; None: all
 
     @functools.cached_property
     def mask(self) -> Tensor | None:
@@ -90,7 +90,7 @@ def group_by_size(is_causal: np.ndarray, queries: np.ndarray, keys: np.ndarray) 
 
 
 def plan_segments(first, queries, keys, is_causal: bool, key_indices: Callable) -> list[np.ndarray]:
-    """Returns the first fields of a `SegmentBatch`, on the host; `last_keys` unless causal.
+    """Returns the tensors of a `SegmentBatch`, on the host; `last_keys` unless causal.
 
     Args:
         first, queries, keys: [n] index of the first query, numbers of queries and keys.
@@ -229,7 +229,7 @@ def plan_attention(segments: Segments, is_whole: bool, window: int | None) -> Ho
 
     def build(sent: list[Tensor]) -> SegmentPlan:
         rest = iter(sent[1:])
-        batches = [SegmentBatch(*itertools.islice(rest, len(arrays)), window=window) for arrays in plans]
+        batches = [SegmentBatch(window, *itertools.islice(rest, len(arrays))) for arrays in plans]
         return SegmentPlan(batches, sent[0])
 
     return [restore, *itertools.chain.from_iterable(plans)], build

@@ -135,7 +135,7 @@ def plan_prefills(first: Tensor, requests: StepRequests) -> list[SegmentBatch]:
                 return np.take_along_axis(blocks, positions // block, 1) * block + positions % block
 
             plan = plan_segments(first[batch], queries[batch], read[batch], is_causal, cache_rows)
-            batches.append(SegmentBatch(*device.to_device(plan), window=window))
+            batches.append(SegmentBatch(window, *device.to_device(plan)))
     return batches
 
 
