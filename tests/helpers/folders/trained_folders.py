@@ -5,12 +5,12 @@ from pathlib import Path
 import torch
 
 
-def trained(folder: Path, flags: str = ""):
-    """(model with a folder's weights, its vocabulary, its groups, what wrote it)."""
+def trained(folder: Path, flags: str = "", longest: int = 200):
+    """(model with a folder's weights, its vocabulary, its groups, writer); `longest` as in `hf_layouts.build`."""
     from megarl.mcore.model import gpt
     from tests.helpers.folders import hf_layouts
 
-    role, groups, _, weights = hf_layouts.build(folder, flags, False, load=False, longest=200)
+    role, groups, _, weights = hf_layouts.build(folder, flags, False, load=False, longest=longest)
     model = gpt.build_model(role.megatron, role.model_vocab_size(0), groups.pg_collection)
     weights.load(model, groups.pg_collection)
     for module in model.modules():
