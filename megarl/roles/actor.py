@@ -25,7 +25,7 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
 from megarl.flags.algorithm import INTERPOLATE, RECOMPUTE
 from megarl.groups import PromptGroups
-from megarl.mcore.model.forward_pass import SquaredScores, TaughtScores, TokenScores
+from megarl.mcore.model.forward_pass import TokenScores
 from megarl.observe.alarms import update_check
 from megarl.observe.timers import Timers
 from megarl.roles.actor_loss import PPO_KL, ActorLoss
@@ -147,10 +147,10 @@ class Actor:
         sums = self.role_groups.dp_all_reduce(sums)
         self.metrics |= staleness_report(maxima, sums)
 
-    def _forward(self, chunk, microbatch: Batch, squares: bool = False) -> TokenScores | SquaredScores:
+    def _forward(self, chunk, microbatch: Batch, squares: bool = False) -> TokenScores:
         return policy_scores(chunk, microbatch, self.settings.temperature, self.vocab_size, squares=squares)
 
-    def _forward_of_update(self, chunk, microbatch: Batch) -> TokenScores | TaughtScores:
+    def _forward_of_update(self, chunk, microbatch: Batch) -> TokenScores:
         s, output = self.settings, self.teacher_output
         teachers = [] if output is None else output.rows(microbatch)
         learner = self.trainable_model.learner(microbatch)

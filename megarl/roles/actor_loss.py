@@ -11,7 +11,7 @@ from megarl.algorithms.rollout_correction import CorrectionOptions, correction_w
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.flags.distillation import LOSS
-from megarl.mcore.model.forward_pass import TaughtScores, TokenScores
+from megarl.mcore.model.forward_pass import TokenScores
 from megarl.roles.loss_mask import actor_mask
 from megarl.roles.teacher_output import DISTILL_NAMES, masks_by_teacher, measured_apart, names_by_teacher, token_counts
 
@@ -48,7 +48,7 @@ class ActorLoss:
 
     def __call__(
         self,
-        scores: TokenScores | TaughtScores,
+        scores: TokenScores,
         microbatch: Batch,
         old_logprobs: Tensor,
         counts: Tensor,
@@ -95,10 +95,9 @@ class ActorLoss:
             limit, old = REFERENCE_LOG_RATIO_LIMIT, tokens.old_logprobs
             kl = reduce(kl_estimate(scores.logprobs, reference, s.kl_estimator, limit, old))
             value = value + kl_coefficient * kl
-        compared: tuple[Tensor, ...] = ()
-        if isinstance(scores, TaughtScores):
-            compared = scores.distillation
-            divergence = s.distill_coefficient * reduce(scores.distillation.divergence)
+        compared = scores.distillation
+        if compared:
+            divergence = s.distill_coefficient * reduce(compared.divergence)
             value = divergence if s.only_distills else value + divergence
         means = [token_mean(x) for x in (scores.entropy, terms.approx_kl, terms.clipped)]
         of_teachers = [token_mean(x) for x in compared] + self._of_teachers(microbatch, mask, counts, compared)

@@ -24,8 +24,7 @@ from megarl.flags.fields import parse_ints
 from megarl.flags.generation_flags import parse_stops
 from megarl.groups import PromptGroups
 from megarl.mcore import device
-from megarl.mcore.inference.generation import Completion, GenerationRequest, Trunk
-from megarl.mcore.inference.response import Response, Span
+from megarl.mcore.inference.generation import Completion, GenerationRequest, Response, Span, Trunk
 from megarl.mcore.moe.routes import NO_ROUTE
 from megarl.rollout.episodes.episode import key_of
 from megarl.tool_formats.chosen_format import load_format, name_of

@@ -21,8 +21,7 @@ from megarl.mcore import device
 from megarl.mcore.attention.packing import routed_tokens
 from megarl.mcore.model.pipeline_layout import RoutedLayers
 from megarl.mcore.moe import router
-from megarl.mcore.moe.balancing import aux_loss_names
-from megarl.mcore.moe.routes import NO_ROUTE, MinibatchCounts, RoutedTokens, Routing
+from megarl.mcore.moe.routes import NO_ROUTE, RoutedTokens, Routing
 from megarl.router_replay.routing_metrics import RoutingStatistics, router_metrics
 
 Microbatches = list[tuple[Batch, Tensor]]  # micro-batches, with the positions of their sequences in the batch
@@ -70,7 +69,7 @@ class RouterState:
     def begin_step(self):
         """Starts a step: removes the routes to replay and resets the statistics."""
         self.replayed_routes: RouteTable | None = None  # routes to replay; None: the routers choose
-        losses = aux_loss_names(self.role.megatron)
+        losses = router.aux_loss_names(self.role.megatron)
         self._forward, self._training = (
             RoutingStatistics.empty(self._layers, self.experts, losses, device.device()) for _ in range(2)
         )
@@ -105,9 +104,9 @@ class RouterState:
             return
         lengths = torch.cat([microbatch.host_metadata.lengths for microbatch, _ in microbatches])
         counts = torch.stack([(lengths - 1).sum(), (lengths > 1).sum()]).double().to(device.device())
-        totals = MinibatchCounts(*self.role_groups.dp_all_reduce(counts).clamp(min=1))
+        tokens, sequences = self.role_groups.dp_all_reduce(counts).clamp(min=1)
         for microbatch, _ in microbatches:
-            microbatch.routing.totals = totals
+            microbatch.routing.totals = tokens, sequences
 
     def add_statistics(self, microbatches: Microbatches, trained: bool):
         """Adds the statistics of micro-batches after a pass; `trained`: it was a pass with backward. RuntimeError: a

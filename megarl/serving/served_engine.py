@@ -1,7 +1,7 @@
 """The policy of a replica as a server uses it: its rollout engine, and scores of sequences.
 
 Requests of `ServedEngine` come and go, and a pause leaves it without a cache. A paused request goes on afterwards
-(`mcore.inference.response`): under the same weights its text is the same to the bit; under other weights, its next
+(`mcore.inference.generation`): under the same weights its text is the same to the bit; under other weights, its next
 tokens are those of the new policy.
 """
 
@@ -16,9 +16,8 @@ from megarl.batch import Batch
 from megarl.comm.microbatches import blank_sequences, build_microbatches
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RolloutEngine
-from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
+from megarl.mcore.inference.generation import Completion, GenerationRequest, Response, TokenChunk
 from megarl.mcore.inference.generation_session import GenerationSession
-from megarl.mcore.inference.response import Response
 from megarl.mcore.model.forward_pass import top_scores
 from megarl.roles.trainable_model import forward_only
 from megarl.serving.replica_messages import RequestUpdate, ScorePrompt

@@ -87,7 +87,7 @@ class SFTTrainer(SupervisedTrainer):
         self._teachers.score_batch(sent)
         batch.update(exchange.send(self.mesh, sent, teacher, ACTOR, states, examples.dp_assignment), states)
 
-    def _forward(self, chunk, microbatch) -> forward_pass.TokenScores | forward_pass.TaughtScores:
+    def _forward(self, chunk, microbatch) -> forward_pass.TokenScores:
         teachers, only_distills = [], False
         if self._teacher_output is not None:
             teachers = self._teacher_output.rows(microbatch)
@@ -104,20 +104,21 @@ class SFTTrainer(SupervisedTrainer):
                 return token_mean(values, microbatch.response_mask, tokens)
 
             value = negative_logprob = mean(-scores.logprobs)
-            if not isinstance(scores, forward_pass.TaughtScores):
+            compared = scores.distillation
+            if not compared:
                 return value, (value.detach().double().view(1),)
-            value = s.distill_coefficient * mean(scores.distillation.divergence)
+            value = s.distill_coefficient * mean(compared.divergence)
             if s.distill_sft_coefficient:
                 value = value + s.distill_sft_coefficient * negative_logprob
-            measured = value, negative_logprob, *map(mean, scores.distillation), *self._by_teacher(scores, microbatch)
+            measured = value, negative_logprob, *map(mean, compared), *self._by_teacher(compared, microbatch)
             return value, (torch.stack([each.detach().double() for each in measured]),)
 
         return loss
 
-    def _by_teacher(self, scores: forward_pass.TaughtScores, microbatch: Batch) -> list[Tensor]:
+    def _by_teacher(self, compared: tuple[Tensor, ...], microbatch: Batch) -> list[Tensor]:
         masks = masks_by_teacher(microbatch, microbatch.response_mask, self._measured)
         pairs = zip(masks, self._taught, strict=True)
-        return [token_mean(values, mask, count) for mask, count in pairs for values in scores.distillation]
+        return [token_mean(values, mask, count) for mask, count in pairs for values in compared]
 
     def evaluate_batch(self, examples: ExampleBatch) -> dict[str, float]:
         """Mean negative log-probability of the held-out responses' tokens, and their divergence from the teacher.
@@ -127,7 +128,7 @@ class SFTTrainer(SupervisedTrainer):
         sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device.device())
         for scores, part in self.outputs(examples.batch, examples.batch.only("response_mask", "teacher_ids")):
             mask, divergence = part.response_mask, torch.zeros_like(scores.logprobs)
-            if isinstance(scores, forward_pass.TaughtScores):
+            if scores.distillation:
                 divergence = scores.distillation.divergence
             masks = mask, *masks_by_teacher(part, mask, self._measured)
             measured = (-scores.logprobs, mask), *((divergence, of_teacher) for of_teacher in masks)

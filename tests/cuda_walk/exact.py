@@ -14,10 +14,10 @@ EXPERTS += " --moe-shared-expert-intermediate-size 32"
 
 def _take_16_bits():
     """Lets log-probs be taken of logits in 16 bits alone: a kernel sums those of another type in another order."""
-    from megarl.mcore.kernels.cuda import row_sampling
+    from megarl.mcore.kernels.cuda import head_rows
 
     for name in ("sample_rows", "row_logprobs"):
-        setattr(row_sampling, name, _of_16_bits(getattr(row_sampling, name)))
+        setattr(head_rows, name, _of_16_bits(getattr(head_rows, name)))
 
 
 def _of_16_bits(function):

@@ -22,8 +22,8 @@ def generate(
     `block`: tokens of a block of the cache, 0: megarl's choice; `ragged`: requests end at different times;
     `has_graphs`: whether decode steps of the model can be CUDA graphs; `captures`: they are, without kernels.
     """
+    from megarl.mcore.inference import device_decode
     from megarl.mcore.inference import engine as engine_module
-    from megarl.mcore.inference import step_graphs
     from megarl.mcore.inference.engine import RolloutEngine
     from megarl.mcore.model import gpt
 
@@ -32,7 +32,7 @@ def generate(
     arguments = {"buffer_gb": 0.01, "max_requests": 32} | engine_settings
     engine_module.BLOCK_TOKENS = block or engine_module.BLOCK_TOKENS
     engine = RolloutEngine(model, place.pg_collection, VOCAB, 48, **arguments)
-    assert step_graphs.can_capture(model) == has_graphs
+    assert device_decode.can_capture(model) == has_graphs
     engine.engine.device_decode.has_graphs = captures
     real, steps = engine.engine.step_modern, []
 

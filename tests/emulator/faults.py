@@ -55,15 +55,15 @@ def freed_table_in_a_graph(rank: int):
 
 
 def table_that_no_graph_holds(rank: int):
-    from megarl.mcore.inference import step_graphs
+    from megarl.mcore.inference import device_decode
 
-    step_graphs._tensors = lambda _: []
+    device_decode._tensors = lambda _: []
     _steps_of_a_replaced_table()
 
 
 def _steps_of_a_replaced_table() -> Tensor:
     """What a graph computes whose table nobody else holds any more."""
-    from megarl.mcore.inference.step_graphs import StepGraphs
+    from megarl.mcore.inference.device_decode import StepGraphs
 
     graphs, tables = StepGraphs(), [_ones()]
     graphs.begin([])

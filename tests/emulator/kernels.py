@@ -53,13 +53,11 @@ def _on_host(value):
 
 def _install_references():
     from megarl.mcore.kernels.cuda import (  # noqa: F401
-        expert_pairs,
         head_rows,
+        mlp_rows,
         recurrent_rows,
         rotate_heads,
-        row_sampling,
         segment_attention,
-        swiglu_rows,
     )
     from tests.helpers.models import reference_kernels
 

@@ -33,7 +33,7 @@ def received_on_a_stream_of_its_own(transfer):
 
 
 def _received_with_a_graph(transfer, stream):
-    from megarl.mcore.inference.step_graphs import StepGraphs
+    from megarl.mcore.inference.device_decode import StepGraphs
 
     run, receive, last = StepGraphs.run, transfer.run, []
 

@@ -57,12 +57,12 @@ def divergence(hidden, weight, targets):
     """The divergence from a teacher of the same size, in place of both scores."""
     from megarl.algorithms.divergence import Divergence
     from megarl.mcore.kernels.head import HeadOptions
-    from megarl.mcore.kernels.head_divergence import TaughtRows, TeacherHead, head_divergence
+    from megarl.mcore.kernels.head_divergence import TeacherHead, head_divergence
 
     states, head = hidden.detach().roll(1, 0), weight.detach()
     teacher = TeacherHead(head, 1.0, None, Divergence("jsd"))
     options = HeadOptions(1.0, len(weight), dist.group.WORLD)
-    scores = head_divergence(hidden, weight, [TaughtRows(None, states, teacher)], targets, options)
+    scores = head_divergence(hidden, weight, [(None, states, teacher)], targets, options)
     return scores.divergence, scores.divergence
 
 

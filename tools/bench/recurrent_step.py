@@ -19,8 +19,7 @@ import torch
 
 from megarl.mcore.kernels import linear
 from megarl.mcore.model.recurrent_mixer import GatedDeltaNet
-from megarl.mcore.recurrence.runs import Runs
-from megarl.mcore.recurrence.states import States
+from megarl.mcore.recurrence.runs import Runs, States
 from tools.bench import common
 from tools.bench.tables import add_output_flags, whole_table
 

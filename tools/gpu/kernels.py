@@ -74,7 +74,7 @@ def varlen() -> bool:
 
 def sampling() -> bool:
     """Sampling of rows, over the vocabulary of a real model."""
-    from megarl.mcore.kernels.cuda.row_sampling import sample_rows
+    from megarl.mcore.kernels.cuda.head_rows import sample_rows
 
     logits, numbers = 3 * drawn(ROWS, PADDED), torch.rand(ROWS, dtype=torch.float64, device=DEVICE)
     temperatures, greedy = numbers.new_full((ROWS,), 0.8).float(), numbers.new_zeros(ROWS).int()
@@ -92,7 +92,7 @@ def sampling() -> bool:
 
 def swiglu() -> bool:
     """SwiGLU and its gradient."""
-    from megarl.mcore.kernels.cuda.swiglu_rows import swiglu_rows, swiglu_rows_backward
+    from megarl.mcore.kernels.cuda.mlp_rows import swiglu_rows, swiglu_rows_backward
 
     x, grad = 3 * drawn(300, 2 * FFN), drawn(300, FFN)
     wide = x.double().requires_grad_()

@@ -23,10 +23,10 @@ from megarl.mcore.any_model import attention, rows, source
 from megarl.mcore.any_model.attention import CachePass, Pass, Scores, Slot, Unsupported
 from megarl.mcore.any_model.rows import SIZES, TOLERANCE, ModuleNorm, agree, floats_of, norm_of, prepacked_product
 from megarl.mcore.attention.native_attention import NativeDecodes
+from megarl.mcore.attention.rotary_embeddings import rotated_heads
 from megarl.mcore.kernels import native
 from megarl.mcore.kernels.linear import prepacked
 from megarl.mcore.kernels.norm import rms_norm
-from megarl.mcore.kernels.rotation import rotated_heads
 from megarl.mcore.kernels.swiglu import activated
 
 PLAIN = bool, int, float, str, type(None), Tensor  # arguments by which a part hands nothing to others

@@ -25,9 +25,8 @@ from megarl.mcore.kernels import native
 from megarl.mcore.kernels.batch_invariance import VECTOR
 from megarl.mcore.recurrence import delta_rule, state_space
 from megarl.mcore.recurrence.delta_rule import HeadSizes
-from megarl.mcore.recurrence.runs import Runs
+from megarl.mcore.recurrence.runs import Runs, States, convolved
 from megarl.mcore.recurrence.state_space import SpaceSizes
-from megarl.mcore.recurrence.states import States, convolved
 
 MAX_TAPS = 8  # tokens that a convolution of the compiled kernels reads
 SILU = "silu", "swish"

@@ -177,7 +177,7 @@ def use_row_norms(module: nn.Module, compute: Callable | None = None):
 
 
 def _row_norm(norm: ModuleNorm, x: Tensor) -> Tensor:
-    from megarl.mcore.kernels.cuda.row_norm import row_norm  # needs Triton
+    from megarl.mcore.kernels.cuda.exact_rows import row_norm  # needs Triton
 
     bias = norm.bias()
     return row_norm(x, norm.offset + norm.part.weight.float(), None if bias is None else bias.float(), norm.eps)

@@ -121,29 +121,6 @@ class Latents(NamedTuple):
     value_channels: int  # V; D unless the backend takes values of another size
 
 
-class _Expanding:
-    """A `PagedAttention` of any backend that reads `Latents`."""
-
-    def _gather_pages(self, cache: Latents, pages: Tensor, width: int, count: int) -> tuple[Tensor, Tensor]:
-        return _by_head(cache.expand(self._page_rows(cache.rows, pages, width, count)))
-
-    def _gather_keys(self, cache: Latents, keys: Tensor) -> tuple[Tensor, Tensor]:
-        rows = cache.rows.flatten(0, 1).index_select(0, keys.flatten()).unflatten(0, keys.shape)
-        return _by_head(cache.expand(rows))
-
-
-def _by_head(expanded: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    key, value = expanded
-    return key.transpose(1, 2), value.transpose(1, 2)
-
-
-def latent_attention(backend) -> CacheAttention:
-    """Returns the attention of a backend's module over `Latents`: its own, or the one over keys and values, changed."""
-    if hasattr(backend, "LatentAttention"):
-        return backend.LatentAttention()
-    return type("LatentAttention", (_Expanding, backend.PagedAttention), {})()
-
-
 # -- equal prompts -------------------------------------------------------------------------------------------------
 
 

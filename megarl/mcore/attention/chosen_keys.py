@@ -18,23 +18,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from megarl.mcore.attention.cache_attention import CacheReads
 from megarl.mcore.attention.native_attention import LatentDecodes
 from megarl.mcore.attention.segments import SegmentBatch
-from megarl.mcore.kernels import native
+from megarl.mcore.kernels import native, with_gradient
 from megarl.mcore.kernels.batch_invariance import VECTOR
 
 QUERIES = 512  # whose heads, and whose lists, are in memory together
-
-
-class IndexQueries(NamedTuple):
-    """What the indexer makes of a rank's tokens."""
-
-    heads: Callable[[Tensor], Tensor]  # tokens [q] int64 -> [q, I, C] rotated
-    weights: Tensor  # [T, I] fp32
 
 
 class LongSegment(NamedTuple):
@@ -45,11 +37,9 @@ class LongSegment(NamedTuple):
     seen: Tensor  # [q] int64 how many of them each query sees; ascending
 
 
-class DenseReads(NamedTuple):
-    """Queries that attend to all keys that they see, and the rows that are expanded for them."""
-
-    rows: Tensor  # [m] int64 rows of latents
-    batches: list[SegmentBatch]  # whose keys are among them
+# Queries that attend to all keys that they see: rows [m] int64 of latents that are expanded for them, and batches whose
+# keys are among these.
+DenseReads = tuple[Tensor, list[SegmentBatch]]
 
 
 class KeyReads:
@@ -69,10 +59,10 @@ class KeyReads:
 
     def of_read_rows(self) -> "KeyReads":
         """The same reads, of the rows of the cache that some query reads, each once."""
-        places = [each.rows for each in self.dense] + [each.keys for each in self.long]
+        places = [rows for rows, _ in self.dense] + [each.keys for each in self.long]
         rows, inverse = torch.cat(places).unique(return_inverse=True)
         parts = iter(inverse.split([len(each) for each in places]))
-        dense = [each._replace(rows=next(parts)) for each in self.dense]
+        dense = [(next(parts), batches) for _, batches in self.dense]
         found = KeyReads(dense, [each._replace(keys=next(parts)) for each in self.long])
         found.rows = rows
         return found
@@ -95,7 +85,7 @@ def _of_decodes(reads: LatentDecodes, total: int, count: int) -> tuple[list[Dens
     for rows, segments in reads.parts:
         placed = dataclasses.replace(segments, queries=tokens[segments.queries])
         if placed.keys.shape[1] <= count:
-            dense.append(DenseReads(rows, [placed]))
+            dense.append((rows, [placed]))
             continue
         short, others = _split([dataclasses.replace(placed, keys=rows[placed.keys])], count)
         dense, long = dense + ([_dense(short)] if short else []), long + others
@@ -130,7 +120,7 @@ def _dense(batches: list[SegmentBatch]) -> DenseReads:
         sizes.append(used[-1].keys.numel())
     rows, places = torch.cat([batch.keys.flatten() for batch in used]).unique(return_inverse=True)
     parts = zip(used, places.split(sizes), strict=True)
-    return DenseReads(rows, [dataclasses.replace(batch, keys=part.view_as(batch.keys)) for batch, part in parts])
+    return rows, [dataclasses.replace(batch, keys=part.view_as(batch.keys)) for batch, part in parts]
 
 
 def _at(batch: SegmentBatch, segments: Tensor) -> SegmentBatch:
@@ -140,7 +130,7 @@ def _at(batch: SegmentBatch, segments: Tensor) -> SegmentBatch:
     width, real = batch.queries.shape[1], batch.real_queries
     places = torch.searchsorted(segments, real // width) * width + real % width
     last = None if batch.last_keys is None else batch.last_keys[segments]
-    return SegmentBatch(batch.queries[segments], batch.keys[segments], last, places, batch.window)
+    return SegmentBatch(batch.window, batch.queries[segments], batch.keys[segments], places, last)
 
 
 # -- the choice ----------------------------------------------------------------------------------------------------
@@ -169,19 +159,27 @@ class Choice(NamedTuple):
 
 
 @torch.no_grad()
-def choose(queries: IndexQueries, keys: Tensor, segments: list[LongSegment], count: int) -> Choice:
-    """The choice of all queries of some segments by index keys [T', C], fp32."""
+def choose(
+    heads_of: Callable[[Tensor], Tensor], weights: Tensor, keys: Tensor, segments: list[LongSegment], count: int
+) -> Choice:
+    """The choice of `count` keys by all queries of some segments.
+
+    Args:
+        heads_of: tokens [q] int64 -> the indexer's rotated heads [q, I, C].
+        weights: [T, I] of the heads, fp32.
+        keys: index keys [T', C], fp32.
+    """
     tokens = torch.cat([segment.queries for segment in segments])
     found, starts = Choice([], count), np.cumsum([0, *(len(segment.queries) for segment in segments)])
     for start in range(0, len(tokens), QUERIES):
         part = tokens[start : start + QUERIES]
-        heads, weights = queries.heads(part).float().contiguous(), queries.weights[part]
+        heads, own_weights = heads_of(part).float().contiguous(), weights[part]
         for segment, first in zip(segments, (starts[:-1] - start).tolist(), strict=True):
             here = slice(max(first, 0), max(0, min(first + len(segment.queries), len(part))))
             if here.start < here.stop:
                 seen = segment.seen[here.start - first : here.stop - first]
                 rows = segment.keys[: int(seen[-1])]
-                bits = native.ops.choose_keys(heads[here], weights[here], keys, rows, seen, count)
+                bits = native.ops.choose_keys(heads[here], own_weights[here], keys, rows, seen, count)
                 found.tiles.append((rows, bits))
     return found
 
@@ -189,32 +187,29 @@ def choose(queries: IndexQueries, keys: Tensor, segments: list[LongSegment], cou
 # -- attention over the chosen keys --------------------------------------------------------------------------------
 
 
-class _ChosenAttention(torch.autograd.Function):
+def _chosen_attention_gradient(ctx, grad):
+    query, latents, out, sums = ctx.saved_tensors
+    key, value, grad = latents.unsqueeze(1), latents[:, None, : out.shape[2]], grad.contiguous()
+    grads = [torch.zeros(x.shape, dtype=x.dtype) for x in (query, key, value)]
+    for fields in _single_queries(ctx.choice):
+        native.ops.segment_attention_backward(
+            grad, query, key, value, *fields, out, sums, ctx.scale, None, None, *grads
+        )
+    of_latents = grads[1].squeeze(1)
+    of_latents[:, : out.shape[2]] += grads[2].squeeze(1)
+    return grads[0], of_latents, None, None, None
+
+
+@with_gradient(_chosen_attention_gradient)
+def _chosen_attention(ctx, query, latents, width: int, choice: Choice, scale: float):
     """query [n, A, W], latents [T', W] of which the first `width` numbers are values -> [n, A, width]."""
-
-    @staticmethod
-    def forward(ctx, query, latents, width: int, choice: Choice, scale: float):
-        out, sums = query.new_empty(*query.shape[:2], width), query.new_empty(query.shape[:2])
-        key, value = latents.unsqueeze(1), latents[:, None, :width]
-        for fields in _single_queries(choice):
-            native.ops.segment_attention(query, key, value, *fields, scale, None, None, None, out, sums)
-        ctx.save_for_backward(query, latents, out, sums)
-        ctx.choice, ctx.scale = choice, scale
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        query, latents, out, sums = ctx.saved_tensors
-        key, value, grad = latents.unsqueeze(1), latents[:, None, : out.shape[2]], grad.contiguous()
-        grads = [torch.zeros(x.shape, dtype=x.dtype) for x in (query, key, value)]
-        for fields in _single_queries(ctx.choice):
-            native.ops.segment_attention_backward(
-                grad, query, key, value, *fields, out, sums, ctx.scale, None, None, *grads
-            )
-        of_latents = grads[1].squeeze(1)
-        of_latents[:, : out.shape[2]] += grads[2].squeeze(1)
-        return grads[0], of_latents, None, None, None
+    out, sums = query.new_empty(*query.shape[:2], width), query.new_empty(query.shape[:2])
+    key, value = latents.unsqueeze(1), latents[:, None, :width]
+    for fields in _single_queries(choice):
+        native.ops.segment_attention(query, key, value, *fields, scale, None, None, None, out, sums)
+    ctx.save_for_backward(query, latents, out, sums)
+    ctx.choice, ctx.scale = choice, scale
+    return out
 
 
 def _single_queries(choice: Choice) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -230,6 +225,6 @@ def chosen_attention(query: Tensor, latents: Tensor, width: int, choice: Choice,
     """Attention of queries [n, A, L + r] to the latents [T', L + r] that each chose, of which the first `width` numbers
     are values -> [n, A, width]."""
     if not query.shape[-1] % VECTOR and not width % VECTOR:
-        return _ChosenAttention.apply(query, latents, width, choice, scale)
+        return _chosen_attention(query, latents, width, choice, scale)
     whole, padded = -(-width // VECTOR) * VECTOR, (0, -query.shape[-1] % VECTOR)  # zeros at the end change no bit
-    return _ChosenAttention.apply(pad(query, padded), pad(latents, padded), whole, choice, scale)[..., :width]
+    return _chosen_attention(pad(query, padded), pad(latents, padded), whole, choice, scale)[..., :width]

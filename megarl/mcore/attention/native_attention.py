@@ -13,13 +13,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from megarl.mcore.attention.backends import sdpa
-from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads, StepRequests, softmax_scale
+from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads, Latents, StepRequests, softmax_scale
 from megarl.mcore.attention.segments import SegmentBatch, SegmentPlan
-from megarl.mcore.kernels import native
+from megarl.mcore.kernels import native, with_gradient
 from megarl.mcore.kernels.batch_invariance import VECTOR
 
 
@@ -30,38 +29,36 @@ def supports(config) -> bool:
 
 
 plan_attention = sdpa.plan_attention
+takes_narrow_values = True  # of a cache of latents: values may have other channels than keys
 
 
-class _PackedAttention(torch.autograd.Function):
+def _packed_attention_gradient(ctx, grad):
+    query, key, value, sinks, out, sums = ctx.saved_tensors
+    grad, total = grad.contiguous(), None
+    for batch in reversed(ctx.batches):
+        grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
+        native.ops.segment_attention_backward(
+            grad, query, key, value, batch.queries, batch.keys, batch.last_keys, batch.real_queries, out, sums,
+            ctx.scale, batch.window, ctx.softcap, grads[0], grads[1], grads[2],
+        )  # fmt: skip
+        total = grads if total is None else [x.add_(y) for x, y in zip(total, grads, strict=True)]
+    of_sinks = None
+    if sinks is not None:  # −share · ∂y·y, with the share of the softmax that a sink takes
+        of_sinks = -((sinks - sums).exp() * (grad * out).sum(-1)).sum(0)
+    return *total, of_sinks, None, None, None
+
+
+@with_gradient(_packed_attention_gradient)
+def _packed_attention(ctx, query, key, value, sinks, batches, scale, softcap):
     """query [T, H, D], key [T', G, D], value [T', G, V] and sinks [H] or None -> [T, H, V]; each query is a real one of
     one segment batch."""
-
-    @staticmethod
-    def forward(ctx, query, key, value, sinks, batches, scale, softcap):
-        out = query.new_empty(*query.shape[:2], value.shape[2])
-        sums = query.new_empty(query.shape[:2])
-        for batch in batches:
-            attend(query, key, value, batch, (scale, softcap, sinks), out, sums)
-        ctx.save_for_backward(query, key, value, sinks, out, sums)
-        ctx.batches, ctx.scale, ctx.softcap = batches, scale, softcap
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        query, key, value, sinks, out, sums = ctx.saved_tensors
-        grad, total = grad.contiguous(), None
-        for batch in reversed(ctx.batches):
-            grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
-            native.ops.segment_attention_backward(
-                grad, query, key, value, batch.queries, batch.keys, batch.last_keys, batch.real_queries, out, sums,
-                ctx.scale, batch.window, ctx.softcap, grads[0], grads[1], grads[2],
-            )  # fmt: skip
-            total = grads if total is None else [x.add_(y) for x, y in zip(total, grads, strict=True)]
-        of_sinks = None
-        if sinks is not None:  # −share · ∂y·y, with the share of the softmax that a sink takes
-            of_sinks = -((sinks - sums).exp() * (grad * out).sum(-1)).sum(0)
-        return *total, of_sinks, None, None, None
+    out = query.new_empty(*query.shape[:2], value.shape[2])
+    sums = query.new_empty(query.shape[:2])
+    for batch in batches:
+        attend(query, key, value, batch, (scale, softcap, sinks), out, sums)
+    ctx.save_for_backward(query, key, value, sinks, out, sums)
+    ctx.batches, ctx.scale, ctx.softcap = batches, scale, softcap
+    return out
 
 
 def attend(query, key, value, segments: SegmentBatch, score: tuple, out: Tensor, sums: Tensor | None = None):
@@ -83,7 +80,7 @@ def packed_attention(
     if query.shape[-1] % VECTOR or value.shape[-1] % VECTOR:  # zeros at the end of a chain of sums change no bit
         q, k, v = (pad(x, (0, -x.shape[-1] % VECTOR)) for x in (query, key, value))
         return packed_attention(q, k, v, segments, scale, softcap, sinks)[..., : value.shape[-1]]
-    return _PackedAttention.apply(query, key, value, sinks, segments.batches, scale, softcap)
+    return _packed_attention(query, key, value, sinks, segments.batches, scale, softcap)
 
 
 class NativeDecodes(NamedTuple):
@@ -160,43 +157,39 @@ def _latent_part(pages: Tensor, keys: Tensor, starts: Tensor, lengths: Tensor, b
 
 
 class NativePagedAttention(CacheAttention):
-    """Attention over the paged cache."""
+    """Attention over the paged cache; of `Latents` a read expands the rows that it needs, each once."""
 
-    def _decode(self, query, cache, reads: NativeDecodes, scale, softcap=None, sinks=None) -> Tensor:
+    def _new_result(self, query: Tensor, cache: Tensor | Latents) -> Tensor:
+        channels = cache.value_channels if isinstance(cache, Latents) else query.shape[-1]
+        return query.new_zeros(*query.shape[:-1], channels)
+
+    def _decode(self, query, cache, reads: NativeDecodes | LatentDecodes, scale, softcap=None, sinks=None) -> Tensor:
         scale = softmax_scale(query.shape[-1], scale)
-        out = native.ops.cache_attention(
-            query, cache, reads.pages, reads.keys, reads.starts, scale, reads.window, softcap, sinks
-        )
-        return out.view(query.shape)
-
-    def _prefill(self, query, cache, reads: list[SegmentBatch], scale, result, softcap=None, sinks=None):
-        (key, value), score = cache.flatten(0, 1).unbind(2), (softmax_scale(query.shape[-1], scale), softcap, sinks)
-        heads, out = query.flatten(1, 2), result.flatten(1, 2)
-        for segments in reads:
-            attend(heads, key, value, segments, score, out)
-
-
-class NativeLatentAttention(CacheAttention):
-    """Attention over a cache of `Latents`; a read expands the rows that it needs, each once."""
-
-    def _new_result(self, query: Tensor, cache) -> Tensor:
-        return query.new_zeros(*query.shape[:-1], cache.value_channels)
-
-    def _decode(self, query, cache, reads: LatentDecodes, scale, softcap=None, sinks=None) -> Tensor:
+        if isinstance(reads, NativeDecodes):
+            out = native.ops.cache_attention(
+                query, cache, reads.pages, reads.keys, reads.starts, scale, reads.window, softcap, sinks
+            )
+            return out.view(query.shape)
         out, heads = self._new_result(query, cache), query.flatten(1, 2)
-        score = softmax_scale(query.shape[-1], scale), softcap, sinks
         for rows, segments in reads.parts:
             key, value = cache.expand(cache.rows.flatten(0, 1).index_select(0, rows))
-            attend(heads, key, value, segments, score, out.flatten(1, 2))
+            attend(heads, key, value, segments, (scale, softcap, sinks), out.flatten(1, 2))
         return out
 
     def _prefill(self, query, cache, reads: list[SegmentBatch], scale, result, softcap=None, sinks=None):
-        heads, out, flat = query.flatten(1, 2), result.flatten(1, 2), cache.rows.flatten(0, 1)
         score = softmax_scale(query.shape[-1], scale), softcap, sinks
         for segments in reads:
-            key, value = cache.expand(flat.index_select(0, segments.keys.flatten()))
-            places = torch.arange(segments.keys.numel()).view_as(segments.keys)
-            attend(heads, key, value, dataclasses.replace(segments, keys=places), score, out)
+            attend(query.flatten(1, 2), *_keys_of(cache, segments), score, result.flatten(1, 2))
 
 
-PagedAttention, LatentAttention = NativePagedAttention, NativeLatentAttention  # the names of a backend's
+def _keys_of(cache: Tensor | Latents, segments: SegmentBatch) -> tuple[Tensor, Tensor, SegmentBatch]:
+    """Keys and values, and the segments with keys among these."""
+    if not isinstance(cache, Latents):
+        key, value = cache.flatten(0, 1).unbind(2)
+        return key, value, segments
+    key, value = cache.expand(cache.rows.flatten(0, 1).index_select(0, segments.keys.flatten()))
+    places = torch.arange(segments.keys.numel()).view_as(segments.keys)
+    return key, value, dataclasses.replace(segments, keys=places)
+
+
+PagedAttention = NativePagedAttention  # the name of a backend's

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.attention import backends
+from megarl.mcore.attention.rotary_embeddings import rotated_heads
 from megarl.mcore.attention.segments import kind_of_layer
-from megarl.mcore.kernels.rotation import rotated_heads
 from megarl.mcore.parallel.context_parallel import gather_for_attention
 
 

@@ -20,7 +20,7 @@ from megarl.batch import SharedPrefix, expand_array_counts
 from megarl.mcore import device
 from megarl.mcore.attention.segments import HostPlan, Segments, TokenStream, plan_attention, segments_of_stream
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
-from megarl.mcore.moe.routes import Occurrences, RoutedTokens, Routing
+from megarl.mcore.moe.routes import RoutedTokens, Routing
 from megarl.mcore.parallel.context_parallel import chunk_indices, chunks_of, stream_order
 from megarl.mcore.recurrence.runs import Runs, runs_of_stream
 
@@ -117,9 +117,7 @@ def routed_tokens(
     token, uses, rows, sequence, counted = device.to_device(
         [token[own], uses, rows, sequence, counted.astype(np.int64)]
     )
-    return RoutedTokens(
-        token_indices=token, uses=uses, occurrences=Occurrences(rows, sequence, counted.bool()), sequences=len(lengths)
-    )
+    return RoutedTokens(token, uses, (rows, sequence, counted.bool()), sequences=len(lengths))
 
 
 def _stream_occurrences(lengths: np.ndarray, stream: TokenStream) -> tuple[np.ndarray, ...]:
@@ -216,9 +214,9 @@ def pack_sequences(
         arrays["order"] = stream_order(ranks, total)
     if shared is not None:
         arrays["held"], arrays["source"] = _shared_token_indices(lengths, stream)
-    sent = iter(device.to_device([*arrays.values(), *itertools.chain(*(each.arrays for each in plans))]))
+    sent = iter(device.to_device([*arrays.values(), *itertools.chain(*(planned for planned, _ in plans))]))
     named = dict(zip(arrays, sent, strict=False))
-    attention = [each.build(list(itertools.islice(sent, len(each.arrays)))) for each in plans]
+    attention = [build(list(itertools.islice(sent, len(planned)))) for planned, build in plans]
     return PackedLayout(
         qkv_format="thd",  # cumulative lengths stay None: rotary embeddings are applied by position
         max_seqlen_q=longest,

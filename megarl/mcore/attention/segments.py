@@ -38,17 +38,11 @@ def padded_key_count(longest: int, device: torch.device) -> int:
 class SegmentBatch:
     """The n segments that one dense kernel call takes, padded to Q queries and K keys."""
 
+    window: int | None  # keys that a query sees, the last ones; None: all
     queries: Tensor  # [n, Q] int64 indices among this rank's tokens; padding repeats the last query
     keys: Tensor  # [n, K] int64 indices in the stream or rows of the KV cache; padding repeats the last
-    last_keys: Tensor | None  # [n, Q] int64 last key that each query attends to; None: causal, query i has key i
     real_queries: Tensor  # [m] ascending int64 indices in [n·Q] of the queries that are not padding
-    window: int | None  # keys that a query sees, the last ones; None: all
-
-    @classmethod
-    def of(cls, plan: list[Tensor], window: int | None = None) -> "SegmentBatch":
-        """Returns the batch of a plan of `plan_segments`, sent to the device; `window`: keys that a query sees."""
-        queries, keys, real, *last_keys = plan
-        return cls(queries, keys, last_keys[0] if last_keys else None, real, window)
+    last_keys: Tensor | None = None  # [n, Q] int64 last key that each query attends to; None: causal, query i has key i
 
     @functools.cached_property
     def mask(self) -> Tensor | None:
@@ -69,11 +63,9 @@ class SegmentPlan(NamedTuple):
     restore: Tensor  # [T/c] int64 index of each of this rank's queries in the batches' results
 
 
-class HostPlan(NamedTuple):
-    """How a rank's tokens attend, planned on the host for the kernels of an attention backend."""
-
-    arrays: list[np.ndarray]  # int64, to send to the device
-    build: Callable[[list[Tensor]], Any]  # what the backend reads, from these arrays on the device
+# How a rank's tokens attend, planned on the host for the kernels of an attention backend: arrays, int64, to send to the
+# device, and what makes of these, there, what the backend reads.
+HostPlan = tuple[list[np.ndarray], Callable[[list[Tensor]], Any]]
 
 
 def size_buckets(longest: int) -> list[int]:
@@ -98,8 +90,7 @@ def group_by_size(is_causal: np.ndarray, queries: np.ndarray, keys: np.ndarray) 
 
 
 def plan_segments(first, queries, keys, is_causal: bool, key_indices: Callable) -> list[np.ndarray]:
-    """Returns the host arguments of `SegmentBatch.of`: queries [n, Q], keys [n, K], real [m], and unless causal the
-    last key [n, Q] of each query.
+    """Returns the tensors of a `SegmentBatch`, on the host; `last_keys` unless causal.
 
     Args:
         first, queries, keys: [n] index of the first query, numbers of queries and keys.
@@ -197,7 +188,7 @@ def segments_of_stream(stream: TokenStream, chunks: list[tuple[int, int]]) -> Se
 
 
 def plan_segment_batches(segments: Segments, is_whole: bool, window: int | None = None) -> list[list[np.ndarray]]:
-    """Returns the plan of each segment batch, arguments of `SegmentBatch.of` on the host.
+    """Returns the plan of each segment batch, as `plan_segments`.
 
     Args:
         is_whole: this rank holds the whole stream, so that queries have the indices of keys.
@@ -238,10 +229,10 @@ def plan_attention(segments: Segments, is_whole: bool, window: int | None) -> Ho
 
     def build(sent: list[Tensor]) -> SegmentPlan:
         rest = iter(sent[1:])
-        batches = [SegmentBatch.of(list(itertools.islice(rest, len(arrays))), window) for arrays in plans]
+        batches = [SegmentBatch(window, *itertools.islice(rest, len(arrays))) for arrays in plans]
         return SegmentPlan(batches, sent[0])
 
-    return HostPlan([restore, *itertools.chain.from_iterable(plans)], build)
+    return [restore, *itertools.chain.from_iterable(plans)], build
 
 
 # -- sliding windows -----------------------------------------------------------------------------------------------

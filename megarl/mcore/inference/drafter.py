@@ -19,7 +19,7 @@ from megarl.mcore.inference.draft_index import (
     DraftSequences,
     Guesses,
 )
-from megarl.mcore.inference.sequence_groups import SequenceGroups
+from megarl.mcore.inference.draft_rows import SequenceGroups
 
 FIRST_RATE = 0.5  # before any guess was checked; counts as two guesses
 RATE_MEMORY = 64  # checked guesses over which a rate is averaged

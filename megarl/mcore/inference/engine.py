@@ -31,10 +31,9 @@ from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.mcore.inference.generation_session import ANY_STEP, NONE, WAIT, GenerationSession
 from megarl.mcore.inference.keyed_sampling import KeyedSampling
 from megarl.mcore.inference.paged_context import LatentContext, PagedContext
-from megarl.mcore.inference.prediction_drafts import PredictionDrafts
 from megarl.mcore.inference.recurrent_context import LatentRecurrentContext, RecurrentContext
 from megarl.mcore.inference.reusable_blocks import PrefillCounts, attach_routes
-from megarl.mcore.inference.speculative_decode import DecodeCounts, SpeculativeEngine
+from megarl.mcore.inference.speculative_decode import DecodeCounts, PredictionDrafts, SpeculativeEngine
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 from megarl.mcore.kernels.linear import prepacked_weights
 from megarl.mcore.model.forward_pass import eval_mode

@@ -150,19 +150,22 @@ class GenerationSession:
         for request_id, number in self._numbers.items():
             if (start := reported.get(number)) is None:
                 continue
-            requests = self.engine.requests[request_id].record.requests
-            tokens, logprobs = requests[0].generated_tokens, requests[0].generated_log_probs
-            for request in requests[1:]:  # it was evicted
-                tokens, logprobs = tokens + request.generated_tokens, logprobs + (request.generated_log_probs or [])
+            tokens, logprobs = self._drawn(request_id)
             if (count := len(tokens) - start) > 0:
-                top = self.sampling.top_logprobs_of(request_id, len(requests[0].prompt_tokens) + start, count)
+                top = self.sampling.top_logprobs_of(request_id, int(self._prompt_lengths[request_id]) + start, count)
                 yield TokenChunk(number, [*map(int, tokens[start:])], [*map(float, logprobs[start:])], top)
 
-    def _drawn_since(self, request_id: int, count: int) -> Sequence[int]:
+    def _drawn(self, request_id: int) -> tuple[list[int], list[float]]:
+        """What a request has drawn, and the log-probs."""
         requests = self.engine.requests[request_id].record.requests
-        if len(requests) == 1:
-            return requests[0].generated_tokens[count:]
-        return [token for request in requests for token in request.generated_tokens][count:]  # it was evicted
+        tokens, logprobs = requests[0].generated_tokens, requests[0].generated_log_probs
+        for request in requests[1:]:  # it was evicted
+            more = request.generated_log_probs or []
+            tokens, logprobs = tokens + request.generated_tokens, (logprobs or []) + more
+        return tokens, logprobs
+
+    def _drawn_since(self, request_id: int, count: int) -> Sequence[int]:
+        return self._drawn(request_id)[0][count:]
 
     def unfinished(self) -> list[tuple[int, Completion]]:
         """All requests that have not ended, with their tokens so far and without routes."""

@@ -92,7 +92,7 @@ class KeyedSampling(Sampling):
     ) -> tuple[Tensor, Tensor]:
         """Returns tokens and log-probs [n] of logits [n, V] on their device, without waiting for it. `temperatures`,
         `greedy`: [n], as those of request ids."""
-        from megarl.mcore.kernels.cuda.row_sampling import sample_rows  # needs Triton
+        from megarl.mcore.kernels.cuda.head_rows import sample_rows  # needs Triton
 
         return sample_rows(self._softcapped(logits), numbers, temperatures, greedy, self.vocab_size)
 
@@ -126,7 +126,7 @@ class KeyedSampling(Sampling):
         columns, numbers = logits[:, : self.vocab_size], numbers.to(logits.device)
         tokens = sample(columns, self._policy.weights, numbers, settings)
         if self._has_row_kernels(logits):
-            from megarl.mcore.kernels.cuda.row_sampling import row_logprobs  # needs Triton
+            from megarl.mcore.kernels.cuda.head_rows import row_logprobs  # needs Triton
 
             self._log_probs = row_logprobs(logits, tokens, settings.temperature, self.vocab_size)
         return tokens

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.attention import backends
-from megarl.mcore.attention.cache_attention import PrefillDedup, StepRequests, deduplicate_prefills, latent_attention
+from megarl.mcore.attention.cache_attention import PrefillDedup, StepRequests, deduplicate_prefills
+from megarl.mcore.attention.rotary_embeddings import Rotation
 from megarl.mcore.attention.segments import window_of
 from megarl.mcore.inference.cache_size import latent_widths, one_stage
 from megarl.mcore.inference.draft_rows import DraftRows
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
-from megarl.mcore.model.decoder_layer import Rotation, StepPlan
-from megarl.mcore.model.pipeline_layout import indexer_pattern, indexers_of_chunk
+from megarl.mcore.model.decoder_layer import StepPlan
+from megarl.mcore.model.pipeline_layout import indexer_pattern, layers_of_chunk
 from megarl.mcore.vision.store import ImageStore, RequestPositions
 
 if TYPE_CHECKING:
@@ -379,15 +380,14 @@ class LatentContext(PagedContext):
     def __init__(self, model_config, inference_config, memory=None, further_layers: int = 0):
         self._widths = latent_widths(model_config, self._indexers(model_config, inference_config, further_layers))
         super().__init__(model_config, inference_config, memory, further_layers)
-        self._attend = latent_attention(self._backend)
         heads = model_config.num_attention_heads // inference_config.pg_collection.tp.size()
         width = max(model_config.qk_head_dim + model_config.qk_pos_emb_head_dim, model_config.v_head_dim)
         self._token_bytes = 2 * heads * width * model_config.params_dtype.itemsize
 
     def _indexers(self, model_config, inference_config, further_layers: int) -> list[bool]:
         """Whether each layer with a cache on this rank has an indexer."""
-        own = indexers_of_chunk(model_config, dist.get_rank(inference_config.pg_collection.pp), None)
-        return own + [any(indexer_pattern(model_config))] * further_layers
+        pattern, stage = indexer_pattern(model_config), dist.get_rank(inference_config.pg_collection.pp)
+        return [pattern[i] for i in layers_of_chunk(model_config, stage, None)] + [any(pattern)] * further_layers
 
     def _cache_config(self, model_config):
         """Returns a config of one layer whose one key and value together have as many numbers as all layers here."""

@@ -21,8 +21,7 @@ from megarl.mcore.inference.cache_size import GIB, Shapes, bytes_of_shapes, cach
 from megarl.mcore.inference.paged_context import LatentContext, PagedContext
 from megarl.mcore.model.decoder_layer import StepPlan
 from megarl.mcore.recurrence.rule import apply_rule, layer_sizes
-from megarl.mcore.recurrence.runs import NONE, DeviceRuns, Runs
-from megarl.mcore.recurrence.states import States
+from megarl.mcore.recurrence.runs import NONE, Runs, States
 
 if TYPE_CHECKING:
     from megarl.mcore.inference.device_decode import DeviceStep
@@ -87,7 +86,7 @@ class RecurrentContext(PagedContext):
 
     def _device_plan(self, step: "DeviceStep", frequencies: Tensor | None) -> StepPlan:
         plan = super()._device_plan(step, frequencies)
-        return dataclasses.replace(plan, runs=DeviceRuns(step.states), states=self._states)
+        return dataclasses.replace(plan, runs=step.states, states=self._states)
 
     drafts_on_device = False  # states take the rows of a step only when it is known which drafts were right
 

@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from megarl.mcore.kernels import with_gradient
 
 MIN_ROWS = 4
 VECTOR = 16
@@ -53,21 +54,18 @@ def _shared_rows(rows: int, elements: int) -> int:
     return rows or all_rows
 
 
-class _GELU(torch.autograd.Function):
+def _gelu_tanh_gradient(ctx, grad):
+    (x,) = ctx.saved_tensors
+    tanh = _tanh(x)
+    inner = x.square().mul_(3 * CUBIC).add_(1).mul_(x).mul_(SCALE)  # x times the derivative of tanh's argument
+    return (1 - tanh.square()).mul_(inner).add_(tanh).add_(1).mul_(grad).mul_(0.5)
+
+
+@with_gradient(_gelu_tanh_gradient)
+def _gelu_tanh(ctx, x):
     """x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))); saves only x. torch's own kernel splits rows between threads."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return (_tanh(x) + 1).mul_(x).mul_(0.5)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        tanh = _tanh(x)
-        inner = x.square().mul_(3 * CUBIC).add_(1).mul_(x).mul_(SCALE)  # x times the derivative of tanh's argument
-        return (1 - tanh.square()).mul_(inner).add_(tanh).add_(1).mul_(grad).mul_(0.5)
+    ctx.save_for_backward(x)
+    return (_tanh(x) + 1).mul_(x).mul_(0.5)
 
 
 def _tanh(x: Tensor) -> Tensor:
@@ -82,7 +80,7 @@ def gelu(x: Tensor) -> Tensor:
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """The tanh form of GELU, of [T, …, W] (arXiv 1606.08415 §2)."""
-    return _GELU.apply(x)
+    return _gelu_tanh(x)
 
 
 def quick_gelu(x: Tensor) -> Tensor:

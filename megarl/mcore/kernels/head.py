@@ -144,7 +144,7 @@ class Head:
         return found
 
     def _exact_logprobs(self, logits: Tensor, rows: slice) -> Tensor:
-        from megarl.mcore.kernels.cuda.row_sampling import row_logprobs  # needs Triton
+        from megarl.mcore.kernels.cuda.head_rows import row_logprobs  # needs Triton
 
         return row_logprobs(logits, self.targets[rows], float(self.options.temperature), self.options.vocab_size)
 

@@ -12,11 +12,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from megarl.algorithms.divergence import Divergence, center_of, divergence_sums, logit_gradient, value_of
-from megarl.mcore.kernels import linear
+from megarl.mcore.kernels import linear, with_gradient
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.head import MAX_KEPT, Head, HeadGradients, HeadOptions, at_least_fp32, row_chunks
 from megarl.mcore.parallel.process_groups import all_reduce
@@ -63,56 +62,53 @@ def _log_probs(heads: tuple[Head, Head], rows: slice) -> tuple[list[Tensor], Ten
     return logits, tops + log_totals, torch.stack([sums[3].clamp(max=1), sums[2] - log_totals[1]])
 
 
-class _HeadDivergence(torch.autograd.Function):
+def _divergences_gradient(ctx, grad, *_):
+    """Needs no collective; the caller sums the gradients of hidden states over the ranks."""
+    hidden, weight, states, targets, indices, kept, own, of_teacher, center = ctx.saved_tensors
+    if grad is None:
+        return (None,) * 7
+    heads = _heads(hidden, weight, states, targets, indices, ctx.teacher, ctx.options)
+    gradients, column = HeadGradients(heads[0], *ctx.needs_input_grad[:2]), grad.unsqueeze(-1)
+    for rows in row_chunks(len(targets), len(weight), BUFFERS):
+        if kept is not None:
+            gradients.add(rows, kept[rows] * column[rows], None)
+            continue
+        student, teacher = (head.scaled_logits(rows) for head in heads)
+        slope = heads[0].softcap_slope(student, rows)
+        student.sub_(own[rows].unsqueeze(-1))
+        teacher.sub_(of_teacher[rows].unsqueeze(-1))
+        of_chunk = logit_gradient(student, teacher, center[rows], ctx.teacher.divergence)
+        gradients.add(rows, of_chunk.mul_(column[rows]), slope)
+    return *gradients.returned(), *[None] * 5
+
+
+@with_gradient(_divergences_gradient)
+def _divergences(ctx, hidden, weight, states, targets, indices, teacher, options):
     """(hidden [T, H], weight [V/tp, H], …) -> `DistillScores`; does not modify its inputs.
 
     It saves for backward its inputs, a few numbers per token, and the gradient of the logits if it is small.
     """
-
-    @staticmethod
-    def forward(ctx, hidden, weight, states, targets, indices, teacher, options):
-        ctx.set_materialize_grads(False)
-        heads = _heads(hidden, weight, states, targets, indices, teacher, options)
-        count, divergence, kept = len(targets), teacher.divergence, None
-        results = [hidden.new_empty(count, dtype=at_least_fp32(hidden)) for _ in range(8)]
-        if any(ctx.needs_input_grad[:2]) and heads[0].options.softcap is None and count * len(weight) <= MAX_KEPT:
-            kept = hidden.new_empty(count, len(weight), dtype=results[0].dtype)
-        for rows in row_chunks(count, len(weight), BUFFERS):
-            logprobs, normalizers, others = _log_probs(heads, rows)
-            sums = divergence_sums(logprobs[0], logprobs[1], divergence)
-            all_reduce(sums, heads[0].options.group)
-            center = center_of(sums, divergence)
-            if kept is not None:
-                kept[rows] = logit_gradient(logprobs[0], logprobs[1], center, divergence)
-            found = value_of(sums, divergence), *sums[:2], *others, *normalizers, center
-            for result, values in zip(results, found, strict=True):
-                result[rows] = values
-        scores = DistillScores(*results[:5])
-        ctx.save_for_backward(hidden, weight, states, targets, indices, kept, *results[5:])
-        ctx.teacher, ctx.options = teacher, options
-        ctx.mark_non_differentiable(*scores[1:])
-        return tuple(scores)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad, *_):
-        """Needs no collective; the caller sums the gradients of hidden states over the ranks."""
-        hidden, weight, states, targets, indices, kept, own, of_teacher, center = ctx.saved_tensors
-        if grad is None:
-            return (None,) * 7
-        heads = _heads(hidden, weight, states, targets, indices, ctx.teacher, ctx.options)
-        gradients, column = HeadGradients(heads[0], *ctx.needs_input_grad[:2]), grad.unsqueeze(-1)
-        for rows in row_chunks(len(targets), len(weight), BUFFERS):
-            if kept is not None:
-                gradients.add(rows, kept[rows] * column[rows], None)
-                continue
-            student, teacher = (head.scaled_logits(rows) for head in heads)
-            slope = heads[0].softcap_slope(student, rows)
-            student.sub_(own[rows].unsqueeze(-1))
-            teacher.sub_(of_teacher[rows].unsqueeze(-1))
-            of_chunk = logit_gradient(student, teacher, center[rows], ctx.teacher.divergence)
-            gradients.add(rows, of_chunk.mul_(column[rows]), slope)
-        return *gradients.returned(), *[None] * 5
+    ctx.set_materialize_grads(False)
+    heads = _heads(hidden, weight, states, targets, indices, teacher, options)
+    count, divergence, kept = len(targets), teacher.divergence, None
+    results = [hidden.new_empty(count, dtype=at_least_fp32(hidden)) for _ in range(8)]
+    if any(ctx.needs_input_grad[:2]) and heads[0].options.softcap is None and count * len(weight) <= MAX_KEPT:
+        kept = hidden.new_empty(count, len(weight), dtype=results[0].dtype)
+    for rows in row_chunks(count, len(weight), BUFFERS):
+        logprobs, normalizers, others = _log_probs(heads, rows)
+        sums = divergence_sums(logprobs[0], logprobs[1], divergence)
+        all_reduce(sums, heads[0].options.group)
+        center = center_of(sums, divergence)
+        if kept is not None:
+            kept[rows] = logit_gradient(logprobs[0], logprobs[1], center, divergence)
+        found = value_of(sums, divergence), *sums[:2], *others, *normalizers, center
+        for result, values in zip(results, found, strict=True):
+            result[rows] = values
+    scores = DistillScores(*results[:5])
+    ctx.save_for_backward(hidden, weight, states, targets, indices, kept, *results[5:])
+    ctx.teacher, ctx.options = teacher, options
+    ctx.mark_non_differentiable(*scores[1:])
+    return tuple(scores)
 
 
 def _heads(hidden, weight, states, targets, indices, teacher: TeacherHead, options: HeadOptions) -> tuple[Head, Head]:
@@ -132,20 +128,17 @@ def _compared(hidden, weight, states, teacher: TeacherHead, targets, options, in
         missing = MIN_ROWS - total
         hidden, states = (pad(x, (0, 0, 0, missing)) for x in (hidden, states))
         targets = pad(targets, (0, missing))
-    scores = _HeadDivergence.apply(hidden, weight, states, targets, indices, teacher, options)
+    scores = _divergences(hidden, weight, states, targets, indices, teacher, options)
     return DistillScores(*(score[:total] for score in scores))
 
 
-class TaughtRows(NamedTuple):
-    """The tokens that a teacher teaches."""
-
-    rows: Tensor | None  # [m] int64, their places among the targets; None: all, in order
-    states: Tensor  # [m, H_T] its hidden states of them, after its final norm
-    teacher: TeacherHead
+# The m tokens that a teacher teaches: their places [m] int64 among the targets, None: all, in order; its hidden states
+# [m, H_T] of them, after its final norm; and its head.
+Taught = tuple[Tensor | None, Tensor, TeacherHead]
 
 
 def head_divergence(
-    hidden: Tensor, weight: Tensor, taught: Sequence[TaughtRows], targets: Tensor, options: HeadOptions, indices=None
+    hidden: Tensor, weight: Tensor, taught: Sequence[Taught], targets: Tensor, options: HeadOptions, indices=None
 ) -> DistillScores:
     """Compares the student's next-token distributions with the teachers', differentiable once in `hidden` and `weight`.
 
@@ -161,15 +154,16 @@ def head_divergence(
         ValueError: as many states as targets are needed, and as many rows of the teacher's weight as of the student's.
     """
     hidden = linear.to_all_ranks(hidden, options.group, options.sequence_parallel)
-    if taught[0].rows is None:
-        return _compared(hidden, weight, taught[0].states, taught[0].teacher, targets, options, indices)
+    rows, states, teacher = taught[0]
+    if rows is None:
+        return _compared(hidden, weight, states, teacher, targets, options, indices)
     hidden = hidden if indices is None else hidden.index_select(0, indices)
-    places = torch.cat([each.rows for each in taught if each.rows is not None])
+    places = torch.cat([rows for rows, *_ in taught if rows is not None])
     if len(places) != len(hidden):
         raise ValueError(f"{len(hidden)} hidden states, but teachers for {len(places)}")
     scores = [
         _compared(hidden.index_select(0, rows), weight, states, teacher, targets[rows], options)
-        for rows, states, teacher in [each for each in taught if len(each.states)] or taught[:1]
+        for rows, states, teacher in [each for each in taught if len(each[1])] or taught[:1]
     ]
     order = places.argsort()
     fields = range(len(DistillScores._fields))

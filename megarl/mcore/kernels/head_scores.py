@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from megarl.mcore.kernels import linear, native
+from megarl.mcore.kernels import linear, native, with_gradient
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.head import (
     MAX_KEPT,
@@ -65,66 +64,63 @@ def _logits_grad(
     return bracket.mul_(p)
 
 
-class _HeadScores(torch.autograd.Function):
+def _scores_gradient(ctx, *grads):
+    """Needs no collective: the saved statistics cover the whole vocabulary, and each rank has its own columns.
+
+    The caller sums the gradients of hidden states over the ranks, once for all chunks.
+    """
+    hidden, weight, targets, indices, kept, top, total, entropy, square_sum = ctx.saved_tensors
+    head = Head(hidden, weight, targets, indices, ctx.options)
+    gradients = HeadGradients(head, *ctx.needs_input_grad[:2])
+    if head.has_row_kernels:
+        statistics = torch.stack([top, total, entropy, torch.zeros_like(top) if square_sum is None else square_sum])
+        for rows, grad in _gradients_by_rows(head, statistics, grads):
+            gradients.add_products(rows, grad)
+        return *gradients.returned(), *[None] * 4
+    for rows in row_chunks(len(head.targets), len(weight)):
+        weights, slope = None if kept is None else kept[rows], None
+        if weights is None:
+            weights = head.scaled_logits(rows)
+            slope = head.softcap_slope(weights, rows)
+            if native.supports(weights):
+                native.ops.softmax_sums(weights, top[rows], weights, 1)
+            else:
+                weights.sub_(column_of(top, rows)).exp_()
+        columns = [None if x is None else column_of(x, rows) for x in (total, entropy, square_sum, *grads)]
+        grad = _logits_grad(weights, kept is None, *columns[:3], columns[3:])
+        if columns[3] is not None:  # the 1_y term
+            places, here = head.columns(rows)
+            grad.scatter_add_(-1, places, columns[3] * here)
+        gradients.add(rows, grad, slope)
+        del grad, weights, slope  # before the next chunk's logits
+    return *gradients.returned(), *[None] * 4
+
+
+@with_gradient(_scores_gradient)
+def _scores(ctx, hidden, weight, targets, indices, squares, options):
     """(hidden [T, H], weight [V/tp, H], …) -> logprobs, entropy, Σπ², each [n]; does not modify its inputs.
 
     It saves for backward its inputs, a few numbers per token, and e^logits if these are small.
     """
-
-    @staticmethod
-    def forward(ctx, hidden, weight, targets, indices, squares, options):
-        ctx.set_materialize_grads(False)
-        head = Head(hidden, weight, targets, indices, options)
-        count, dtype = len(targets), at_least_fp32(hidden)
-        needs_grad, kept = any(ctx.needs_input_grad[:2]), None
-        if head.has_row_kernels:
-            results = head.statistics_by_rows(squares)
-        else:
-            if needs_grad and head.options.softcap is None and count * len(weight) <= MAX_KEPT:
-                kept = hidden.new_empty(count, len(weight), dtype=dtype)
-            results = [hidden.new_empty(count, dtype=dtype) for _ in range(4 + squares)]
-            for rows in row_chunks(count, len(weight)):
-                weights = None if kept is None else kept[rows]
-                for result, statistic in zip(results, head.statistics(rows, weights, squares), strict=True):
-                    result[rows] = statistic
-        top, total, logprobs, entropy, *square_sum = results
-        square_sum = square_sum[0] if squares else None
-        ctx.save_for_backward(hidden, weight, targets, indices, kept, top, total, entropy, square_sum)
-        ctx.options = options
-        return logprobs, entropy, square_sum
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):
-        """Needs no collective: the saved statistics cover the whole vocabulary, and each rank has its own columns.
-
-        The caller sums the gradients of hidden states over the ranks, once for all chunks.
-        """
-        hidden, weight, targets, indices, kept, top, total, entropy, square_sum = ctx.saved_tensors
-        head = Head(hidden, weight, targets, indices, ctx.options)
-        gradients = HeadGradients(head, *ctx.needs_input_grad[:2])
-        if head.has_row_kernels:
-            statistics = torch.stack([top, total, entropy, torch.zeros_like(top) if square_sum is None else square_sum])
-            for rows, grad in _gradients_by_rows(head, statistics, grads):
-                gradients.add_products(rows, grad)
-            return *gradients.returned(), *[None] * 4
-        for rows in row_chunks(len(head.targets), len(weight)):
-            weights, slope = None if kept is None else kept[rows], None
-            if weights is None:
-                weights = head.scaled_logits(rows)
-                slope = head.softcap_slope(weights, rows)
-                if native.supports(weights):
-                    native.ops.softmax_sums(weights, top[rows], weights, 1)
-                else:
-                    weights.sub_(column_of(top, rows)).exp_()
-            columns = [None if x is None else column_of(x, rows) for x in (total, entropy, square_sum, *grads)]
-            grad = _logits_grad(weights, kept is None, *columns[:3], columns[3:])
-            if columns[3] is not None:  # the 1_y term
-                places, here = head.columns(rows)
-                grad.scatter_add_(-1, places, columns[3] * here)
-            gradients.add(rows, grad, slope)
-            del grad, weights, slope  # before the next chunk's logits
-        return *gradients.returned(), *[None] * 4
+    ctx.set_materialize_grads(False)
+    head = Head(hidden, weight, targets, indices, options)
+    count, dtype = len(targets), at_least_fp32(hidden)
+    needs_grad, kept = any(ctx.needs_input_grad[:2]), None
+    if head.has_row_kernels:
+        results = head.statistics_by_rows(squares)
+    else:
+        if needs_grad and head.options.softcap is None and count * len(weight) <= MAX_KEPT:
+            kept = hidden.new_empty(count, len(weight), dtype=dtype)
+        results = [hidden.new_empty(count, dtype=dtype) for _ in range(4 + squares)]
+        for rows in row_chunks(count, len(weight)):
+            weights = None if kept is None else kept[rows]
+            for result, statistic in zip(results, head.statistics(rows, weights, squares), strict=True):
+                result[rows] = statistic
+    top, total, logprobs, entropy, *square_sum = results
+    square_sum = square_sum[0] if squares else None
+    ctx.save_for_backward(hidden, weight, targets, indices, kept, top, total, entropy, square_sum)
+    ctx.options = options
+    return logprobs, entropy, square_sum
 
 
 def _gradients_by_rows(head: Head, statistics: Tensor, grads) -> Iterator[tuple[slice, Tensor]]:
@@ -176,7 +172,7 @@ def head_scores(
         hidden, targets = pad(hidden, (0, 0, 0, missing)), pad(targets, (0, missing))
         if isinstance(temperature, Tensor):
             options = options._replace(temperature=pad(temperature, (0, missing), value=1.0))
-    scores = _HeadScores.apply(hidden, weight, targets, indices, squares, options)
+    scores = _scores(hidden, weight, targets, indices, squares, options)
     return HeadScores(*(None if score is None else score[:total] for score in scores))
 
 

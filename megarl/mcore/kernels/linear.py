@@ -2,7 +2,7 @@
 
 In fp32 on a CPU, products with weights use megarl's compiled kernel, else oneDNN's inner product: with few rows both
 take half the time of BLAS, and a row's result does not depend on the number of rows. With `--exact-rollout` on CUDA
-forward passes multiply by tiles of fixed size (`kernels.cuda.fixed_tiles`). Other cases use torch's products.
+forward passes multiply by tiles of fixed size (`kernels.cuda.exact_rows`). Other cases use torch's products.
 """
 
 import contextlib
@@ -24,10 +24,9 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megarl.mcore import device
-from megarl.mcore.kernels import native
+from megarl.mcore.kernels import native, with_gradient
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 
 HAS_INNER_PRODUCT = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -108,9 +107,9 @@ def forward_product(config) -> Product:
 
 def exact_product() -> Product:
     """The product of exact rollouts on CUDA."""
-    from megarl.mcore.kernels.cuda import fixed_tiles  # needs Triton
+    from megarl.mcore.kernels.cuda import exact_rows  # needs Triton
 
-    return fixed_tiles.product
+    return exact_rows.product
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -222,45 +221,44 @@ def to_all_ranks(x: Tensor, group, sequence_parallel: bool) -> Tensor:
     return copy_to_tensor_model_parallel_region(x, group=group)
 
 
-class _Linear(torch.autograd.Function):
-    """A linear layer; with a group, its weight is split over tensor-parallel ranks (1909.08053 §3, 2205.05198)."""
+def _linear_gradient(ctx, grad):
+    """Overlaps the collective of the input gradient with the weight gradient."""
+    x, weight = ctx.saved_tensors
+    grad_x = grad_weight = grad_bias = handle = None
+    if ctx.needs_input_grad[0]:
+        full = input_gradient(grad, weight)
+        grad_x, handle = start_reduction(full, ctx.group, ctx.sequence_parallel, ctx.sums_input_gradient)
+    if ctx.needs_input_grad[1]:
+        x = gather_tokens(x, ctx.group) if ctx.sequence_parallel else x
+        if adds_to_main_grad(weight):
+            add_weight_gradient(weight.main_grad, grad.flatten(0, -2), x.flatten(0, -2))
+            grad_weight = stand_in(weight)
+        else:
+            grad_weight = weight_gradient(grad, x)
+    if ctx.needs_input_grad[2]:
+        grad_bias = grad.flatten(0, -2).sum(0)
+    if handle is not None:
+        handle.wait()
+    return grad_x, grad_weight, grad_bias, None, None, None, None
 
-    @staticmethod
-    def forward(ctx, x, weight, bias, group, sums_input_gradient, sequence_parallel, product):
-        """Under sequence parallelism x is this rank's [T/t, …]; backward gathers it again instead of saving it."""
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.group = group
-        ctx.sums_input_gradient, ctx.sequence_parallel = sums_input_gradient, sequence_parallel
-        return product(gather_tokens(x, group) if sequence_parallel else x, weight, bias)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        """Overlaps the collective of the input gradient with the weight gradient."""
-        x, weight = ctx.saved_tensors
-        grad_x = grad_weight = grad_bias = handle = None
-        if ctx.needs_input_grad[0]:
-            full = input_gradient(grad, weight)
-            grad_x, handle = start_reduction(full, ctx.group, ctx.sequence_parallel, ctx.sums_input_gradient)
-        if ctx.needs_input_grad[1]:
-            x = gather_tokens(x, ctx.group) if ctx.sequence_parallel else x
-            if adds_to_main_grad(weight):
-                add_weight_gradient(weight.main_grad, grad.flatten(0, -2), x.flatten(0, -2))
-                grad_weight = stand_in(weight)
-            else:
-                grad_weight = weight_gradient(grad, x)
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad.flatten(0, -2).sum(0)
-        if handle is not None:
-            handle.wait()
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+@with_gradient(_linear_gradient)
+def _linear(ctx, x, weight, bias, group, sums_input_gradient, sequence_parallel, product):
+    """A linear layer; with a group, its weight is split over tensor-parallel ranks (1909.08053 §3, 2205.05198).
+
+    Under sequence parallelism x is this rank's [T/t, …]; its gradient gathers it again instead of saving it.
+    """
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+    ctx.group = group
+    ctx.sums_input_gradient, ctx.sequence_parallel = sums_input_gradient, sequence_parallel
+    return product(gather_tokens(x, group) if sequence_parallel else x, weight, bias)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, product: Product = matmul) -> Tensor:
     """Same as `product`, but differentiable once."""
     if not torch.is_grad_enabled():
         return product(x, weight, bias)
-    return _Linear.apply(x, weight, bias, None, False, False, product)
+    return _linear(x, weight, bias, None, False, False, product)
 
 
 def at_least_rows(product, x: Tensor, *args) -> Tensor:
@@ -287,7 +285,7 @@ def parallel_linear(
         )
     product = forward_product(layer.config)
     if torch.is_grad_enabled():
-        return _Linear.apply(input, weight, bias, tp_group, allreduce_dgrad, sequence_parallel, product)
+        return _linear(input, weight, bias, tp_group, allreduce_dgrad, sequence_parallel, product)
     return product(gather_tokens(input, tp_group) if sequence_parallel else input, weight, bias)
 
 

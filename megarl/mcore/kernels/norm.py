@@ -11,31 +11,27 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megarl.mcore import device
-from megarl.mcore.kernels import native
+from megarl.mcore.kernels import native, with_gradient
 from megarl.mcore.kernels.batch_invariance import is_exact
 
 
-class _RMSNorm(torch.autograd.Function):
+def _rms_norm_gradient(ctx, grad):
+    """∂x = r · (grad · weight − x · r² · mean(grad · weight · x)), ∂weight = Σ grad · x · r over tokens."""
+    x, weight, scale = ctx.saved_tensors
+    product = grad * x
+    correction = product.mv(weight).unsqueeze(1).mul_(scale**3).div_(-x.shape[1])
+    grad_x = (grad * weight).mul_(scale).addcmul_(x, correction)
+    return grad_x, product.t().mv(scale.squeeze(1)), None
+
+
+@with_gradient(_rms_norm_gradient)
+def _rms_norm(ctx, x, weight, eps):
     """x [T, H] and weight [H] -> x · r · weight with r = (mean x² + ε)^−½ (1910.07467 eq. 4)."""
-
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        out, scale = _normed(x, weight, eps)
-        ctx.save_for_backward(x, weight, scale)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        """∂x = r · (grad · weight − x · r² · mean(grad · weight · x)), ∂weight = Σ grad · x · r over tokens."""
-        x, weight, scale = ctx.saved_tensors
-        product = grad * x
-        correction = product.mv(weight).unsqueeze(1).mul_(scale**3).div_(-x.shape[1])
-        grad_x = (grad * weight).mul_(scale).addcmul_(x, correction)
-        return grad_x, product.t().mv(scale.squeeze(1)), None
+    out, scale = _normed(x, weight, eps)
+    ctx.save_for_backward(x, weight, scale)
+    return out
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -49,23 +45,23 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """[…, H] -> […, H], equal to the last bit with and without gradients."""
     if torch.is_grad_enabled():
-        return _RMSNorm.apply(x.flatten(0, -2), weight, eps).view_as(x)
+        return _rms_norm(x.flatten(0, -2), weight, eps).view_as(x)
     return _normed(x, weight, eps)[0]
 
 
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm, with fewer passes over the activations in fp32 on a CPU."""
 
+    group = None  # ranks with other rows each, which share the gradient of the weights; None: this rank alone
+
     def forward(self, x: Tensor) -> Tensor:
         """[…, H] -> […, H], equal to the last bit with and without gradients."""
-        weight = self.own_weight()
+        weight = self.weight
+        if self.group is not None:
+            weight = copy_to_tensor_model_parallel_region(weight, self.group)
         if x.device.type != "cpu" or x.dtype is not torch.float32 or weight.dtype is not torch.float32:
             return torch.nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
         return rms_norm(x, weight, self.eps)
-
-    def own_weight(self) -> Tensor:
-        """The weights [H] as this rank uses them."""
-        return self.weight
 
 
 class ZeroCentredRMSNorm(torch.nn.RMSNorm):
@@ -110,7 +106,7 @@ class _ByRows:
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, H] -> […, H]."""
-        from megarl.mcore.kernels.cuda.row_norm import row_norm  # needs Triton
+        from megarl.mcore.kernels.cuda.exact_rows import row_norm  # needs Triton
 
         weight, bias = self.weight.float(), getattr(self, "bias", None)
         weight = 1 + weight if isinstance(self, (ZeroCentredRMSNorm, ZeroCentredLayerNorm)) else weight
@@ -120,17 +116,15 @@ class _ByRows:
 BY_ROWS = {kind: type(f"{kind.__name__}ByRows", (_ByRows, kind), {}) for kind in KINDS.values()}
 
 
-class Norm:
-    """Builds the norm of `config.normalization` and `config.layernorm_zero_centered_gamma`; marks its weights for
-    sequence parallelism."""
-
-    def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **_):
-        kind = KINDS[config.normalization, config.layernorm_zero_centered_gamma]
-        kind = BY_ROWS[kind] if is_exact(config) else kind
-        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
+def build_norm(config, hidden_size: int, eps: float = 1e-5, **_) -> torch.nn.Module:
+    """The norm of `config.normalization` and `config.layernorm_zero_centered_gamma`, its weights marked for sequence
+    parallelism."""
+    kind = KINDS[config.normalization, config.layernorm_zero_centered_gamma]
+    kind = BY_ROWS[kind] if is_exact(config) else kind
+    norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
 
 
 # -- over all heads ------------------------------------------------------------------------------------------------
@@ -145,24 +139,21 @@ def _mean(x: Tensor, group) -> Tensor:
     return mean
 
 
-class _SplitRMSNorm(torch.autograd.Function):
+def _split_rms_norm_gradient(ctx, grad):
+    """∂x = r · (grad · weight − x · r² · mean(grad · weight · x)), ∂weight = Σ grad · x · r over tokens."""
+    x, weight, scale = ctx.saved_tensors
+    scaled = grad * weight
+    correction = _mean(scaled * x, ctx.group).mul_(scale.square())
+    return scaled.sub_(x * correction).mul_(scale), (grad * x * scale).sum(0), None, None
+
+
+@with_gradient(_split_rms_norm_gradient)
+def _split_rms_norm(ctx, x, weight, eps, group):
     """x [T, C] and weight [C] of this rank -> x · r · weight with r = (mean x² + ε)^−½ over all ranks."""
-
-    @staticmethod
-    def forward(ctx, x, weight, eps, group):
-        scale = _mean(x.square(), group).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        ctx.group = group
-        return (x * scale).mul_(weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        """∂x = r · (grad · weight − x · r² · mean(grad · weight · x)), ∂weight = Σ grad · x · r over tokens."""
-        x, weight, scale = ctx.saved_tensors
-        scaled = grad * weight
-        correction = _mean(scaled * x, ctx.group).mul_(scale.square())
-        return scaled.sub_(x * correction).mul_(scale), (grad * x * scale).sum(0), None, None
+    scale = _mean(x.square(), group).add_(eps).rsqrt_()
+    ctx.save_for_backward(x, weight, scale)
+    ctx.group = group
+    return (x * scale).mul_(weight)
 
 
 class AllHeadsRMSNorm(torch.nn.Module):
@@ -189,14 +180,14 @@ class AllHeadsRMSNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[T, 1, heads, D] -> the same shape."""
         if self._is_by_rows:
-            from megarl.mcore.kernels.cuda.row_norm import row_norm  # needs Triton
+            from megarl.mcore.kernels.cuda.exact_rows import row_norm  # needs Triton
 
             return row_norm(x.flatten(1), self.weight.float(), None, self.eps).view_as(x)
         wide = x.flatten(1).to(torch.promote_types(x.dtype, torch.float32))
         weight = self.weight.to(wide.dtype)
         if self._here is not None:
             weight = copy_to_tensor_model_parallel_region(weight, group=self.group)[self._here]
-        return _SplitRMSNorm.apply(wide, weight, self.eps, self.group).to(x.dtype).view_as(x)
+        return _split_rms_norm(wide, weight, self.eps, self.group).to(x.dtype).view_as(x)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
         """Describes the weights to checkpoints, split over tensor-parallel ranks unless each has the whole."""

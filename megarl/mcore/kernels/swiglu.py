@@ -11,39 +11,35 @@ from collections.abc import Sequence
 import torch
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
 
-from megarl.mcore.kernels import native
+from megarl.mcore.kernels import native, with_gradient
 from megarl.mcore.kernels.batch_invariance import silu
 from megarl.mcore.kernels.linear import Product, apply_linear, at_least_rows, matmul, weight_gradient
 
 
-class _SwiGLU(torch.autograd.Function):
+def _activated_gradient(ctx, grad):
+    """[…, F] -> […, 2F], in one pass where a kernel computes it."""
+    (x,) = ctx.saved_tensors
+    if native.supports(x, grad):
+        return native.ops.swiglu_backward(grad.contiguous(), x)
+    if x.is_cuda:
+        from megarl.mcore.kernels.cuda.mlp_rows import swiglu_rows_backward  # needs Triton
+
+        return swiglu_rows_backward(grad.reshape(-1, grad.shape[-1]).contiguous(), x.flatten(0, -2)).view(x.shape)
+    (gate, up), grad_x = x.chunk(2, dim=-1), torch.empty_like(x)
+    grad_gate, grad_up = grad_x.chunk(2, dim=-1)
+    torch.mul(grad, torch.nn.functional.silu(gate), out=grad_up)
+    torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+    return grad_x
+
+
+@with_gradient(_activated_gradient)
+def _activated(ctx, x):
     """x […, 2F] -> […, F] = silu(first half) · second half; saves only x for backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.contiguous()
-        ctx.save_for_backward(x)
-        return swiglu(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        """[…, F] -> […, 2F], in one pass where a kernel computes it."""
-        (x,) = ctx.saved_tensors
-        if native.supports(x, grad):
-            return native.ops.swiglu_backward(grad.contiguous(), x)
-        if x.is_cuda:
-            from megarl.mcore.kernels.cuda.swiglu_rows import swiglu_rows_backward  # needs Triton
-
-            return swiglu_rows_backward(grad.reshape(-1, grad.shape[-1]).contiguous(), x.flatten(0, -2)).view(x.shape)
-        (gate, up), grad_x = x.chunk(2, dim=-1), torch.empty_like(x)
-        grad_gate, grad_up = grad_x.chunk(2, dim=-1)
-        torch.mul(grad, torch.nn.functional.silu(gate), out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return grad_x
+    x = x.contiguous()
+    ctx.save_for_backward(x)
+    return swiglu(x)
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -51,7 +47,7 @@ def swiglu(x: Tensor) -> Tensor:
     if native.supports(x):
         return native.ops.swiglu(x.contiguous())
     if x.is_cuda:
-        from megarl.mcore.kernels.cuda.swiglu_rows import swiglu_rows  # needs Triton
+        from megarl.mcore.kernels.cuda.mlp_rows import swiglu_rows  # needs Triton
 
         return swiglu_rows(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], x.shape[-1] // 2)
     gate, up = x.chunk(2, dim=-1)
@@ -60,7 +56,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 def activated(x: Tensor) -> Tensor:
     """As `swiglu`, differentiable once."""
-    return _SwiGLU.apply(x) if torch.is_grad_enabled() else swiglu(x)
+    return _activated(x) if torch.is_grad_enabled() else swiglu(x)
 
 
 def is_plain_swiglu(config) -> bool:
@@ -110,7 +106,7 @@ def grouped_swiglu(
     """
     if torch.is_grad_enabled():
         weights = [*first, *second]
-        return _GroupedSwiGLU.apply(x, gates, counts, multiply, *weights)
+        return _grouped_swiglu(x, gates, counts, multiply, *weights)
     # Without gradients, in rollout, experts have few rows: one operator for all is faster than one for each.
     both = [_product(rows, weight, multiply) for rows, weight in zip(x.split(counts), first, strict=True)]
     gated = swiglu(torch.cat(both)).mul_(gates.unsqueeze(1))
@@ -122,33 +118,30 @@ def _product(rows: Tensor, weight: Tensor, multiply: Product = matmul) -> Tensor
     return at_least_rows(multiply, rows, weight) if len(rows) else rows.new_empty(0, len(weight))
 
 
-class _GroupedSwiGLU(torch.autograd.Function):
+def _grouped_swiglu_gradient(ctx, grad):
+    counts, (x, gates, *rest) = ctx.counts, ctx.saved_tensors
+    experts, columns = len(counts), gates.unsqueeze(1).split(counts)
+    first, second = rest[:experts], rest[experts : 2 * experts]
+    both = rest[2 * experts :]
+    pieces = zip(grad.split(counts), x.split(counts), columns, first, second, both, strict=True)
+    is_needed = ctx.needs_input_grad[4], ctx.needs_input_grad[-1]
+    grad_x, grad_gates, *grads = zip(*(_expert_gradients(piece, is_needed) for piece in pieces), strict=True)
+    return torch.cat(grad_x), torch.cat(grad_gates), None, None, *grads[0], *grads[1]
+
+
+@with_gradient(_grouped_swiglu_gradient)
+def _grouped_swiglu(ctx, x, gates, counts, multiply, *weights):
     """Runs expert by expert, so that an expert's activations stay in the cache of the processor. Saves the rows, the
     first products and the gates; backward computes the activations again."""
-
-    @staticmethod
-    def forward(ctx, x, gates, counts, multiply, *weights):
-        first, second = weights[: len(counts)], weights[len(counts) :]
-        both, outputs = [], []
-        columns = gates.unsqueeze(1).split(counts)
-        for rows, column, one, other in zip(x.split(counts), columns, first, second, strict=True):
-            both.append(_product(rows, one, multiply))
-            outputs.append(_product(swiglu(both[-1]).mul_(column), other, multiply))
-        ctx.counts = counts
-        ctx.save_for_backward(x, gates, *weights, *both)
-        return torch.cat(outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        counts, (x, gates, *rest) = ctx.counts, ctx.saved_tensors
-        experts, columns = len(counts), gates.unsqueeze(1).split(counts)
-        first, second = rest[:experts], rest[experts : 2 * experts]
-        both = rest[2 * experts :]
-        pieces = zip(grad.split(counts), x.split(counts), columns, first, second, both, strict=True)
-        is_needed = ctx.needs_input_grad[4], ctx.needs_input_grad[-1]
-        grad_x, grad_gates, *grads = zip(*(_expert_gradients(piece, is_needed) for piece in pieces), strict=True)
-        return torch.cat(grad_x), torch.cat(grad_gates), None, None, *grads[0], *grads[1]
+    first, second = weights[: len(counts)], weights[len(counts) :]
+    both, outputs = [], []
+    columns = gates.unsqueeze(1).split(counts)
+    for rows, column, one, other in zip(x.split(counts), columns, first, second, strict=True):
+        both.append(_product(rows, one, multiply))
+        outputs.append(_product(swiglu(both[-1]).mul_(column), other, multiply))
+    ctx.counts = counts
+    ctx.save_for_backward(x, gates, *weights, *both)
+    return torch.cat(outputs)
 
 
 def _expert_gradients(piece: tuple[Tensor, ...], is_needed: tuple[bool, bool]):
@@ -218,7 +211,7 @@ def stacked_swiglu(x: Tensor, gates: Tensor, ends: Tensor, first: Sequence[Tenso
     """
     if torch.is_grad_enabled():
         weights = [*first, *second]
-        return _StackedSwiGLU.apply(x, gates, ends, *weights)
+        return _stacked_swiglu(x, gates, ends, *weights)
     gated = swiglu(_grouped_product(_packed(x), first, ends)).mul_(gates.unsqueeze(1))
     return _grouped_product(gated, second, ends)
 
@@ -253,26 +246,21 @@ def _weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor, weights: Sequenc
     return found.unbind()
 
 
-class _StackedSwiGLU(torch.autograd.Function):
+def _stacked_swiglu_gradient(ctx, grad):
+    x, gates, ends, both, *weights = ctx.saved_tensors
+    experts, grad = len(ends), _packed(grad)
+    first, second = weights[:experts], weights[experts:]
+    grad_both, grad_gates, gated = activation_gradients(_input_gradient(grad, second, ends), both, gates.unsqueeze(1))
+    is_needed, none = (ctx.needs_input_grad[3], ctx.needs_input_grad[-1]), (None,) * experts
+    grad_first = _weight_gradients(grad_both, x, ends, first) if is_needed[0] else none
+    grad_second = _weight_gradients(grad, gated, ends, second) if is_needed[1] else none
+    return _input_gradient(grad_both, first, ends), grad_gates, None, *grad_first, *grad_second
+
+
+@with_gradient(_stacked_swiglu_gradient)
+def _stacked_swiglu(ctx, x, gates, ends, *weights):
     """Saves the rows, the first products and the gates; backward computes the activations again."""
-
-    @staticmethod
-    def forward(ctx, x, gates, ends, *weights):
-        experts, x = len(ends), _packed(x)
-        both = _grouped_product(x, weights[:experts], ends)
-        ctx.save_for_backward(x, gates, ends, both, *weights)
-        return _grouped_product(swiglu(both).mul_(gates.unsqueeze(1)), weights[experts:], ends)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        x, gates, ends, both, *weights = ctx.saved_tensors
-        experts, grad = len(ends), _packed(grad)
-        first, second = weights[:experts], weights[experts:]
-        grad_both, grad_gates, gated = activation_gradients(
-            _input_gradient(grad, second, ends), both, gates.unsqueeze(1)
-        )
-        is_needed, none = (ctx.needs_input_grad[3], ctx.needs_input_grad[-1]), (None,) * experts
-        grad_first = _weight_gradients(grad_both, x, ends, first) if is_needed[0] else none
-        grad_second = _weight_gradients(grad, gated, ends, second) if is_needed[1] else none
-        return _input_gradient(grad_both, first, ends), grad_gates, None, *grad_first, *grad_second
+    experts, x = len(ends), _packed(x)
+    both = _grouped_product(x, weights[:experts], ends)
+    ctx.save_for_backward(x, gates, ends, both, *weights)
+    return _grouped_product(swiglu(both).mul_(gates.unsqueeze(1)), weights[experts:], ends)

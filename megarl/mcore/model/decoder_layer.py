@@ -10,68 +10,27 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megarl.mcore.attention.cache_attention import PrefillDedup
+from megarl.mcore.attention.rotary_embeddings import Rotation
 from megarl.mcore.kernels.batch_invariance import sigmoid
 from megarl.mcore.kernels.linear import apply_linear
-from megarl.mcore.kernels.norm import AllHeadsRMSNorm, Norm
-from megarl.mcore.kernels.rotation import rotate_
-from megarl.mcore.model import rotary_embeddings as rotary
+from megarl.mcore.kernels.norm import AllHeadsRMSNorm, build_norm
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.shared_groups import SharedGroup
 from megarl.mcore.moe.layer import MixtureLayer
 from megarl.mcore.recurrence.rule import AnyInputs
-from megarl.mcore.recurrence.runs import AnyRuns
-from megarl.mcore.recurrence.states import States
+from megarl.mcore.recurrence.runs import AnyRuns, States
 from megarl.mcore.vision.store import ImageRows
-
-
-class Rotation(NamedTuple):
-    """Rotary cosines and sines of the first r channels of a head (2104.09864 §3.4.2), by position [P, 1, 1, r], or by
-    token of a micro-batch [T, 1, r]."""
-
-    cosines: Tensor
-    sines: Tensor  # negated in the first half, which multiplies the second half's channels
-
-    @classmethod
-    def of(cls, frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0) -> "Rotation":
-        """Builds it from Megatron's frequencies [P, 1, 1, r] of all positions; `factor` of cosines and sines."""
-        sines = frequencies.sin() * factor
-        sines[..., : sines.shape[-1] // 2].neg_()
-        return cls((frequencies.cos() * factor).to(dtype), sines.to(dtype))
-
-    @classmethod
-    def by_kind(cls, frequencies: Tensor, config, dtype: torch.dtype) -> "list[Rotation]":
-        """Builds one from the frequencies of all layers, or two if layers with a window have another."""
-        return [
-            cls.of(rotary.of_kind(frequencies, config, kind), dtype, rotary.concentration(config, kind))
-            for kind in rotary.kinds(config)
-        ]
-
-    def at(self, positions: Tensor, axes: Tensor | None = None) -> "Rotation":
-        """Returns the rotation of positions [T], or [3, T] with `axes`: [r] which of the three turns each channel."""
-        if positions.dim() == 1:
-            return Rotation(self.cosines[positions], self.sines[positions])
-        return Rotation(*(_of_axes(table[positions], axes) for table in self))
-
-    def apply_(self, heads: Tensor):
-        """Rotates [T, G, heads, D] in place; the bits equal those in training."""
-        rotate_(heads, self.cosines, self.sines)
-
-
-def _of_axes(turns: Tensor, axes: Tensor) -> Tensor:
-    """[3, …, r] by axis -> […, r], each channel of its own axis."""
-    time, height, width = turns
-    return torch.where(axes == 0, time, torch.where(axes == 1, height, width))
 
 
 @dataclass(frozen=True)
@@ -212,23 +171,28 @@ class AllHeadsNormAttention(PagedSelfAttention):
 
 
 class DecoderLayer(TransformerLayer):
-    """Megatron's layer with a fast path for the rollout engine."""
+    """Megatron's layer with a fast path for the rollout engine; passes the routing of a micro-batch to its router."""
 
     has_plain_sums = True  # adds outputs to the hidden states as they are
 
-    def forward(self, hidden_states, inference_context=None, rotary_pos_emb=None, **kwargs):
-        """Returns hidden states and the cross-attention context, which is None; arguments as of Megatron's layer."""
+    def forward(self, hidden_states, inference_context=None, rotary_pos_emb=None, packed_seq_params=None, **kwargs):
+        """Returns hidden states and the cross-attention context, which is None; arguments as of Megatron's layer.
+        `packed_seq_params` is a `PackedLayout`, None in the engine."""
+        routing = None if packed_seq_params is None else packed_seq_params.routing
+        with self.mlp.router.routed(routing) if isinstance(self.mlp, MoELayer) else contextlib.nullcontext():
+            return self._forward(hidden_states, inference_context, rotary_pos_emb, packed_seq_params, **kwargs)
+
+    def _forward(self, hidden_states, inference_context, rotary_pos_emb, packed_seq_params, **kwargs):
         if inference_context is None and self._is_whole:
-            inputs = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": kwargs["packed_seq_params"]}
+            inputs = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
             attend = functools.partial(self.self_attention, attention_mask=None, **inputs)
             output = self._compute(hidden_states, attend, lambda x: self.mlp(self.pre_mlp_layernorm(x)))
             # Pipeline stages free what they have sent, which a view would keep.
             return make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True), None
         if inference_context is not None and self.config.mlp_chunks_for_prefill == 1:
             return self.step(hidden_states, inference_context.plan(rotary_pos_emb)), None
-        return super().forward(
-            hidden_states, inference_context=inference_context, rotary_pos_emb=rotary_pos_emb, **kwargs
-        )
+        kwargs |= {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
+        return super().forward(hidden_states, inference_context=inference_context, **kwargs)
 
     def step(self, hidden: Tensor, plan: StepPlan) -> Tensor:
         """Applies attention, and the MLP or experts, to [T, 1, H]; under sequence parallelism, to this rank's tokens.
@@ -252,28 +216,14 @@ class DecoderLayer(TransformerLayer):
         return hidden if isinstance(self.mlp, IdentityOp) else self._add(hidden, *feed_forward(hidden))
 
     def _feed_forward(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
-        """Output of the MLP or experts, and a bias to add."""
-        return self.mlp(self.pre_mlp_layernorm(hidden))
+        """Output of the MLP or experts, and a bias to add; a step that the device plans has equally many rows on all
+        ranks that share experts."""
+        apply = self.mlp.step if plan.is_on_device and isinstance(self.mlp, MixtureLayer) else self.mlp
+        return apply(self.pre_mlp_layernorm(hidden))
 
     def _add(self, residual: Tensor, output: Tensor, bias: Tensor | None) -> Tensor:
         output = output if bias is None else output + bias
         return residual + output if torch.is_grad_enabled() else output.add_(residual)
-
-
-class MoEDecoderLayer(DecoderLayer):
-    """A layer with experts; passes the routing of its micro-batch to its router."""
-
-    def forward(self, hidden_states, packed_seq_params=None, **kwargs):
-        """Same as Megatron's layer; `packed_seq_params` is a `PackedLayout`, None in the engine."""
-        routing = None if packed_seq_params is None else packed_seq_params.routing
-        with self.mlp.router.routed(routing):
-            return super().forward(hidden_states, packed_seq_params=packed_seq_params, **kwargs)
-
-    def _feed_forward(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
-        """Same as that of `DecoderLayer`; a step that the device plans has equally many rows on all ranks that share
-        experts."""
-        apply = self.mlp.step if plan.is_on_device and isinstance(self.mlp, MixtureLayer) else self.mlp
-        return apply(self.pre_mlp_layernorm(hidden))
 
 
 class PostNormLayer(DecoderLayer):
@@ -287,8 +237,8 @@ class PostNormLayer(DecoderLayer):
 
     def __init__(self, config, **kwargs):
         super().__init__(config, **kwargs)
-        self.post_self_attn_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
-        self.post_mlp_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+        self.post_self_attn_layernorm = build_norm(config, config.hidden_size, config.layernorm_epsilon)
+        self.post_mlp_layernorm = build_norm(config, config.hidden_size, config.layernorm_epsilon)
         self.self_attn_bda, self.mlp_bda = self._attention_bda, self._mlp_bda
         # Megatron enables gradients here even in passes without, which would keep all hidden states.
         self.bias_dropout_add_exec_handler = contextlib.nullcontext
@@ -299,7 +249,9 @@ class PostNormLayer(DecoderLayer):
         hidden = self._add_normed(self.post_self_attn_layernorm, attended, hidden)
         return self._add_normed(self.post_mlp_layernorm, self._feed_forward(hidden, plan), hidden)
 
-    def _add_normed(self, norm: Norm, output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, *_) -> Tensor:
+    def _add_normed(
+        self, norm: Callable, output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, *_
+    ) -> Tensor:
         output, bias = output_with_bias
         return residual + norm(output if bias is None else output + bias)
 
@@ -309,7 +261,3 @@ class PostNormLayer(DecoderLayer):
 
     def _mlp_bda(self, *_):
         return functools.partial(self._add_normed, self.post_mlp_layernorm)
-
-
-class PostNormMoELayer(MoEDecoderLayer, PostNormLayer):
-    """The same with experts."""

@@ -22,7 +22,7 @@ from megarl.mcore.attention.segments import window_of
 from megarl.mcore.config.recurrent_rules import has_states
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 from megarl.mcore.kernels.head import HeadOptions
-from megarl.mcore.kernels.head_divergence import DistillScores, TaughtRows, TeacherHead, head_divergence
+from megarl.mcore.kernels.head_divergence import DistillScores, Taught, TeacherHead, head_divergence
 from megarl.mcore.kernels.head_scores import head_scores, head_top_logprobs
 from megarl.mcore.model.gpt import ValueHead
 from megarl.mcore.moe.routes import Routing
@@ -30,26 +30,15 @@ from megarl.mcore.parallel.context_parallel import gather_result
 
 
 class TokenScores(NamedTuple):
-    """Scores of packed tokens under a language model; both [T] fp32, 0 at tokens that were not requested."""
+    """Scores of packed tokens under a language model; all [T] fp32, 0 at tokens that were not requested.
+
+    What is absent is empty, since pipeline stages exchange tensors alone.
+    """
 
     logprobs: Tensor
     entropy: Tensor
-
-
-class SquaredScores(NamedTuple):
-    """`TokenScores`, and Σπ² over the vocabulary; all [T] fp32."""
-
-    logprobs: Tensor
-    entropy: Tensor
-    squares: Tensor
-
-
-class TaughtScores(NamedTuple):
-    """`TokenScores`, and the comparison with a teacher; all [T] fp32."""
-
-    logprobs: Tensor
-    entropy: Tensor
-    distillation: DistillScores
+    squares: Tensor | tuple[()] = ()  # Σπ² over the vocabulary, if it was requested
+    distillation: DistillScores | tuple[()] = ()  # the comparison with the tokens' teachers, if they have any
 
 
 class TeacherRows(NamedTuple):
@@ -133,8 +122,7 @@ class TokenScorer:
     squares: bool = False  # also Σπ², which takes two more passes over the logits; without teachers
 
     def __call__(self, hidden, output_layer, weight, targets, packing, model):
-        """Scores of the whole micro-batch from hidden states of this rank's tokens: TokenScores, SquaredScores with
-        squares, or TaughtScores with teachers."""
+        """`TokenScores` of the whole micro-batch from hidden states of this rank's tokens."""
         options = _head_options(output_layer, model, self.temperature, self.vocab_size)
         scored = None if self.mask is None else scored_tokens(self.mask, packing)
         rows = None if scored is None or len(targets) <= MIN_ROWS else scored.rows
@@ -150,17 +138,17 @@ class TokenScorer:
             score = score if is_text is None else score.where(is_text, 0.0)  # rows of images have no log-prob
             return align_to_tokens(gather_stream(score, packing), packing)
 
+        scores = TokenScores(aligned(logprobs), aligned(entropy))
         if not self.teachers:
-            scores = TokenScores(aligned(logprobs), aligned(entropy))
-            return SquaredScores(scores.logprobs, scores.entropy, aligned(square_sums)) if self.squares else scores
+            return scores._replace(squares=aligned(square_sums)) if self.squares else scores
         places = packing.next_tokens if rows is None else packing.next_tokens[rows]
         if self.teachers[0].tokens is None:
-            taught = [TaughtRows(None, self.teachers[0].states[places], self.teachers[0].head)]
+            taught: list[Taught] = [(None, self.teachers[0].states[places], self.teachers[0].head)]
         else:
             host_places = packing.host_next_tokens if rows is None else packing.host_next_tokens[scored.host_rows]
             taught = _taught_rows(self.teachers, places, host_places)
         divergences = head_divergence(hidden, weight, taught, row_targets, options, rows)
-        return TaughtScores(aligned(logprobs), aligned(entropy), DistillScores(*map(aligned, divergences)))
+        return scores._replace(distillation=DistillScores(*map(aligned, divergences)))
 
 
 def token_scores(
@@ -187,10 +175,10 @@ def _head_options(output_layer, model, temperature: float, vocab_size: int) -> H
     return HeadOptions(temperature, vocab_size, group, c.sequence_parallel, c.final_logit_softcapping, is_exact(c))
 
 
-def _taught_rows(teachers: Sequence[TeacherRows], places: Tensor, host_places: np.ndarray) -> list[TaughtRows]:
+def _taught_rows(teachers: Sequence[TeacherRows], places: Tensor, host_places: np.ndarray) -> list[Taught]:
     """The rows of each teacher. `places`: [n] int64, the token of each row; also on the host."""
     rows = device.to_device([np.flatnonzero(teacher.tokens[host_places]) for teacher in teachers])
-    return [TaughtRows(at, each.states[places[at]], each.head) for each, at in zip(teachers, rows, strict=True)]
+    return [(at, each.states[places[at]], each.head) for each, at in zip(teachers, rows, strict=True)]
 
 
 def top_scores(chunk, tokens: Tensor, lengths: Tensor, temperature: float, vocab_size: int, count: int):

@@ -15,15 +15,14 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
 from megarl.mcore import device
+from megarl.mcore.attention.rotary_embeddings import Rotary, Rotation
 from megarl.mcore.config.megatron_flags import transformer_config
 from megarl.mcore.config.model_flags import ROTARY
-from megarl.mcore.model.decoder_layer import Rotation
 from megarl.mcore.model.initialization import initialize
 from megarl.mcore.model.layer_specs import block_spec
 from megarl.mcore.model.native_decode import run_decode_layers
 from megarl.mcore.model.pipeline_layout import virtual_stage_numbers
 from megarl.mcore.model.prediction_layer import PredictionLayer
-from megarl.mcore.model.rotary_embeddings import Rotary
 from megarl.mcore.model.weight_table import padded_vocab_size
 from megarl.mcore.parallel.fsdp import shard
 from megarl.mcore.vision.store import ImageStore

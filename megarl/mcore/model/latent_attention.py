@@ -15,11 +15,12 @@ from megatron.core.transformer.attention import Attention
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megarl.mcore.attention import rotary_embeddings as rotary
 from megarl.mcore.attention.cache_attention import Latents
+from megarl.mcore.attention.rotary_embeddings import Rotation
 from megarl.mcore.kernels.batch_invariance import sigmoid
 from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, to_all_ranks
-from megarl.mcore.model import rotary_embeddings as rotary
-from megarl.mcore.model.decoder_layer import Rotation, StepPlan, local_layer
+from megarl.mcore.model.decoder_layer import StepPlan, local_layer
 from megarl.mcore.parallel.context_parallel import gather_for_attention
 
 
@@ -44,7 +45,7 @@ class LatentAttention(Attention):
         self.latent_channels = config.kv_lora_rank, config.qk_pos_emb_head_dim
         self.score_channels = config.qk_head_dim, config.qk_pos_emb_head_dim
         self.widths = sum(self.score_channels), config.v_head_dim
-        if not hasattr(self.core_attention.backend, "LatentAttention"):
+        if not hasattr(self.core_attention.backend, "takes_narrow_values"):
             self.widths = max(self.widths), max(self.widths)
         self.concentration = rotary.concentration(config, self.core_attention.kind)
         heads, hidden = config.num_attention_heads, config.hidden_size

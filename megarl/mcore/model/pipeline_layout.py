@@ -54,12 +54,6 @@ def indexer_pattern(args) -> list[bool]:
     return list(map(bool, pattern)) if pattern is not None else [has_some] * args.num_layers
 
 
-def indexers_of_chunk(config, stage: int, virtual_stage: int | None) -> list[bool]:
-    """Returns whether each layer of a chunk has an indexer; stages as of `layers_of_chunk`."""
-    pattern = indexer_pattern(config)
-    return [pattern[layer] for layer in layers_of_chunk(config, stage, virtual_stage)]
-
-
 def indexer_of(config, layer_number: int) -> int:
     """Returns the layer, both counted from 1, whose choice of keys a layer uses: the last one with an indexer up to it;
     a layer of multi-token prediction, after the last one, has its own."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from megarl.mcore import device
 from megarl.mcore.config.megatron_flags import transformer_config
 from megarl.mcore.kernels.linear import ReplicatedLinear
-from megarl.mcore.kernels.norm import Norm
+from megarl.mcore.kernels.norm import build_norm
 from megarl.mcore.model.decoder_layer import DecoderLayer
 from megarl.mcore.model.initialization import initialize
 from megarl.mcore.model.layer_specs.local import layer_spec
@@ -31,7 +31,7 @@ class _Parts(torch.nn.Module):
     def __init__(self, args, config, pg_collection):
         super().__init__()
         sizes = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
-        self.enorm, self.hnorm, self.final_layernorm = (cast(torch.nn.Module, Norm(**sizes)) for _ in range(3))
+        self.enorm, self.hnorm, self.final_layernorm = (build_norm(**sizes) for _ in range(3))
         self.eh_proj = ReplicatedLinear(2 * config.hidden_size, config.hidden_size, config, pg_collection.tp)
         own = {"config": config, "layer_number": config.num_layers + 1, "pg_collection": pg_collection}
         layer = build_module(layer_spec(args, prediction_kind(args)), **own, add_layer_offset=False)

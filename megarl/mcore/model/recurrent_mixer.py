@@ -15,7 +15,6 @@ import torch.distributed as dist
 from megatron.core.ssm.gated_delta_net.common import GatedDeltaNetSubmodules
 from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
@@ -32,9 +31,8 @@ from megarl.mcore.model.decoder_layer import StepPlan, local_layer
 from megarl.mcore.parallel.context_parallel import to_heads, to_tokens
 from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs
 from megarl.mcore.recurrence.rule import apply_rule, layer_sizes
-from megarl.mcore.recurrence.runs import AnyRuns
+from megarl.mcore.recurrence.runs import AnyRuns, States
 from megarl.mcore.recurrence.state_space import CONVOLVED, SpaceInputs, SpaceSizes
-from megarl.mcore.recurrence.states import States
 
 
 class RecurrentMixer(MegatronModule):
@@ -171,18 +169,6 @@ class RecurrentMixer(MegatronModule):
 # -- gated delta net -----------------------------------------------------------------------------------------------
 
 
-class _SplitHeadsNorm(RMSNorm):
-    """RMSNorm of each head, whose heads are split over tensor-parallel ranks: they share the weights' gradient."""
-
-    def __init__(self, channels: int, config, group):
-        super().__init__(channels, eps=config.layernorm_epsilon, dtype=config.params_dtype)
-        self._group = group
-
-    def own_weight(self) -> Tensor:
-        """The weights, with a gradient that is summed over the ranks."""
-        return copy_to_tensor_model_parallel_region(self.weight, self._group) if self._group.size() > 1 else self.weight
-
-
 class GatedDeltaNet(RecurrentMixer):
     """Queries, keys and values by a convolution; a state of each head; gated norm of what it reads."""
 
@@ -190,7 +176,8 @@ class GatedDeltaNet(RecurrentMixer):
 
     def __init__(self, config, submodules: GatedDeltaNetSubmodules, layer_number: int, pg_collection=None, **_):
         super().__init__(config, submodules, layer_number, pg_collection, ("query", "key", "value"), has_bias=False)
-        self.out_norm = _SplitHeadsNorm(self.sizes.values, config, self.tp_group)
+        self.out_norm = RMSNorm(self.sizes.values, config.layernorm_epsilon, dtype=config.params_dtype)  # of each head
+        self.out_norm.group = self.tp_group if self.tp_group.size() > 1 else None
 
     def _inputs(self, wide: Tensor, shares: int = 1, share: int = 0) -> Inputs:
         sizes = self._sizes_of(shares)

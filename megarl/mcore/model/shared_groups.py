@@ -12,8 +12,8 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megarl.mcore.kernels import with_gradient
 from megarl.mcore.model.projections import HeadLayout
 
 
@@ -66,7 +66,7 @@ class SharedGroup:
 
     def exchange(self, projected: Tensor) -> Tensor:
         """This rank's rows [T, 1, m] of `linear_qkv` -> [T, 1, (R/s + 2)·D]: its query heads, the key and the value."""
-        return _Exchange.apply(projected, self)
+        return _exchange(projected, self)
 
     def to_heads(self, projected: Tensor) -> Tensor:
         """`exchange` of [T, m]."""
@@ -93,15 +93,12 @@ class SharedGroup:
         return [(columns, part.view(tokens, -1)) for columns, part in zip(places, parts, strict=True)]
 
 
-class _Exchange(torch.autograd.Function):
+def _exchange_gradient(ctx, grad):
+    return ctx.shared.to_rows(grad.squeeze(1)).unsqueeze(1), None
+
+
+@with_gradient(_exchange_gradient)
+def _exchange(ctx, projected, shared):
     """`SharedGroup.exchange`."""
-
-    @staticmethod
-    def forward(ctx, projected, shared):
-        ctx.shared = shared
-        return shared.to_heads(projected.squeeze(1)).unsqueeze(1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return ctx.shared.to_rows(grad.squeeze(1)).unsqueeze(1), None
+    ctx.shared = shared
+    return shared.to_heads(projected.squeeze(1)).unsqueeze(1)

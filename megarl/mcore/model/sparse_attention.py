@@ -5,6 +5,7 @@ prefix caching, drafts and eviction treat them as they treat latents.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
@@ -14,10 +15,11 @@ from torch import Tensor
 from megarl.mcore import device
 from megarl.mcore.attention import native_attention
 from megarl.mcore.attention.cache_attention import softmax_scale
-from megarl.mcore.attention.chosen_keys import Choice, IndexQueries, KeyReads, choose, chosen_attention
+from megarl.mcore.attention.chosen_keys import Choice, KeyReads, choose, chosen_attention
+from megarl.mcore.attention.rotary_embeddings import Rotation
 from megarl.mcore.attention.segments import SegmentPlan
 from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, at_least_rows, linear, to_all_ranks
-from megarl.mcore.model.decoder_layer import Rotation, StepPlan
+from megarl.mcore.model.decoder_layer import StepPlan
 from megarl.mcore.model.latent_attention import LatentAttention, of_all_tokens, rotate_pairs
 from megarl.mcore.model.pipeline_layout import indexer_of
 from megarl.mcore.parallel.context_parallel import gather_for_attention
@@ -60,13 +62,13 @@ class Indexer(torch.nn.Module):
         )
 
     @torch.no_grad()
-    def queries(self, hidden: Tensor, latent: Tensor, rotation: Rotation) -> IndexQueries:
-        """Hidden states and normed latents [T, 1, …], under sequence parallelism of this rank's tokens -> of all T."""
+    def queries(self, hidden: Tensor, latent: Tensor, rotation: Rotation) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+        """Hidden states and normed latents [T, 1, …], under sequence parallelism of this rank's tokens -> heads and
+        weights of all T, as `choose` takes them."""
         both = torch.cat([self.linear_weights_proj(hidden), latent], -1)
         both = to_all_ranks(both, self.group, self.config.sequence_parallel)
         weights, latent = both.split((self.heads, latent.shape[-1]), -1)
-        heads = functools.partial(self._heads, latent, rotation)
-        return IndexQueries(heads, weights.squeeze(1).float() * self.heads**-0.5)
+        return functools.partial(self._heads, latent, rotation), weights.squeeze(1).float() * self.heads**-0.5
 
     @torch.no_grad()
     def keys(self, hidden: Tensor, rotation: Rotation) -> Tensor:
@@ -123,7 +125,7 @@ class SparseLatentAttention(LatentAttention):
             return None
         if keys is None:
             return reads.choices[self.source]
-        choice = choose(self._indexer.queries(hidden, latent, rotation), keys.float(), reads.long, self.count)
+        choice = choose(*self._indexer.queries(hidden, latent, rotation), keys.float(), reads.long, self.count)
         if self.is_shared:
             reads.choices[self.source] = choice
         return choice

@@ -21,7 +21,7 @@ from megarl.mcore.model.projections import (
     linear_sizes,
     mlp_sizes,
 )
-from megarl.mcore.moe.balancing import balancing_state
+from megarl.mcore.moe.router import balancing_state
 from megarl.mcore.parallel.process_groups import ParallelSizes
 from megarl.mcore.recurrence.rule import layer_sizes
 from megarl.mcore.recurrence.state_space import CONVOLVED, SpaceSizes

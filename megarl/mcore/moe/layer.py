@@ -28,10 +28,10 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megarl.batch import expand_counts
 from megarl.mcore import device
+from megarl.mcore.kernels import with_gradient
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 from megarl.mcore.kernels.linear import ReplicatedLinear, at_least_rows, forward_product, linear
 from megarl.mcore.kernels.swiglu import grouped_swiglu, is_plain_swiglu, stack_, stacked_swiglu
@@ -227,9 +227,9 @@ def max_equal_rows(model) -> int:
 
 
 def _pairs(routing_map: Tensor, counts: Tensor, each: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `kernels.cuda.expert_pairs`. The number of pairs need not be read from a device."""
+    """As `kernels.cuda.mlp_rows`. The number of pairs need not be read from a device."""
     if device.has_cuda():
-        from megarl.mcore.kernels.cuda.expert_pairs import expert_pairs  # needs Triton
+        from megarl.mcore.kernels.cuda.mlp_rows import expert_pairs  # needs Triton
 
         places, tokens, order = expert_pairs(routing_map, counts, each)
         return places, tokens, order
@@ -242,7 +242,7 @@ def _pairs(routing_map: Tensor, counts: Tensor, each: int) -> tuple[Tensor, Tens
 def _sum_pairs(values: Tensor, order: Tensor, tokens: int) -> Tensor:
     """Values [P, H] of pairs -> [T, H]: the sum of each token's k values, one after another."""
     if device.has_cuda():
-        from megarl.mcore.kernels.cuda.expert_pairs import sum_pairs  # needs Triton
+        from megarl.mcore.kernels.cuda.mlp_rows import sum_pairs  # needs Triton
 
         return sum_pairs(values.contiguous(), order, tokens)
     terms = values.index_select(0, order).view(tokens, -1, values.shape[1]).unbind(1)
@@ -274,21 +274,19 @@ def _permute(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
 def _apply(function: Callable, index: Tensor, adjoint: Callable, adjoint_index: Tensor, x: Tensor) -> Tensor:
     """`function(x, index)`, linear in x; its gradient is `adjoint(gradient, adjoint_index)`."""
     if torch.is_grad_enabled():
-        return _Linear.apply(x, function, index, adjoint, adjoint_index)
+        return _linear_map(x, function, index, adjoint, adjoint_index)
     return function(x, index)
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, function, index, adjoint, adjoint_index):
-        ctx.save_for_backward(adjoint_index)
-        ctx.adjoint = adjoint
-        return function(x, index)
+def _linear_map_gradient(ctx, grad):
+    return ctx.adjoint(grad, *ctx.saved_tensors), None, None, None, None
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return ctx.adjoint(grad, *ctx.saved_tensors), None, None, None, None
+
+@with_gradient(_linear_map_gradient)
+def _linear_map(ctx, x, function, index, adjoint, adjoint_index):
+    ctx.save_for_backward(adjoint_index)
+    ctx.adjoint = adjoint
+    return function(x, index)
 
 
 # -- where buffers have the weights of grouped experts -------------------------------------------------------------

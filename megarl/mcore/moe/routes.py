@@ -8,7 +8,6 @@ log-prob and no value, and padding have no route and are routed live.
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,35 +15,21 @@ from torch import Tensor
 NO_ROUTE = -1
 
 
-class Occurrences(NamedTuple):
-    """Where the routed tokens occur in the N sequences of a micro-batch: P pairs, in the order of the sequences."""
-
-    rows: Tensor  # [P] int64 routed token, 0 … R − 1
-    sequence: Tensor  # [P] int64 sequence that contains it, 0 … N − 1; N: padding
-    counted: Tensor  # [P] bool, whether another token follows it there
-
-
 @dataclass(frozen=True)
 class RoutedTokens:
-    """The R tokens of a micro-batch that this rank routes."""
+    """The R tokens of a micro-batch that this rank routes, and where they occur in its N sequences."""
 
     token_indices: Tensor  # [R] int64 indices among the micro-batch's tokens; from their number on: padding
     uses: Tensor  # [R] int64 sequences in which another token follows the token
-    occurrences: Occurrences
-    sequences: int  # N of the micro-batch
+    # [P] of each pair of a token, 0 … R − 1, and a sequence that contains it, 0 … N − 1 (N: padding), in the order of
+    # the sequences: int64 both, and bool whether another token follows it there.
+    occurrences: tuple[Tensor, Tensor, Tensor]
+    sequences: int  # N
 
     @functools.cached_property
     def counted(self) -> Tensor:
         """[R] bool: tokens that another token follows."""
         return self.uses > 0
-
-
-@dataclass(frozen=True)
-class MinibatchCounts:
-    """Global counts of the mini-batch, the denominators of auxiliary losses: 0-dimensional float64 tensors."""
-
-    tokens: Tensor  # tokens that count
-    sequences: Tensor  # sequences of at least two tokens
 
 
 class Routing:
@@ -65,7 +50,9 @@ class Routing:
         """
         self.role, self.layers = role, layers
         self.rows, self.replayed = rows, replayed
-        self.totals: MinibatchCounts | None = None  # of the mini-batch; None in passes without an update
+        # Global counts of the mini-batch, the denominators of auxiliary losses: tokens that count, and sequences of at
+        # least two tokens; 0-dimensional float64. None in passes without an update.
+        self.totals: tuple[Tensor, Tensor] | None = None
         if replayed is not None and replayed.shape[:2] != (len(rows.token_indices), len(layers)):
             raise RuntimeError(
                 f"{role}: routes of {replayed.shape[0]} tokens in {replayed.shape[1]} layers for "

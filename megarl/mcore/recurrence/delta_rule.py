@@ -19,8 +19,7 @@ from torch.nn import functional
 
 from megarl.mcore.kernels import native
 from megarl.mcore.recurrence import fused_chunks
-from megarl.mcore.recurrence.runs import Runs
-from megarl.mcore.recurrence.states import States, convolved, decay_ratios, scan_chunks
+from megarl.mcore.recurrence.runs import Runs, States, convolved, decay_ratios, scan_chunks
 
 EPSILON = 1e-6  # added to the squared length of queries and keys
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megarl.errors import UsageError
-from megarl.mcore.recurrence.runs import NONE, Runs
-from megarl.mcore.recurrence.states import States, chunk_memories, store_memories
+from megarl.mcore.recurrence.runs import NONE, Runs, States, chunk_memories, store_memories
 
 BACKEND = "fla"  # the value of --delta-rule-backend that stands for it
 PACKAGE, MIN_VERSION = "fla-core", "0.6"
@@ -48,7 +47,7 @@ def load():
 
 
 def convolved(x: Tensor, weight: Tensor, kind: torch.dtype, runs: Runs, states: States | None) -> Tensor:
-    """[T, C] of a type, after the causal convolution and its SiLU; otherwise as `states.convolved`."""
+    """[T, C] of a type, after the causal convolution and its SiLU; otherwise as `runs.convolved`."""
     from fla.modules.causal_conv1d import causal_conv1d
 
     plan, packed, before = runs.convolution, runs.in_order, None

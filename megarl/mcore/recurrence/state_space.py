@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megarl.mcore.kernels import native
-from megarl.mcore.recurrence.runs import Runs
-from megarl.mcore.recurrence.states import States, convolved, decay_ratios, scan_chunks
+from megarl.mcore.recurrence.runs import Runs, States, convolved, decay_ratios, scan_chunks
 
 CONVOLVED = ("x", "B", "C")  # parts of a layer's first projection that the convolution reads
 

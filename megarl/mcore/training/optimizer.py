@@ -35,8 +35,8 @@ from megarl.mcore.config.optimizer_flags import LEARNING_RATES, MUON, WEIGHT_DEC
 from megarl.mcore.lora.adapter import give_gradient_to_layers
 from megarl.mcore.model.gpt import value_head_of
 from megarl.mcore.model.initialization import global_name
-from megarl.mcore.moe.balancing import balanced_routers, finish_update
 from megarl.mcore.moe.layer import stacked_experts
+from megarl.mcore.moe.router import balanced_routers, finish_update
 from megarl.mcore.parallel.fsdp import FullyShardedDataParallel
 from megarl.mcore.training.adam import Adam, HostAdam
 from megarl.mcore.training.sharded_optimizer import copy_together, create_momentum

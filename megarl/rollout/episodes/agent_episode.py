@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.mcore.inference.generation import Completion, GenerationRequest
-from megarl.mcore.inference.response import Response
+from megarl.mcore.inference.generation import Completion, GenerationRequest, Response
 from megarl.rollout.episodes.episode import DONE, FAILED, TRUNCATED_BY_BUDGET, EnvironmentResult, Episode, TurnRequest
 
 

@@ -64,6 +64,29 @@ def exact_attention(query, key, value, scale=None, window=None, softcap=None, si
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(key)], value)
 
 
+def assert_as_each_sequence_alone(
+    lengths, heads=4, groups=2, dtype=torch.float64, tolerance=1e-12, scale=None, backend="sdpa", window=None,
+    softcap=None, sinks=None,
+):  # fmt: skip
+    """Output and gradients of a packed micro-batch are those of its sequences alone, in float64, which it returns."""
+    total = sum(lengths)
+    trained = [random_heads(total, n, dtype, i).requires_grad_() for i, n in enumerate((heads, groups, groups))]
+    trained += [] if sinks is None else [sinks.to(dtype, copy=True).requires_grad_()]
+    weight, layout = random_heads(total, heads, dtype, 3), pack_sequences(torch.tensor(lengths), window=window)
+    attend = packed_attention(scale, backend, window, softcap, *trained[3:])
+    packed = attend(*trained[:3], None, packed_seq_params=layout)
+    assert packed.shape == (total, heads * D) and packed.dtype == dtype
+    gradients = torch.autograd.grad((packed.view_as(weight) * weight).sum(), trained)
+    exact = [x.detach().double().requires_grad_() for x in trained]
+    parts = zip(*(x.split(lengths) for x in exact[:3]), strict=True)
+    expected = torch.cat([exact_attention(*part, scale, window, softcap, *exact[3:]) for part in parts])
+    wanted = torch.autograd.grad((expected * weight.double()).sum(), exact)
+    assert (packed.view_as(expected) - expected).abs().max() <= tolerance
+    for gradient, want in zip(gradients, wanted, strict=True):
+        assert (gradient - want).abs().max() <= tolerance * max(1.0, float(want.abs().max()))
+    return wanted
+
+
 class PagedRequests:
     """Requests in a block cache with randomly chosen blocks. Unused rows of their blocks hold other numbers,
     and unused blocks NaN, as reused memory may."""

@@ -14,15 +14,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megarl.mcore.kernels.cuda import (
-    expert_pairs,
-    fixed_tiles,
+    exact_rows,
     head_rows,
+    mlp_rows,
     recurrent_rows,
     rotate_heads,
-    row_norm,
-    row_sampling,
     segment_attention,
-    swiglu_rows,
 )
 
 TENSORS = dict.fromkeys(("query", "key", "value", "out"), "*bf16") | {"log_sums": "*fp32"}
@@ -56,9 +53,9 @@ cases = [
 JOIN = dict(CHANNELS=128, CHANNEL_TILE=128, SPLIT=512, SPLITS=4)
 cases += [(segment_attention._join_parts, PARTS | {"out": "*bf16", "lengths": "*i32"}, JOIN)]
 cases += [
-    (kernel, ROW, dict(TILE=row_sampling.TILE)) for kernel in (row_sampling._sample_row, row_sampling._logprob_row)
+    (kernel, ROW, dict(TILE=head_rows.SAMPLED_TILE)) for kernel in (head_rows._sample_row, head_rows._logprob_row)
 ]
-cases += [(row_norm._norm_row, NORM, dict(TILE=2048, HAS_MEAN=flag, HAS_BIAS=flag)) for flag in (False, True)]
+cases += [(exact_rows._norm_row, NORM, dict(TILE=2048, HAS_MEAN=flag, HAS_BIAS=flag)) for flag in (False, True)]
 cases += [(rotate_heads._rotate_and_store, PLACES, HEADS | dict(ROTATED=rotated)) for rotated in (0, 64, 128)]
 TURNED = dict.fromkeys(("query", "key", "query_out", "key_out", "cosines", "sines"), "*bf16")
 TURNED |= dict.fromkeys(("query_heads", "key_heads", "query_token", "query_head", "key_token", "key_head"), "i32")
@@ -71,9 +68,7 @@ cases += [
     for dtype, flag in (("bf16", False), ("bf16", True), ("fp32", True))
 ]
 HALVES = dict.fromkeys(("x", "out", "grad", "grad_x"), "*bf16") | {"columns": "i32"}
-cases += [
-    (kernel, HALVES, dict(TILE=swiglu_rows.TILE)) for kernel in (swiglu_rows._swiglu, swiglu_rows._swiglu_backward)
-]
+cases += [(kernel, HALVES, dict(TILE=mlp_rows.TILE)) for kernel in (mlp_rows._swiglu, mlp_rows._swiglu_backward)]
 OPTIONS = {
     matmul_kernel_persistent: {"num_warps": 8, "num_stages": 3},
     rotate_heads._rotate_and_store: rotate_heads.OPTIONS,
@@ -90,9 +85,9 @@ OPTIONS |= {kernel: {"num_warps": head_rows.WARPS} for kernel in (head_rows._sum
 PAIRS = dict.fromkeys(("routing_map",), "*i1") | dict.fromkeys(("counts", "gates", "tokens", "places", "order"), "*i64")
 PAIRS |= dict.fromkeys(("count", "experts", "each", "columns"), "i32") | dict.fromkeys(("values", "out"), "*bf16")
 cases += [
-    (expert_pairs._pairs_of_expert, PAIRS, dict(EXPERT_TILE=128, TOKEN_TILE=expert_pairs.TOKEN_TILE)),
-    (expert_pairs._pairs_of_token, PAIRS, dict(EXPERT_TILE=128)),
-    (expert_pairs._sum_of_token, PAIRS, dict(TILE=expert_pairs.CHANNEL_TILE)),
+    (mlp_rows._pairs_of_expert, PAIRS, dict(EXPERT_TILE=128, TOKEN_TILE=mlp_rows.TOKEN_TILE)),
+    (mlp_rows._pairs_of_token, PAIRS, dict(EXPERT_TILE=128)),
+    (mlp_rows._sum_of_token, PAIRS, dict(TILE=mlp_rows.CHANNEL_TILE)),
 ]
 TOKENS = dict.fromkeys(("x", "weight", "bias", "inputs", "out", "mixed", "a", "b", "steps"), "*fp32")
 TOKENS |= dict.fromkeys(("decay_logs", "biases", "skips", "memories"), "*fp32") | {"numbers": "*i32"}
@@ -104,8 +99,8 @@ cases += [
     (kernel, TOKENS, recurrent_rows._tiles(128, 128))
     for kernel in (recurrent_rows._delta_row, recurrent_rows._space_row)
 ]
-TILES = dict(ROWS=fixed_tiles.ROWS, COLUMNS=fixed_tiles.COLUMNS, INNER=fixed_tiles.INNER)
-cases += [(fixed_tiles._product_tile, FP32, TILES | dict(HAS_BIAS=True))]
+TILES = dict(ROWS=exact_rows.ROWS, COLUMNS=exact_rows.COLUMNS, INNER=exact_rows.INNER)
+cases += [(exact_rows._product_tile, FP32, TILES | dict(HAS_BIAS=True))]
 cases += [
     (
         matmul_kernel_persistent,
@@ -160,8 +155,8 @@ def sums() -> list:
     ]
     rows = [
         [
-            orders(compiled(function, ROW, dict(TILE=row_sampling.TILE), aligned))
-            for function in (row_sampling._sample_row, row_sampling._logprob_row)
+            orders(compiled(function, ROW, dict(TILE=head_rows.SAMPLED_TILE), aligned))
+            for function in (head_rows._sample_row, head_rows._logprob_row)
         ]
         for aligned in (["logits", "row_stride"], [])
     ]

@@ -8,9 +8,8 @@ from megarl.batch import SharedPrefix
 from megarl.mcore.attention.segments import TokenStream
 from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs
 from megarl.mcore.recurrence.rule import AnyInputs, apply_rule
-from megarl.mcore.recurrence.runs import Runs, runs_of_stream
+from megarl.mcore.recurrence.runs import Runs, States, runs_of_stream
 from megarl.mcore.recurrence.state_space import SpaceInputs, SpaceSizes
-from megarl.mcore.recurrence.states import States
 
 TAPS = 4
 DELTA = HeadSizes(groups=2, heads=4, keys=24, values=32)

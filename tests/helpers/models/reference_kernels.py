@@ -28,7 +28,7 @@ def paged_decode(query, cache, table, lengths, scale, window=None, in_parts=True
 
 
 def sample_rows(logits, numbers, temperatures, greedy, columns):
-    """As `kernels.cuda.row_sampling.sample_rows`: (tokens, log-probs)."""
+    """As `kernels.cuda.head_rows.sample_rows`: (tokens, log-probs)."""
     logprobs = torch.log_softmax(logits[:, :columns].double() / temperatures.unsqueeze(1), -1)
     drawn, largest = (sample_tokens(logits[:, :columns], logprobs.exp(), numbers, SamplingSettings(greedy=is_greedy))
                       for is_greedy in (False, True))  # fmt: skip
@@ -71,7 +71,7 @@ def _attend(query, key, value, scale, window):
 
 def rotate_and_store(heads, cosines, sines, cache, slots):
     """As that of `kernels.cuda.rotate_heads`, in single operators, which also rotate the keys of `heads`."""
-    from megarl.mcore.model.decoder_layer import Rotation
+    from megarl.mcore.attention.rotary_embeddings import Rotation
 
     if cosines is not None:
         Rotation(cosines, sines).apply_(heads[:, :, :-1])
@@ -80,7 +80,7 @@ def rotate_and_store(heads, cosines, sines, cache, slots):
 
 def rotate_heads(query, key, cosines, sines, is_backward):
     """As that of `kernels.cuda.rotate_heads`, in single operators."""
-    from megarl.mcore.model.decoder_layer import Rotation
+    from megarl.mcore.attention.rotary_embeddings import Rotation
 
     rotated = query.contiguous().clone(), key.contiguous().clone()
     for heads in rotated:
@@ -89,14 +89,14 @@ def rotate_heads(query, key, cosines, sines, is_backward):
 
 
 def expert_pairs(routing_map, counts, each):
-    """As that of `kernels.cuda.expert_pairs`."""
+    """As that of `kernels.cuda.mlp_rows`."""
     pairs = routing_map.t().nonzero()  # expert, token
     tokens = pairs[:, 1]
     return [tokens * routing_map.shape[1] + pairs[:, 0], tokens.clone(), tokens.argsort(stable=True)]
 
 
 def sum_pairs(values, order, tokens):
-    """As that of `kernels.cuda.expert_pairs`, by PyTorch's operators."""
+    """As that of `kernels.cuda.mlp_rows`, by PyTorch's operators."""
     terms = values.index_select(0, order).view(tokens, -1, values.shape[1]).unbind(1)
     total = terms[0].clone()
     for term in terms[1:]:
@@ -147,13 +147,13 @@ def space_rows(mixed, gates, numbers, memories, out, groups, min_step):
 def use_them():
     """Makes the backend, the sampler and the layers compute with them, in this process."""
     from megarl.mcore.config import kernel_rules
-    from megarl.mcore.kernels.cuda import recurrent_rows, row_sampling, segment_attention
+    from megarl.mcore.kernels.cuda import head_rows, recurrent_rows, segment_attention
     from megarl.mcore.kernels.cuda import rotate_heads as rotation
 
     kernel_rules._refused_varlen = lambda args: None
     varlen.flash_kernel = lambda: flash  # type: ignore[assignment]
     segment_attention.paged_decode = paged_decode  # type: ignore[assignment]
     rotation.rotate_and_store = rotate_and_store  # type: ignore[assignment]
-    row_sampling.sample_rows = sample_rows  # type: ignore[assignment]
+    head_rows.sample_rows = sample_rows  # type: ignore[assignment]
     for own in (convolve_rows, delta_rows, space_rows):
         setattr(recurrent_rows, own.__name__, own)

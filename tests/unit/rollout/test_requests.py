@@ -6,8 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from megarl.mcore.inference.generation import Completion, GenerationRequest
-from megarl.mcore.inference.response import Response, Span
+from megarl.mcore.inference.generation import Completion, GenerationRequest, Response, Span
 from megarl.rollout.requests import PromptRequest, RoundRequests, batch_to_responses, responses_to_batch
 from tests.helpers.forked_programs import refusal
 from tests.helpers.programs import inputs

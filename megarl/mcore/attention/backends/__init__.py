@@ -4,9 +4,8 @@ A module defines `plan_attention(segments, is_whole, window)` and `packed_attent
 training, and for rollout `plan_cache_reads(requests)` and the class `PagedAttention`, a `CacheAttention`; `sdpa`
 documents their arguments. If it has `reads_of_table`, too, decode steps are planned on the device
 (`inference.device_decode`). Layers do not know which backend runs. Only for models with softcaps or sinks they also
-hand over `softcap` and `sinks`. Over latents a `PagedAttention` reads through other versions of `_gather_pages` and
-`_gather_keys`; a module with a class `LatentAttention` has its own reads there, and takes values with other channels
-than keys.
+hand over `softcap` and `sinks`. Over latents a `PagedAttention` gets a cache of `Latents`; if the module has
+`takes_narrow_values`, values may have other channels than keys there.
 """
 
 import importlib

@@ -11,10 +11,10 @@ import math
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megarl.mcore.attention.backends import sdpa
 from megarl.mcore.attention.segments import SegmentBatch, SegmentPlan
+from megarl.mcore.kernels import with_gradient
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, by_whole_rows
 
 plan_attention, plan_cache_reads = sdpa.plan_attention, sdpa.plan_cache_reads
@@ -53,46 +53,43 @@ def _chunks(query: Tensor, key: Tensor) -> list[slice]:
     return [slice(i, i + step) for i in range(0, len(query), step)]
 
 
-class _Attention(torch.autograd.Function):
+def _attention_gradient(ctx, grad):
+    """With weights p and output y: ∂v = pᵀ∂y, ∂score = p · (∂y·v − ∂y·y), ∂sink = −share · ∂y·y."""
+    query, key, value, sinks, mask = ctx.saved_tensors
+    grads = [torch.empty_like(x) for x in (query, key, value)]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=wide)
+    for rows in _chunks(query, key):
+        q, sink = _grouped(query[rows], key, sinks)
+        weights, slope, share = _weights(q, key[rows], _of_rows(mask, rows), *ctx.options, sink)
+        flat = grad[rows].reshape(*q.shape).to(weights.dtype)
+        of_weights = torch.matmul(flat.flatten(2, 3), value[rows].to(weights.dtype).transpose(2, 3))
+        of_weights = of_weights.view(weights.shape)
+        mean = (weights * of_weights).sum(-1, keepdim=True)  # ∂y·y
+        of_scores = weights * (of_weights - mean)
+        if slope is not None:
+            of_scores *= slope
+        of_scores = (of_scores * ctx.options[0]).flatten(2, 3)
+        grads[0][rows] = torch.matmul(of_scores, key[rows].to(of_scores.dtype)).view(grads[0][rows].shape)
+        grads[1][rows] = torch.matmul(of_scores.transpose(2, 3), q.flatten(2, 3).to(of_scores.dtype))
+        grads[2][rows] = torch.matmul(weights.flatten(2, 3).transpose(2, 3), flat.flatten(2, 3))
+        if share is not None:
+            grad_sinks -= (share * mean).sum((0, 3, 4)).flatten()
+    return *grads, None if sinks is None else grad_sinks.to(sinks.dtype), None, None, None
+
+
+@with_gradient(_attention_gradient)
+def _attention(ctx, query, key, value, sinks, mask, scale, softcap):
     """query [n, H, Q, D], key, value [n, G, K, D], sinks [H] or None, mask [n or 1, 1, Q or 1, K] -> [n, H, Q, D]."""
-
-    @staticmethod
-    def forward(ctx, query, key, value, sinks, mask, scale, softcap):
-        ctx.save_for_backward(query, key, value, sinks, mask)
-        ctx.options = scale, softcap
-        out = query.new_empty(query.shape)  # the query of a decode is an expanded view
-        for rows in _chunks(query, key):
-            q, sink = _grouped(query[rows], key, sinks)
-            weights, *_ = _weights(q, key[rows], _of_rows(mask, rows), scale, softcap, sink)
-            attended = torch.matmul(weights.to(value.dtype).flatten(2, 3), value[rows])
-            out[rows] = attended.view(out[rows].shape)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        """With weights p and output y: ∂v = pᵀ∂y, ∂score = p · (∂y·v − ∂y·y), ∂sink = −share · ∂y·y."""
-        query, key, value, sinks, mask = ctx.saved_tensors
-        grads = [torch.empty_like(x) for x in (query, key, value)]
-        wide = torch.promote_types(query.dtype, torch.float32)
-        grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=wide)
-        for rows in _chunks(query, key):
-            q, sink = _grouped(query[rows], key, sinks)
-            weights, slope, share = _weights(q, key[rows], _of_rows(mask, rows), *ctx.options, sink)
-            flat = grad[rows].reshape(*q.shape).to(weights.dtype)
-            of_weights = torch.matmul(flat.flatten(2, 3), value[rows].to(weights.dtype).transpose(2, 3))
-            of_weights = of_weights.view(weights.shape)
-            mean = (weights * of_weights).sum(-1, keepdim=True)  # ∂y·y
-            of_scores = weights * (of_weights - mean)
-            if slope is not None:
-                of_scores *= slope
-            of_scores = (of_scores * ctx.options[0]).flatten(2, 3)
-            grads[0][rows] = torch.matmul(of_scores, key[rows].to(of_scores.dtype)).view(grads[0][rows].shape)
-            grads[1][rows] = torch.matmul(of_scores.transpose(2, 3), q.flatten(2, 3).to(of_scores.dtype))
-            grads[2][rows] = torch.matmul(weights.flatten(2, 3).transpose(2, 3), flat.flatten(2, 3))
-            if share is not None:
-                grad_sinks -= (share * mean).sum((0, 3, 4)).flatten()
-        return *grads, None if sinks is None else grad_sinks.to(sinks.dtype), None, None, None
+    ctx.save_for_backward(query, key, value, sinks, mask)
+    ctx.options = scale, softcap
+    out = query.new_empty(query.shape)  # the query of a decode is an expanded view
+    for rows in _chunks(query, key):
+        q, sink = _grouped(query[rows], key, sinks)
+        weights, *_ = _weights(q, key[rows], _of_rows(mask, rows), scale, softcap, sink)
+        attended = torch.matmul(weights.to(value.dtype).flatten(2, 3), value[rows])
+        out[rows] = attended.view(out[rows].shape)
+    return out
 
 
 def _grouped(query: Tensor, key: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -107,7 +104,7 @@ def _of_rows(mask: Tensor, rows: slice) -> Tensor:
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, softcap, sinks) -> Tensor:
     """Returns [n, H, Q, D]; mask [n or 1, 1, Q or 1, K] bool, True where attended; sinks [H] or None."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return _Attention.apply(query, key, value, sinks, mask, scale, softcap)
+    return _attention(query, key, value, sinks, mask, scale, softcap)
 
 
 def attend_segments(

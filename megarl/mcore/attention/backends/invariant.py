@@ -5,14 +5,16 @@ the same order of keys. Backward is flash attention's of PyTorch, from the outpu
 Shapes: as in `sdpa`.
 """
 
+import functools
+
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megarl.mcore.attention.backends import varlen
 from megarl.mcore.attention.backends.varlen import CumulativePlan
 from megarl.mcore.attention.cache_attention import softmax_scale
 from megarl.mcore.attention.segments import HostPlan, Segments
+from megarl.mcore.kernels import with_gradient
 
 plan_cache_reads, reads_of_table = varlen.plan_cache_reads, varlen.reads_of_table
 
@@ -22,28 +24,25 @@ def plan_attention(segments: Segments, is_whole: bool, window: int | None) -> Ho
     return varlen.plan_attention(segments, False, window)
 
 
-class _Attention(torch.autograd.Function):
+def _attention_gradient(ctx, grad):
+    query, key, value, out, log_sums, cu_queries, cu_keys = ctx.saved_tensors
+    plan, (left, right) = ctx.plan, ctx.plan.window_size
+    random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
+    grads = torch.ops.aten._flash_attention_backward(
+        grad.contiguous(), query, key, value, out, log_sums, cu_queries, cu_keys, plan.max_queries, plan.max_keys,
+        0.0, True, random, query.new_empty(0), scale=ctx.scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return *grads, None, None
+
+
+@with_gradient(_attention_gradient)
+def _attention(ctx, query, key, value, plan: CumulativePlan, scale: float):
     """query [T, H, D], key and value [keys, G, D] of the plan's rows -> [T, H, D]."""
-
-    @staticmethod
-    def forward(ctx, query, key, value, plan: CumulativePlan, scale: float):
-        rows = torch.arange(len(key), dtype=torch.int32, device=key.device)
-        out, log_sums = _attend(query, key, value, rows, plan, scale)
-        ctx.save_for_backward(query, key, value, out, log_sums, plan.cu_queries, plan.cu_keys)
-        ctx.plan, ctx.scale = plan, scale
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        query, key, value, out, log_sums, cu_queries, cu_keys = ctx.saved_tensors
-        plan, (left, right) = ctx.plan, ctx.plan.window_size
-        random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
-        grads = torch.ops.aten._flash_attention_backward(
-            grad.contiguous(), query, key, value, out, log_sums, cu_queries, cu_keys, plan.max_queries, plan.max_keys,
-            0.0, True, random, query.new_empty(0), scale=ctx.scale, window_size_left=left, window_size_right=right,
-        )  # fmt: skip
-        return *grads, None, None
+    rows = torch.arange(len(key), dtype=torch.int32, device=key.device)
+    out, log_sums = _attend(query, key, value, rows, plan, scale)
+    ctx.save_for_backward(query, key, value, out, log_sums, plan.cu_queries, plan.cu_keys)
+    ctx.plan, ctx.scale = plan, scale
+    return out
 
 
 def _attend(query, key, value, rows: Tensor, plan: CumulativePlan, scale: float) -> tuple[Tensor, Tensor]:
@@ -55,17 +54,13 @@ def _attend(query, key, value, rows: Tensor, plan: CumulativePlan, scale: float)
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: CumulativePlan, scale: float | None) -> Tensor:
     """As that of `sdpa`. Gradients of keys that several segments read are added in a fixed order."""
-    return _Attention.apply(query, key[plan.rows], value[plan.rows], plan, softmax_scale(query.shape[-1], scale))
+    return _attention(query, key[plan.rows], value[plan.rows], plan, softmax_scale(query.shape[-1], scale))
 
 
-class InvariantPagedAttention(varlen.PagedAttention):
-    """Attention over the paged cache, by the kernel of training."""
-
-    in_parts = False
-
-    def _attend(self, query: Tensor, cache: Tensor, plan: CumulativePlan, scale: float) -> Tensor:
-        key, value = cache.flatten(0, 1).unbind(2)
-        return _attend(query, key, value, plan.rows.int(), plan, scale)[0]
+def _attend_cache(query: Tensor, cache: Tensor, plan: CumulativePlan, scale: float) -> Tensor:
+    key, value = cache.flatten(0, 1).unbind(2)
+    return _attend(query, key, value, plan.rows.int(), plan, scale)[0]
 
 
-PagedAttention = InvariantPagedAttention  # the name of a backend's
+# By the kernel of training, which adds up the keys of a query in one part.
+PagedAttention = functools.partial(varlen.PagedAttention, _attend_cache, in_parts=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from megarl.mcore import device
-from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads, StepRequests
+from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads, Latents, StepRequests
 from megarl.mcore.attention.segments import (  # noqa: F401  plan_attention is one of the backend's functions
     SegmentBatch,
     SegmentPlan,
@@ -135,8 +135,13 @@ def plan_prefills(first: Tensor, requests: StepRequests) -> list[SegmentBatch]:
                 return np.take_along_axis(blocks, positions // block, 1) * block + positions % block
 
             plan = plan_segments(first[batch], queries[batch], read[batch], is_causal, cache_rows)
-            batches.append(SegmentBatch.of(device.to_device(plan), window))
+            batches.append(SegmentBatch(window, *device.to_device(plan)))
     return batches
+
+
+def _by_head(expanded: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    key, value = expanded
+    return key.transpose(1, 2), value.transpose(1, 2)
 
 
 class PagedAttention(CacheAttention):
@@ -145,14 +150,19 @@ class PagedAttention(CacheAttention):
     def __init__(self):
         self._scratch: Tensor | None = None
 
-    def _gather_pages(self, cache: Tensor, pages: Tensor, width: int, count: int) -> tuple[Tensor, Tensor]:
-        """Cache [blocks, block, G, 2, D] -> keys and values [n, G, K, D], the first K of pages [n·P]; views of the
-        scratch buffer."""
+    def _gather_pages(self, cache: Tensor | Latents, pages: Tensor, width: int, count: int) -> tuple[Tensor, Tensor]:
+        """Cache [blocks, block, G, 2, D], or latents -> keys and values [n, G, K, D], the first K of pages [n·P]; views
+        of the scratch buffer, or expanded."""
+        if isinstance(cache, Latents):
+            return _by_head(cache.expand(self._page_rows(cache.rows, pages, width, count)))
         keys, values = self._page_rows(cache, pages, width, count).transpose(1, 2).unbind(3)
         return keys, values
 
-    def _gather_keys(self, cache: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Cache [blocks, block, G, 2, D] and rows [n, K] of the flattened cache -> keys and values [n, G, K, D]."""
+    def _gather_keys(self, cache: Tensor | Latents, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Cache as of `_gather_pages`, and rows [n, K] of the flattened one -> keys and values [n, G, K, D]."""
+        if isinstance(cache, Latents):
+            rows = cache.rows.flatten(0, 1).index_select(0, keys.flatten()).unflatten(0, keys.shape)
+            return _by_head(cache.expand(rows))
         read_keys, values = gather_rows(cache.flatten(0, 1), keys).unbind(3)
         return read_keys, values
 

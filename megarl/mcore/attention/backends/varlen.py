@@ -79,7 +79,7 @@ def plan_segments(queries: np.ndarray, keys: np.ndarray, rows: np.ndarray | None
         gathered = sent[2] if len(sent) > 2 else None
         return CumulativePlan(sent[0].int(), sent[1].int(), gathered, int(queries.max()), int(keys.max()), window)
 
-    return HostPlan(lengths if rows is None else [*lengths, rows], build)
+    return lengths if rows is None else [*lengths, rows], build
 
 
 @functools.cache
@@ -173,10 +173,18 @@ def _filled(rows: Tensor, count: int) -> Tensor:
     return pad(rows, (0, 0) * (rows.dim() - 1) + (0, count - len(rows))) if count > len(rows) else rows
 
 
+def _attend_cache(query: Tensor, cache: Tensor, plan: CumulativePlan, scale: float) -> Tensor:
+    key, value = cache.flatten(0, 1)[plan.rows].unbind(2)
+    return flash_kernel()(query, key, value, plan, scale)
+
+
 class VarlenPagedAttention(CacheAttention):
     """Attention over the paged cache."""
 
-    in_parts = True  # whether decodes divide long requests' keys into parts
+    def __init__(self, attend: Callable[..., Tensor] = _attend_cache, in_parts: bool = True):
+        """`attend`: of prompts, (query [T, G·R, D], cache, plan, scale) -> [T, G·R, D]; `in_parts`: whether decodes
+        divide long requests' keys into parts."""
+        self._attend, self._in_parts = attend, in_parts
 
     def _prefill(
         self, query, cache: Tensor, reads: list[tuple[Tensor, CumulativePlan]], scale: float | None, result: Tensor
@@ -186,15 +194,11 @@ class VarlenPagedAttention(CacheAttention):
             out = self._attend(own, cache, plan, softmax_scale(query.shape[-1], scale))
             result[places] = out[: len(places)].view(-1, *query.shape[1:])
 
-    def _attend(self, query: Tensor, cache: Tensor, plan: CumulativePlan, scale: float) -> Tensor:
-        key, value = cache.flatten(0, 1)[plan.rows].unbind(2)
-        return flash_kernel()(query, key, value, plan, scale)
-
     def _decode(self, query: Tensor, cache: Tensor, reads: DecodeTable, scale: float | None) -> Tensor:
         from megarl.mcore.kernels.cuda.segment_attention import paged_decode  # needs Triton
 
         own, scale = _filled(query, len(reads.lengths)), softmax_scale(query.shape[-1], scale)
-        out = paged_decode(own, cache, reads.pages, reads.lengths, scale, window=reads.window, in_parts=self.in_parts)
+        out = paged_decode(own, cache, reads.pages, reads.lengths, scale, window=reads.window, in_parts=self._in_parts)
         return out[: len(query)]
 
 

@@ -8,8 +8,6 @@ it is decoded or in the middle of a packed sequence.
 Shapes: n segments, T queries, G key/value groups of R query heads each, D channels per head, S parts.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -142,23 +140,18 @@ def _join_parts(
     tl.store(out + row * CHANNELS + channel, result.to(out.dtype.element_ty), mask=is_channel)
 
 
-class _Keys(NamedTuple):
-    """Where the keys and values of segments are: rows [rows, G, D] with contiguous channels, found through a table."""
-
-    key: Tensor
-    value: Tensor
-    table: Tensor  # pages, or rows
-    page: int  # rows of a page
-    table_row: int = 0  # as of `_attend_part`
-
-
-def _launch(query, keys: _Keys, segments, scale: float, window: int | None, max_queries=1, split=2**30, splits=1):
+def _launch(query, keys_values, table, segments, scale, window, max_queries=1, cut=(2**30, 1)):
     """Runs `_attend_part`; returns (outputs [T, G·R, D], log-sums [G·R, T], sums, maxima, weighted values of parts).
 
-    query [T, G·R, D] with contiguous channels; `max_queries`: of a segment; `split`, `splits`: keys of a part, parts.
+    Args:
+        query: [T, G·R, D] with contiguous channels.
+        keys_values: both [rows, G, D] with contiguous channels.
+        table: of pages or rows, in which segments find their keys; how many rows a page has; `TABLE_ROW`.
+        max_queries: of a segment.
+        cut: keys of a part, and how many parts.
     """
-    (total, heads, channels), (key, value) = query.shape, keys[:2]
-    groups = key.shape[1]
+    (total, heads, channels), (key, value), (pages, page, table_row) = query.shape, keys_values, table
+    (split, splits), groups = cut, key.shape[1]
     each = heads // groups
     head_tile = triton.next_power_of_2(each)
     queries = max(1, MIN_ROWS // head_tile)
@@ -167,12 +160,12 @@ def _launch(query, keys: _Keys, segments, scale: float, window: int | None, max_
     sums, maxima = query.new_empty(2, size, dtype=torch.float32)
     parts = query.new_empty(size, channels, dtype=torch.float32)
     _attend_part[segments.shape[-1], groups, triton.cdiv(max_queries, queries) * splits](
-        query, key, value, keys.table, segments, out, log_sums, sums, maxima, parts,
+        query, key, value, pages, segments, out, log_sums, sums, maxima, parts,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), total,
         scale, window or 0,
         HEADS=each, HEAD_TILE=head_tile, QUERIES=queries, CHANNELS=channels,
-        CHANNEL_TILE=max(MIN_ROWS, triton.next_power_of_2(channels)), PAGE=keys.page, TILE=TILE_KEYS,
-        SPLIT=split if splits > 1 else 2**30, SPLITS=splits, TABLE_ROW=keys.table_row,
+        CHANNEL_TILE=max(MIN_ROWS, triton.next_power_of_2(channels)), PAGE=page, TILE=TILE_KEYS,
+        SPLIT=split if splits > 1 else 2**30, SPLITS=splits, TABLE_ROW=table_row,
         HAS_WINDOW=window is not None,
     )  # fmt: skip
     return out, log_sums, sums, maxima, parts
@@ -208,9 +201,10 @@ def paged_decode(
     block, max_keys = cache.shape[1], table.shape[1] * cache.shape[1]
     split = split_of(max_keys)
     splits = triton.cdiv(max_keys, split) if in_parts else 1
-    key, value = cache.flatten(0, 1).unbind(2)
-    keys = _Keys(key, value, table, page=block, table_row=table.stride(0))
-    out, _, sums, maxima, parts = _launch(query.flatten(1, 2), keys, lengths, scale, window, split=split, splits=splits)
+    keys_values, tables = cache.flatten(0, 1).unbind(2), (table, block, table.stride(0))
+    out, _, sums, maxima, parts = _launch(
+        query.flatten(1, 2), keys_values, tables, lengths, scale, window, cut=(split, splits)
+    )
     if splits > 1:
         tile = triton.next_power_of_2(channels)
         _join_parts[count, groups * heads](
@@ -237,5 +231,5 @@ def packed_attention(
         max_queries: maximum queries of a segment.
         scale, window: as of `paged_decode`.
     """
-    out, log_sums, *_ = _launch(query, _Keys(key, value, rows, page=1), segments, scale, window, max_queries)
+    out, log_sums, *_ = _launch(query, (key, value), (rows, 1, 0), segments, scale, window, max_queries)
     return out, log_sums

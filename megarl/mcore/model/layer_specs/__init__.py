@@ -16,22 +16,13 @@ from megarl.mcore.config.model_flags import has_score_options
 from megarl.mcore.model.decoder_layer import (
     AllHeadsNormAttention,
     DecoderLayer,
-    MoEDecoderLayer,
     PagedSelfAttention,
     PostNormLayer,
-    PostNormMoELayer,
 )
 from megarl.mcore.model.latent_attention import LatentAttention
 from megarl.mcore.model.pipeline_layout import LayerKind, layer_kinds, layers_of_chunk
 from megarl.mcore.model.recurrent_mixer import GatedDeltaNet, KimiDelta, Mamba2
 from megarl.mcore.model.sparse_attention import SparseLatentAttention
-
-LAYERS = {  # norms only before attention and MLP, experts
-    (True, False): DecoderLayer,
-    (True, True): MoEDecoderLayer,
-    (False, False): PostNormLayer,
-    (False, True): PostNormMoELayer,
-}
 
 
 def block_spec(args, config, pg_collection, virtual_stage: int | None) -> TransformerBlockSubmodules:
@@ -49,7 +40,7 @@ def put_own_parts(spec: ModuleSpec, args, kind: LayerKind):
     `args`: the role's Megatron namespace.
     """
     attention = spec.submodules.self_attention
-    spec.module = LAYERS[args.layernorm_position == "pre", kind.is_moe]
+    spec.module = DecoderLayer if args.layernorm_position == "pre" else PostNormLayer
     if kind.is_recurrent:
         first = "linear_kv_up_proj" if args.multi_latent_attention else "linear_qkv"
         linears = attention.submodules
@@ -63,6 +54,7 @@ def put_own_parts(spec: ModuleSpec, args, kind: LayerKind):
 
 
 def _attention_kind(args) -> type:
+    """The class of attention in layers without a recurrent state."""
     if args.multi_latent_attention:
         return LatentAttention if args.dsa_indexer_topk is None else SparseLatentAttention
     return AllHeadsNormAttention if args.qk_layernorm_all_heads else PagedSelfAttention

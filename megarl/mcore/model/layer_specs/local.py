@@ -7,14 +7,14 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megarl.mcore.kernels.norm import Norm
+from megarl.mcore.kernels.norm import build_norm
 from megarl.mcore.kernels.swiglu import SwiGLUMLP
 from megarl.mcore.model.layer_specs import put_own_parts
 from megarl.mcore.model.pipeline_layout import DENSE, LayerKind
 from megarl.mcore.moe.layer import Experts, MixtureLayer, SharedExperts
 from megarl.mcore.moe.router import Router
 
-final_norm = Norm  # after the last layer
+final_norm = build_norm  # after the last layer
 MLP_NORM = "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"  # its name, and that in checkpoints
 
 
@@ -32,11 +32,11 @@ def layer_spec(args, kind: LayerKind = DENSE) -> ModuleSpec:
     )
     layer, attention = spec.submodules, spec.submodules.self_attention
     put_own_parts(spec, args, kind)
-    layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp if args.layernorm_position == "post" else Norm
+    layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp if args.layernorm_position == "post" else build_norm
     if args.qk_layernorm and not kind.is_recurrent:
         names = ("q_layernorm", "kv_layernorm" if args.multi_latent_attention else "k_layernorm")
         for name in names:
-            setattr(attention.submodules, name, Norm)
+            setattr(attention.submodules, name, build_norm)
     if args.multi_latent_attention:
         layer.sharded_state_dict_keys_map = dict([MLP_NORM])  # as of all models
     elif kind.is_recurrent:

@@ -35,16 +35,11 @@ class _LayerNorm(_WithoutExtraState, te.LayerNorm):
     """x [T, 1, H] -> (x − mean x) · r · weight + bias with r = (var x + ε)^−½ (1607.06450)."""
 
 
-class EngineNorm:
-    """Builds Transformer Engine's norm of a config, as `kernels.norm.Norm` builds the local one."""
-
-    def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **_):
-        kind = {"RMSNorm": _RMSNorm, "LayerNorm": _LayerNorm}[config.normalization]
-        on = {"sequence_parallel": config.sequence_parallel, "dtype": config.params_dtype, "device": device.device()}
-        return kind(hidden_size, eps=eps, zero_centered_gamma=config.layernorm_zero_centered_gamma, **on)
-
-
-final_norm = EngineNorm  # after the last layer
+def final_norm(config, hidden_size: int, eps: float = 1e-5, **_) -> torch.nn.Module:
+    """Transformer Engine's norm of a config, of the last layer and others, as `kernels.norm.build_norm`."""
+    kind = {"RMSNorm": _RMSNorm, "LayerNorm": _LayerNorm}[config.normalization]
+    on = {"sequence_parallel": config.sequence_parallel, "dtype": config.params_dtype, "device": device.device()}
+    return kind(hidden_size, eps=eps, zero_centered_gamma=config.layernorm_zero_centered_gamma, **on)
 
 
 class GroupedMixture(MoELayer):
@@ -62,10 +57,10 @@ def layer_spec(args, kind: LayerKind = DENSE) -> ModuleSpec:
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     put_own_parts(spec, args, kind)
     if args.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = EngineNorm
+        attention.q_layernorm = attention.k_layernorm = final_norm
     layer.sharded_state_dict_keys_map = {}
     if is_moe:
-        layer.pre_mlp_layernorm = EngineNorm
+        layer.pre_mlp_layernorm = final_norm
         parts = dataclasses.replace(layer.mlp.keywords["submodules"], router=Router)
         layer.mlp = functools.partial(GroupedMixture, submodules=parts)
         layer.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}  # as of dense layers

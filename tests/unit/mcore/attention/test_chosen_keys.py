@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megarl.mcore.attention import chosen_keys
-from megarl.mcore.attention.chosen_keys import Choice, IndexQueries, KeyReads, choose, chosen_attention
+from megarl.mcore.attention.chosen_keys import Choice, KeyReads, choose, chosen_attention
 from megarl.mcore.attention.packing import pack_sequences
 from megarl.mcore.kernels import native
 from tests.helpers.models.attention_inputs import needs_kernels
@@ -56,9 +56,9 @@ def test_scores_that_are_no_numbers_choose_the_same_number_of_keys():
         assert len(set(listed)) == COUNT
 
 
-def index_queries(tokens: int) -> IndexQueries:
+def index_queries(tokens: int):
     heads, weights = whole_numbers(tokens, HEADS, CHANNELS, seed=7, largest=3), whole_numbers(tokens, HEADS, seed=8)
-    return IndexQueries(lambda at: heads[at], weights)
+    return lambda at: heads[at], weights
 
 
 def test_each_query_has_one_list_or_all_keys_and_pieces_choose_as_the_whole(monkeypatch):
@@ -68,12 +68,12 @@ def test_each_query_has_one_list_or_all_keys_and_pieces_choose_as_the_whole(monk
     few = [int(t) for _, batches in reads.dense for b in batches for t in b.queries.flatten()[b.real_queries]]
     assert sorted(few + reads.of_long.tolist()) == list(range(sum(lengths))) and len(reads.of_long) == 22 + 1
     keys, queries = whole_numbers(sum(lengths), CHANNELS, seed=9), index_queries(sum(lengths))
-    whole = torch.cat([*choose(queries, keys, reads.long, COUNT).lists()])
+    whole = torch.cat([*choose(*queries, keys, reads.long, COUNT).lists()])
     position = layout.positions[reads.of_long]
     start = reads.of_long - position
     assert ((whole >= start[:, None]) & (whole <= reads.of_long[:, None])).all()
     monkeypatch.setattr(chosen_keys, "QUERIES", 7)
-    pieces = choose(queries, keys, reads.long, COUNT)
+    pieces = choose(*queries, keys, reads.long, COUNT)
     assert len(pieces.tiles) > 3 and torch.equal(torch.cat([*pieces.lists()]), whole)
     assert sum(bits.numel() for _, bits in pieces.tiles) < whole.numel()  # bytes; a list has 8 for each number
 

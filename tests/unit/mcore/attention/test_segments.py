@@ -10,11 +10,10 @@ from megarl.mcore.attention.segments import FULL, KEY_BLOCK, WINDOW, cut_segment
 from tests.helpers.exactness import ROUNDING, sums_ignore_zeros
 from tests.helpers.models.attention_inputs import (
     PagedRequests,
-    exact_attention,
+    assert_as_each_sequence_alone,
     module_of,
     needs_kernels,
     packed_attention,
-    random_heads,
 )
 
 LONG = [1300, 3, 700]
@@ -24,30 +23,13 @@ BACKENDS = ["sdpa", pytest.param("native", marks=needs_kernels)]
 @pytest.mark.parametrize("window", [1, 3, 16, 17])
 @pytest.mark.parametrize("lengths", [[1], [33, 2, 16, 17], [3, 12, 1, 40]], ids=str)
 def test_packed_attention_equals_a_masked_softmax(lengths, window):
-    check_packed(lengths, window, torch.float64, 1e-12)
+    assert_as_each_sequence_alone(lengths, window=window)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("window", [1, 40, 600])
 def test_long_sequences_are_cut_and_stay_the_same(window, backend):
-    check_packed(LONG, window, torch.float32, 1e-5, backend)
-
-
-def check_packed(lengths, window, dtype, tolerance, backend="sdpa"):
-    """Output and gradients of a packed micro-batch against each sequence alone."""
-    inputs = [random_heads(sum(lengths), h, dtype, i).requires_grad_() for i, h in enumerate((4, 2, 2))]
-    weight = random_heads(sum(lengths), 4, dtype, 3)
-    layout = pack_sequences(torch.tensor(lengths), window=window)
-    attend = packed_attention(window=window, backend=backend)
-    packed = attend(*inputs, None, packed_seq_params=layout).view_as(weight)
-    gradients = torch.autograd.grad((packed * weight).sum(), inputs)
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    parts = zip(*(x.split(lengths) for x in exact), strict=True)
-    expected = torch.cat([exact_attention(*part, window=window) for part in parts])
-    wanted = torch.autograd.grad((expected * weight.double()).sum(), exact)
-    assert (packed - expected).abs().max() <= tolerance
-    for gradient, want in zip(gradients, wanted, strict=True):
-        assert (gradient - want).abs().max() <= tolerance * max(1.0, float(want.abs().max()))
+    assert_as_each_sequence_alone(LONG, dtype=torch.float32, tolerance=1e-5, backend=backend, window=window)
 
 
 def test_sequences_within_the_window_cost_nothing():

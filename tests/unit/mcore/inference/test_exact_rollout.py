@@ -1,11 +1,11 @@
 """Rollout and training by the kernels of `--exact-rollout`, run by Triton's interpreter: equal log-probs."""
 
 import pytest
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.mcore.config import kernel_rules
 from tests.helpers.folders import any_types, hf_layouts
 from tests.helpers.models import interpreted_kernels
+from tests.helpers.models.operator_names import OperatorNames
 from tests.helpers.rollout.engines import largest_gap, make_engine, make_requests, settings_of
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
@@ -41,27 +41,15 @@ def as_on_cuda(monkeypatch):
     monkeypatch.setattr(kernel_rules, "_automatic_attention", lambda args: kernel_rules.INVARIANT)
 
 
-class Operators(TorchDispatchMode):
-    """Keeps the names of the operators that run inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(str(func.overloadpacket))
-        return func(*args, **(kwargs or {}))
-
-
 def generate(rank, flags, shape, sampling):
     """(largest gap, log-probs, operators of the rollout, operators of training's forward)."""
     engine, model, _ = make_engine(flags, shape)
     requests, settings = [make_requests(LIMIT)[number] for number in (0, 3, 4)], settings_of(**sampling)
-    with Operators() as of_rollout:
+    with OperatorNames() as of_rollout:
         completions = engine.generate(requests, (), settings)
-    with Operators() as of_training:
+    with OperatorNames() as of_training:
         gap = largest_gap(model, requests, completions, settings.temperature)
-    return gap, [c.logprobs for c in completions], of_rollout.names, of_training.names
+    return gap, [c.logprobs for c in completions], of_rollout.packets, of_training.packets
 
 
 @pytest.mark.parametrize("case", by_default(CASES, ("16 bits",)))
@@ -78,11 +66,11 @@ def generate_of_transformers(rank, folder):
     from tests.helpers.rollout.engines import engine_on
 
     _, groups, (model, *_), _ = hf_layouts.build(folder, "--model-source transformers", False, longest=24)
-    with Operators() as of_rollout:
+    with OperatorNames() as of_rollout:
         requests = [make_requests(LIMIT)[number] for number in (0, 3, 4)]
         completions = engine_on(model, groups).generate(requests, (), settings_of())
-    with Operators() as of_training:
-        return largest_gap(model, requests, completions, 1.0), of_rollout.names, of_training.names
+    with OperatorNames() as of_training:
+        return largest_gap(model, requests, completions, 1.0), of_rollout.packets, of_training.packets
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megarl.mcore.kernels import head
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
-from megarl.mcore.kernels.cuda.row_sampling import sample_rows
+from megarl.mcore.kernels.cuda.head_rows import sample_rows
 from megarl.mcore.kernels.head import HeadOptions, row_chunks, softcap_
 from megarl.mcore.kernels.head_scores import head_scores
 from megarl.mcore.kernels.linear import exact_product

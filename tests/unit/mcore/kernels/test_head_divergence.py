@@ -10,10 +10,10 @@ from torch.nn.functional import kl_div
 from megarl.algorithms.divergence import DIVERGENCES, JSD, Divergence
 from megarl.mcore.kernels import head_divergence as kernel
 from megarl.mcore.kernels.head import HeadOptions
-from megarl.mcore.kernels.head_divergence import DistillScores, TaughtRows, TeacherHead, head_divergence
+from megarl.mcore.kernels.head_divergence import DistillScores, TeacherHead, head_divergence
 from tests.helpers.models.output_heads import cut_chunks
 from tests.helpers.tiers import long
-from tests.helpers.worlds import run_world
+from tests.helpers.worlds import on_each_rank, run_world
 
 CASES = 200
 UPSTREAM = 3.0  # scale of the gradients that come from the loss
@@ -82,7 +82,7 @@ def of_kernel(case, rank, size, sequence_parallel=False, indices=None):
         case["teacher"].chunk(size)[rank], case["temperatures"][1], case["softcaps"][1], case["divergence"]
     )
     options = options_of(case, sequence_parallel)
-    taught = [TaughtRows(None, case["states"], teacher)]
+    taught = [(None, case["states"], teacher)]
     scores = head_divergence(hidden, share, taught, case["targets"], options, indices)
     return scores, torch.autograd.grad((scores.divergence * case["upstream"]).sum(), (hidden, share))
 
@@ -210,7 +210,7 @@ def of_several(cases, rows, rank, size, sequence_parallel):
     share = case["weight"].chunk(size)[rank].clone().requires_grad_()
     hidden = (hidden.chunk(size)[rank].clone() if sequence_parallel else hidden).requires_grad_()
     taught = [
-        TaughtRows(at, each["states"][at], TeacherHead(
+        (at, each["states"][at], TeacherHead(
             each["teacher"].chunk(size)[rank], each["temperatures"][1], each["softcaps"][1], each["divergence"]
         ))
         for each, at in zip(cases, rows, strict=True)
@@ -225,14 +225,10 @@ def test_each_of_several_teachers_gives_its_tokens_what_it_gives_alone(size, dty
         assert same and worst <= tolerance
 
 
-def wrong_sizes(rank):
+@on_each_rank()
+def test_wrong_sizes_and_tokens_without_a_teacher_are_rejected(rank):
     case = draw(6)
     with pytest.raises(ValueError, match="of the teacher's states"):
         of_kernel(case | {"states": case["states"][1:]}, rank, 1)
     with pytest.raises(ValueError, match="but teachers for"):
         of_several([case], [torch.arange(2)], rank, 1, False)
-    return True
-
-
-def test_wrong_sizes_and_tokens_without_a_teacher_are_rejected():
-    assert run_world(wrong_sizes, 1) == [True]

@@ -20,7 +20,7 @@ from megarl.mcore.kernels.linear import matmul
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.models.output_heads import PADDED, PER_TOKEN, H, T, V, cut_chunks, problem, use_row_kernels, weighted
 from tests.helpers.tiers import by_default
-from tests.helpers.worlds import SAFETY_SECONDS, run_world
+from tests.helpers.worlds import SAFETY_SECONDS, on_each_rank, run_world
 
 ROOT = Path(__file__).parents[4]
 ROUNDING = 2e-5  # of float32 numbers of about 1, whose sums have other orders on other processors
@@ -136,18 +136,14 @@ def test_the_weights_gradient_is_summed_over_chunks_in_fp32():
     assert run_world(sum_of_many_chunks, 1)[0] <= 0.01
 
 
-def check_gradients(rank):
+@on_each_rank()
+def test_the_formulas_of_the_gradients(rank):
     hidden, weight, targets = (x[:9] for x in problem(torch.float64))
     inputs, options = (hidden[:5].requires_grad_(), weight.requires_grad_()), (PER_TOKEN[:5], 7, dist.group.WORLD)
     for used in ((1, None, None), (None, 1, None), (None, None, 1), (1, -2, None), (None, 1, 2)):
         torch.autograd.gradcheck(
             lambda x, w, used=used: weighted(head_scores(x, w, targets[:5] % 7, HeadOptions(*options)), used), inputs
         )
-    return True
-
-
-def test_the_formulas_of_the_gradients():
-    assert run_world(check_gradients, 1) == [True]
 
 
 def many_and_few(rank):
@@ -222,17 +218,13 @@ def test_extreme_logits_and_gradients_stay_finite(size, by_rows):
     assert run_world(extremes, size, 1e4, 2.0**32, by_rows) == [True] * size
 
 
-def wrong_sizes(rank):
+@on_each_rank()
+def test_wrong_sizes_are_rejected(rank):
     hidden, weight, targets = problem()
     with pytest.raises(ValueError, match="20 hidden states, but targets and temperatures of shape .*19"):
         head_scores(hidden, weight, targets[1:], HeadOptions(1.0, V, dist.group.WORLD))
     with pytest.raises(ValueError, match="20 hidden states"):
         head_scores(hidden, weight, targets, HeadOptions(torch.tensor(0.5), V, dist.group.WORLD))
-    return True
-
-
-def test_wrong_sizes_are_rejected():
-    assert run_world(wrong_sizes, 1) == [True]
 
 
 def test_padded_columns_have_probability_zero():

@@ -10,11 +10,11 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import layers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.mcore.kernels import linear, native
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.models.operator_names import OperatorNames
 from tests.helpers.worlds import run_world
 
 MEGATRON = layers.linear_with_grad_accumulation_and_async_allreduce
@@ -179,22 +179,10 @@ def test_a_wider_sum_of_a_weight_gradient_has_the_bits_of_product_and_sum_on_a_c
     assert torch.equal(total, expected)
 
 
-class Operators(TorchDispatchMode):
-    """Notes which operators run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **kwargs or {})
-
-
 def operators_of_a_sum(rank, dtype, has_wider_sum):
     """Operators of the sum of a weight gradient on CUDA. In a fork: autograd fails in later forks of this process."""
     linear.HAS_WIDER_SUM = has_wider_sum
-    with FakeTensorMode(allow_non_fake_inputs=True), Operators() as operators:
+    with FakeTensorMode(allow_non_fake_inputs=True), OperatorNames() as operators:
         empty, place = torch.ops.aten.empty.memory_format, torch.device("cuda", 0)
         total = empty((33, 7), device=place, dtype=torch.float32)
         grad, x = (empty(shape, device=place, dtype=dtype) for shape in ((20, 33), (20, 7)))

@@ -1,9 +1,7 @@
 """The engine's fast path through a layer: equal to the training forward for every kind of layer."""
 
 import pytest
-import torch
 
-from megarl.mcore.model.decoder_layer import Rotation
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.rollout.engines import (
     NEVER,
@@ -28,19 +26,6 @@ LAYERS = [
 def test_all_kinds_of_layers_give_the_training_forwards_logprobs(flags, shape):
     _, gap = run_world(generate_standard, 1, flags, shape)[0]
     assert gap <= largest_gap_allowed()
-
-
-@pytest.mark.parametrize("width", [8, 4])
-def test_rotary_embedding_equals_megatrons_to_the_bit(width):
-    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
-
-    generator = torch.Generator().manual_seed(1)
-    frequencies = torch.randn(20, 1, 1, width, generator=generator)
-    heads, positions = torch.randn(7, 2, 3, 8, generator=generator), torch.tensor([0, 19, 4, 4, 7, 1, 12])
-    turned = heads.clone()
-    Rotation.of(frequencies, torch.float32).at(positions).apply_(turned)
-    wanted = _apply_rotary_pos_emb_bshd(heads, frequencies[positions])
-    assert torch.equal(turned, wanted) and not torch.equal(turned, heads)
 
 
 def with_prompts_in_between(rank, limit):

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.models.tiny_models import SHAPES, VOCAB, build, farthest, gather_parameters, ragged_tokens
-from tests.helpers.worlds import run_world
+from tests.helpers.worlds import on_each_rank, run_world
 
 LENGTHS = [5, 1, 9, 12, 2]
 TEMPERATURE = 0.8
@@ -19,8 +19,8 @@ def scores_of(rank, flags, shape):
     model, args, place = build(flags, shape)
     tokens, lengths = ragged_tokens(LENGTHS)
     with inference_mode(model):
-        packed = token_scores(model, tokens, lengths, TEMPERATURE, VOCAB)
-        alone = [token_scores(model, part, torch.tensor([len(part)]), TEMPERATURE, VOCAB)
+        packed = token_scores(model, tokens, lengths, TEMPERATURE, VOCAB)[:2]
+        alone = [token_scores(model, part, torch.tensor([len(part)]), TEMPERATURE, VOCAB)[:2]
                  for part in tokens.split(LENGTHS)]  # fmt: skip
     assert model.training
     alone = [torch.cat(column) for column in zip(*alone, strict=True)]
@@ -45,7 +45,9 @@ def test_one_rank_equals_two_and_packed_equals_alone(shape):
         assert torch.equal(one, two)
 
 
-def naive_scores(rank, shape):
+@pytest.mark.parametrize("shape", SHAPES)
+@on_each_rank()
+def test_scores_are_of_the_token_at_their_position_and_a_token_changes_only_later_ones(rank, shape):
     """token_scores against the log_softmax of the whole logits, from the decoder's output."""
     from megarl.mcore.model.forward_pass import inference_mode, token_scores
 
@@ -73,12 +75,6 @@ def naive_scores(rank, shape):
         after = token_scores(model, changed, lengths, 1.0, VOCAB).logprobs
     assert torch.equal(before[:9], after[:9])
     assert (before[9:] != after[9:]).all()
-    return True
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_scores_are_of_the_token_at_their_position_and_a_token_changes_only_later_ones(shape):
-    assert run_world(naive_scores, 1, shape) == [True]
 
 
 def values_of(rank, flags):

@@ -30,12 +30,12 @@ def of_megatron(args, groups):
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
     from megatron.training.arguments import core_transformer_config_from_args
 
-    from megarl.mcore.kernels.norm import Norm
+    from megarl.mcore.kernels.norm import build_norm
 
     config = core_transformer_config_from_args(argparse.Namespace(**vars(args) | {"rope_type": "rope"}))
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True, multi_latent_attention=True)
     parts = spec.submodules.self_attention.submodules
-    parts.core_attention, parts.q_layernorm, parts.kv_layernorm = Dense, Norm, Norm
+    parts.core_attention, parts.q_layernorm, parts.kv_layernorm = Dense, build_norm, build_norm
     return MLASelfAttention(config, parts, 1, AttnMaskType.causal, pg_collection=groups)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from megarl.mcore.kernels import native
 from tests.helpers.folders import hf_folders
+from tests.helpers.folders.trained_folders import gradients, of_transformers, trained
 from tests.helpers.models.attention_inputs import needs_kernels
 from tests.helpers.models.tiny_models import VOCAB, build, ragged_tokens
 from tests.helpers.worlds import run_world
@@ -46,45 +47,27 @@ FIRST = {"kimi_linear": ["q_proj", "k_proj", "v_proj", "b_proj"],
          "ling_3": ["q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "forget_gate.f_proj"]}  # fmt: skip
 
 
-def gradients(rank: int, case: str, folder: Path) -> dict[str, float]:
+def gradient_errors(rank: int, case: str, folder: Path) -> dict[str, float]:
     """Largest differences of gradients from transformers', as shares of the largest number, by parameter."""
-    from transformers import AutoModelForCausalLM
-
-    from megarl.mcore.model import gpt
-    from megarl.mcore.model.forward_pass import token_scores
-    from tests.helpers.folders import hf_layouts
-
-    role, groups, _, weights = hf_layouts.build(folder, "", False, load=False)
-    vocabulary = role.model_vocab_size(0)
-    model = gpt.build_model(role.megatron, vocabulary, groups.pg_collection).train()
-    weights.load(model, groups.pg_collection)
-    for module in model.modules():
-        if hasattr(module, "counts_tokens"):
-            module.counts_tokens = False  # of the experts, which wants those of a whole mini-batch
+    model, vocabulary, *_ = trained(folder, longest=40)
     rows = [row[:90] for row in hf_folders.reference(case).tokens]
-    tokens, lengths = torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows])
-    factors = torch.randn(len(tokens), generator=torch.Generator().manual_seed(0))
-    (token_scores(model[0], tokens, lengths, 1.0, vocabulary).logprobs * factors).sum().backward()
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for row, part in zip(rows, factors.split(lengths.tolist()), strict=True):
-        logprobs = theirs(torch.tensor([row])).logits[0, :-1].log_softmax(-1)
-        (logprobs.gather(1, torch.tensor(row[1:])[:, None])[:, 0] * part[1:]).sum().backward()
-    named, found = dict(theirs.named_parameters()), {}
+    _, grads, factors = gradients(model, vocabulary, rows)
+    theirs, found = of_transformers(folder, rows, factors), {}
     names = LATENT | DELTA | {"in_proj": FIRST[case]}
-    for name, parameter in model[0].named_parameters():
+    for name, grad in grads.items():
         prefix, _, own = name.partition(".self_attention.")
         if not own:
             continue
         stems = names[own.removesuffix(".weight")]
         end = ".weight" if own.endswith(".weight") else ""
-        of = [named[f"model.{prefix.removeprefix('decoder.')}.self_attn.{stem}{end}"].grad for stem in stems]
-        other = torch.cat(of).reshape(parameter.shape)
-        found[name] = float((parameter.grad - other).abs().max() / other.abs().max())
+        of = [theirs[f"model.{prefix.removeprefix('decoder.')}.self_attn.{stem}{end}"] for stem in stems]
+        other = torch.cat(of).reshape(grad.shape)
+        found[name] = float((grad - other).abs().max() / other.abs().max())
     return found
 
 
 @needs_kernels
 @pytest.mark.parametrize("case, count", [("kimi_linear", 3 * 9 + 5), ("ling_3", 3 * 6 + 8)])
 def test_gradients_of_channels_decays_are_transformers(case, count, tmp_path):
-    (found,) = run_world(gradients, 1, case, hf_folders.write_folder(case, tmp_path / case))
+    (found,) = run_world(gradient_errors, 1, case, hf_folders.write_folder(case, tmp_path / case))
     assert len(found) == count and max(found.values()) <= 1e-4, found

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.folders.trained_folders import gradients, of_transformers, trained
 from tests.helpers.models.attention_inputs import needs_kernels
 from tests.helpers.rollout import long_prompts
 from tests.helpers.worlds import run_world
@@ -19,46 +20,8 @@ NAMES = {"linear_q_down_proj": "q_a_proj", "linear_q_up_proj": "q_b_proj", "line
 COUNT = 8
 
 
-def trained(folder: Path, flags: str = ""):
-    """(model with a folder's weights, its vocabulary, its groups, what wrote it)."""
-    from megarl.mcore.model import gpt
-    from tests.helpers.folders import hf_layouts
-
-    role, groups, _, weights = hf_layouts.build(folder, flags, False, load=False, longest=200)
-    model = gpt.build_model(role.megatron, role.model_vocab_size(0), groups.pg_collection)
-    weights.load(model, groups.pg_collection)
-    for module in model.modules():
-        if hasattr(module, "counts_tokens"):
-            module.counts_tokens = False  # of the experts, which wants those of a whole mini-batch
-    return model.train(), role.model_vocab_size(0), groups, weights
-
-
 def texts() -> list[list[int]]:
     return [row[:150] for row in long_prompts.prompts(120)[:2]] + [[5, 9, 7]]
-
-
-def gradients(model, vocabulary: int, rows, shared=None):
-    """(log-probs, gradients by name) of one micro-batch, of log-probs times fixed numbers."""
-    from megarl.mcore.model.forward_pass import token_scores
-
-    model.zero_grad()
-    tokens, lengths = torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows])
-    found = token_scores(model[0], tokens, lengths, 1.0, vocabulary, shared=shared).logprobs
-    factors = torch.randn(len(tokens), generator=torch.Generator().manual_seed(0))
-    (found * factors).sum().backward()
-    return found.detach(), {n: p.grad.clone() for n, p in model[0].named_parameters() if p.grad is not None}, factors
-
-
-def of_transformers(folder: Path, rows, factors) -> dict[str, torch.Tensor]:
-    from transformers import AutoModelForCausalLM
-
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    total = torch.zeros(())
-    for row, part in zip(rows, factors.split([len(row) for row in rows]), strict=True):
-        logprobs = theirs(torch.tensor([row])).logits[0, :-1].log_softmax(-1)
-        total = total + (logprobs.gather(1, torch.tensor(row[1:])[:, None])[:, 0] * part[1:]).sum()
-    total.backward()
-    return {name: p.grad for name, p in theirs.named_parameters()}
 
 
 def measured(rank, folder: Path, recomputed: tuple[str, ...]) -> dict:
@@ -131,9 +94,9 @@ def sets_of_both(rank, folder: Path) -> list[tuple[list[list[int]], list[list[in
     role, groups, model, _ = hf_layouts.build(folder, "", False, longest=400)
     text, made, choose = long_prompts.prompts(120)[3], [], sparse_attention.choose
 
-    def recorded(queries, keys, segments, count):
-        made.append((queries, keys, segments, choose(queries, keys, segments, count)))
-        return made[-1][3]
+    def recorded(heads_of, weights, keys, segments, count):
+        made.append((heads_of, weights, keys, segments, choose(heads_of, weights, keys, segments, count)))
+        return made[-1][4]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparse_attention, "choose", recorded)
@@ -145,11 +108,11 @@ def sets_of_both(rank, folder: Path) -> list[tuple[list[list[int]], list[list[in
     with torch.no_grad():
         theirs(torch.tensor([text]))
     found = []
-    for (queries, keys, segments, choice), other in zip(made, listed, strict=True):
+    for (heads_of, weights, keys, segments, choice), other in zip(made, listed, strict=True):
         tokens = torch.cat([segment.queries for segment in segments])
         assert len(segments) == 1 and len(tokens) == len(text) - COUNT
-        products = torch.einsum("qhc,kc->qhk", queries.heads(tokens).double(), keys.double()).relu()
-        scores = torch.einsum("qh,qhk->qk", queries.weights[tokens].double(), products)
+        products = torch.einsum("qhc,kc->qhk", heads_of(tokens).double(), keys.double()).relu()
+        scores = torch.einsum("qh,qhk->qk", weights[tokens].double(), products)
         scores.masked_fill_(torch.arange(len(keys)) > tokens[:, None], -float("inf"))
         best = scores.topk(COUNT + 1).values
         margin = (best[:, COUNT - 1] - best[:, COUNT]) / best.abs().amax(1)
@@ -189,7 +152,7 @@ def test_layouts_have_the_same_numbers_and_no_gap(flags, tmp_path):
 
 def index_heads(rank, flags: str) -> tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]:
     """(shape of the rank's weight, that of a checkpoint, heads of five tokens) of an indexer with random weights."""
-    from megarl.mcore.model.decoder_layer import Rotation
+    from megarl.mcore.attention.rotary_embeddings import Rotation
     from tests.helpers.models.tiny_models import CHOOSING, build
 
     model, _, place = build(f"{CHOOSING} {flags}", "latent")

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.mcore import offload
 from megarl.mcore.kernels import native, swiglu
@@ -16,6 +15,7 @@ from megarl.mcore.kernels.linear import HAS_INNER_PRODUCT
 from megarl.mcore.kernels.swiglu import stack_of
 from tests.helpers.models.gradient_accumulation import accumulate
 from tests.helpers.models.lora_models import trainable
+from tests.helpers.models.operator_names import OperatorNames
 from tests.helpers.models.tiny_models import build, build_stages
 from tests.helpers.tiers import long
 from tests.helpers.worlds import on_each_rank, run_world
@@ -24,16 +24,6 @@ MOE = "--num-experts 8 --moe-ffn-hidden-size 32"
 SHARED = "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate"
 SELECTIVE = "--recompute-granularity selective --recompute-modules moe"
 EP2, TP2, SP = "--expert-model-parallel-size 2", "--tensor-model-parallel-size 2", "--sequence-parallel"
-
-
-class Operators(TorchDispatchMode):
-    """Counts the operators that run inside."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
-        return function(*args, **(kwargs or {}))
 
 
 def layer_of(flags: str):
@@ -119,9 +109,9 @@ def test_nor_where_blas_sums_by_the_number_of_rows():
 def test_the_direct_path_has_half_the_operators(rank):
     layer, hidden, found = layer_of("--moe-router-topk 2").eval(), hidden_states(16), []
     for layer._is_direct in (True, False):
-        with torch.inference_mode(), Operators() as operators:
+        with torch.inference_mode(), OperatorNames() as operators:
             layer(hidden)
-        found.append(operators.count)
+        found.append(len(operators.names))
     direct, dispatched = found
     assert 2 * direct <= dispatched, (direct, dispatched)
 

@@ -49,7 +49,7 @@ def test_a_shared_token_is_routed_once_and_counts_in_each_sequence(rank):
     _, place = join_actor(MOE)
     shared = SharedPrefix(torch.tensor([0, 0]), torch.tensor([0, 2]))
     rows = routed_tokens(torch.tensor([3, 4]), place.pg_collection, False, shared)
-    fields = rows.token_indices, rows.uses, rows.occurrences.rows, rows.occurrences.sequence, rows.occurrences.counted
+    fields = rows.token_indices, rows.uses, *rows.occurrences
     found = [field.int().tolist() for field in fields]
     token_indices, uses, rows, sequence, counted = found
     assert token_indices == [0, 1, 2, 5, 6] and uses == [2, 2, 0, 1, 0]
@@ -59,9 +59,10 @@ def test_a_shared_token_is_routed_once_and_counts_in_each_sequence(rank):
 def rows_of_rank(rank, flags: str, lengths: list[int]):
     args, place = join_actor(f"{MOE} {flags}")
     rows = routed_tokens(torch.tensor(lengths), place.pg_collection, args.sequence_parallel)
-    assert rows.occurrences.rows.tolist() == list(range(len(rows.uses)))
-    assert torch.equal(rows.occurrences.counted, rows.counted) and rows.uses.max() <= 1
-    return rows.token_indices.tolist(), rows.counted.tolist(), rows.occurrences.sequence.tolist()
+    at, sequence, counted = rows.occurrences
+    assert at.tolist() == list(range(len(rows.uses)))
+    assert torch.equal(counted, rows.counted) and rows.uses.max() <= 1
+    return rows.token_indices.tolist(), rows.counted.tolist(), sequence.tolist()
 
 
 @pytest.mark.parametrize("flags, size", [

@@ -17,8 +17,7 @@ from torch.nn import functional
 
 from megarl.mcore.recurrence import fused_chunks
 from megarl.mcore.recurrence.delta_rule import EPSILON, HeadSizes, Inputs
-from megarl.mcore.recurrence.runs import CHUNK, NONE, Runs
-from megarl.mcore.recurrence.states import States
+from megarl.mcore.recurrence.runs import CHUNK, NONE, Runs, States
 from tests.helpers.models import interpreted_kernels
 from tests.helpers.models.recurrent_inputs import TAPS, drawn, empty_states, leaves, relative
 

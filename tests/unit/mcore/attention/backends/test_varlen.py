@@ -64,8 +64,8 @@ def seen_by_cumulative(plan, tokens: int) -> dict[int, list[int]]:
 def test_each_query_sees_the_keys_of_the_plan_for_a_cpu(layout, window):
     parts, is_whole = layout
     sent = [
-        plan.build([torch.from_numpy(x) for x in plan.arrays])
-        for plan in (module.plan_attention(parts, is_whole, window) for module in (segments, varlen))
+        build([torch.from_numpy(x) for x in arrays])
+        for arrays, build in (module.plan_attention(parts, is_whole, window) for module in (segments, varlen))
     ]
     tokens = int(parts.queries.sum())
     assert seen_by_cumulative(sent[1], tokens) == seen_by_pieces(sent[0], window)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megarl.mcore.attention.rotary_embeddings import Rotation
 from megarl.mcore.kernels.cuda.rotate_heads import rotate_and_store, rotate_heads
-from megarl.mcore.model.decoder_layer import Rotation
 from tests.helpers.models import reference_kernels
 
 

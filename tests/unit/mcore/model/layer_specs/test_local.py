@@ -4,7 +4,7 @@ import pytest
 from megatron.core.transformer.identity_op import IdentityOp
 
 from megarl.mcore.attention.packed_attention import PackedAttention, ScoredAttention
-from megarl.mcore.kernels.norm import Norm
+from megarl.mcore.kernels.norm import build_norm
 from megarl.mcore.model import decoder_layer as layers
 from megarl.mcore.model.latent_attention import LatentAttention
 from megarl.mcore.model.layer_specs.local import layer_spec
@@ -25,7 +25,7 @@ def specs_of(flags: str, shape: str = "llama") -> list:
 
 @pytest.mark.parametrize("flags, shape, layer, attention", [
     ("", "llama", layers.DecoderLayer, layers.PagedSelfAttention),
-    (MOE, "llama", layers.MoEDecoderLayer, layers.PagedSelfAttention),
+    (MOE, "llama", layers.DecoderLayer, layers.PagedSelfAttention),
     ("--attention-output-gate", "llama", layers.DecoderLayer, layers.PagedSelfAttention),
     ("--layernorm-position post", "llama", layers.PostNormLayer, layers.PagedSelfAttention),
     ("", "latent", layers.DecoderLayer, LatentAttention),
@@ -35,7 +35,7 @@ def test_layers_have_megarls_parts(flags, shape, layer, attention):
     assert (spec.module, spec.submodules.self_attention.module) == (layer, attention)
     core = spec.submodules.self_attention.submodules.core_attention
     assert core is PackedAttention
-    assert spec.submodules.input_layernorm is (IdentityOp if "post" in flags else Norm)
+    assert spec.submodules.input_layernorm is (IdentityOp if "post" in flags else build_norm)
 
 
 def test_scores_with_a_softcap_have_a_core_attention_of_their_own():

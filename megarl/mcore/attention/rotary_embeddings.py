@@ -1,12 +1,15 @@
-"""Rotary position embeddings (2104.09864 §3.4.2): frequencies and their scalings, for layers with and without a window.
+"""Rotary position embeddings (2104.09864 §3.4.2): frequencies and their scalings, for layers with and without a window;
+rotations of heads, with the same bits in training and in the rollout engine.
 
 Scalings: linear (`--rotary-seq-len-interpolation-factor`), Llama 3's (`--use-rope-scaling`), YaRN (2309.00071 §3.4,
 `--position-embedding-type yarn`), LongRoPE's (2402.13753, `--rotary-divisors` and `--rotary-attention-factor`). With
 `--window-rotary-base` layers with a window have that base and no scaling.
 Frequencies of both kinds of layers are then next to each other, because Megatron hands one tensor to all layers.
+Shapes: T tokens, H heads with D channels, r of them rotated.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -15,6 +18,7 @@ from torch import Tensor
 from megarl.mcore import device
 from megarl.mcore.attention.segments import FULL, WINDOW
 from megarl.mcore.config.model_flags import divisors_of
+from megarl.mcore.kernels import native, with_gradient
 
 
 class Rotary(RotaryEmbedding):
@@ -97,3 +101,86 @@ def of_kind(frequencies: Tensor, config, kind: int) -> Tensor:
 def kinds(config) -> tuple[int, ...]:
     """Returns the kinds of layers whose rotations differ; `FULL` alone if all are the same."""
     return (FULL,) if config.window_rotary_base is None else (FULL, WINDOW)
+
+
+# -- rotations ---------------------------------------------------------------------------------------------------------
+
+
+class Rotation(NamedTuple):
+    """Rotary cosines and sines of the first r channels of a head (2104.09864 §3.4.2), by position [P, 1, 1, r], or by
+    token of a micro-batch [T, 1, r]."""
+
+    cosines: Tensor
+    sines: Tensor  # negated in the first half, which multiplies the second half's channels
+
+    @classmethod
+    def of(cls, frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0) -> "Rotation":
+        """Builds it from Megatron's frequencies [P, 1, 1, r] of all positions; `factor` of cosines and sines."""
+        sines = frequencies.sin() * factor
+        sines[..., : sines.shape[-1] // 2].neg_()
+        return cls((frequencies.cos() * factor).to(dtype), sines.to(dtype))
+
+    @classmethod
+    def by_kind(cls, frequencies: Tensor, config, dtype: torch.dtype) -> "list[Rotation]":
+        """Builds one from the frequencies of all layers, or two if layers with a window have another."""
+        return [
+            cls.of(of_kind(frequencies, config, kind), dtype, concentration(config, kind)) for kind in kinds(config)
+        ]
+
+    def at(self, positions: Tensor, axes: Tensor | None = None) -> "Rotation":
+        """Returns the rotation of positions [T], or [3, T] with `axes`: [r] which of the three turns each channel."""
+        if positions.dim() == 1:
+            return Rotation(self.cosines[positions], self.sines[positions])
+        return Rotation(*(_of_axes(table[positions], axes) for table in self))
+
+    def apply_(self, heads: Tensor):
+        """Rotates [T, G, heads, D] in place; the bits equal those in training."""
+        if native.supports(heads, self.cosines, self.sines):
+            return native.ops.rotate(heads, self.cosines, self.sines, False, heads)
+        turned = heads[..., : self.cosines.shape[-1]]
+        swapped = _swapped(turned)
+        turned.mul_(self.cosines).add_(swapped.mul_(self.sines))
+
+
+def _of_axes(turns: Tensor, axes: Tensor) -> Tensor:
+    """[3, …, r] by axis -> […, r], each channel of its own axis."""
+    time, height, width = turns
+    return torch.where(axes == 0, time, torch.where(axes == 1, height, width))
+
+
+def _rotated_heads_gradient(ctx, query_grad, key_grad):
+    return *_rotated_heads(query_grad, key_grad, *ctx.saved_tensors, True), None, None
+
+
+@with_gradient(_rotated_heads_gradient)
+def rotated_heads(ctx, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, ...]:
+    """Queries [T, H, D] and keys [T, G, D] rotated, in memory of their own; differentiable once.
+
+    `cosines`, `sines`: [T, 1, r].
+    """
+    ctx.save_for_backward(cosines, sines)
+    return tuple(_rotated_heads(query, key, cosines, sines, False))
+
+
+def _rotated_heads(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, is_backward: bool) -> list[Tensor]:
+    if query.is_cuda:
+        from megarl.mcore.kernels.cuda.rotate_heads import rotate_heads  # needs Triton
+
+        return rotate_heads(query, key, cosines, sines, is_backward)
+    return [_rotated(heads, cosines, sines, is_backward) for heads in (query, key)]
+
+
+def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor, is_backward: bool) -> Tensor:
+    """x · cos + swapped · sin, each rounded; of gradients x · cos + swapped (x · sin)."""
+    if heads.stride(-1) == 1 and native.supports(heads, cosines, sines):
+        out = torch.empty_like(heads, memory_format=torch.contiguous_format)
+        native.ops.rotate(heads, cosines, sines, is_backward, out)
+        return out
+    turned, rest = heads.tensor_split((cosines.shape[-1],), dim=-1)
+    swapped = _swapped(turned * sines) if is_backward else _swapped(turned) * sines
+    return torch.cat([turned * cosines + swapped, rest], dim=-1)
+
+
+def _swapped(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([second, first], dim=-1)

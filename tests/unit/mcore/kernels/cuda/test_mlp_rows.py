@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from megarl.mcore.kernels.cuda.swiglu_rows import TILE, swiglu_rows, swiglu_rows_backward
+from megarl.mcore.kernels.cuda import mlp_rows
+from megarl.mcore.kernels.cuda.mlp_rows import TILE, swiglu_rows, swiglu_rows_backward
+from tests.helpers.models import reference_kernels
+from tests.helpers.tiers import long
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.float16, 2**-11)])
@@ -34,3 +37,20 @@ def test_extreme_gates_give_numbers():
 def test_no_rows():
     x = torch.empty(0, 8)
     assert swiglu_rows(x).shape == (0, 4) and swiglu_rows_backward(torch.empty(0, 4), x).shape == (0, 8)
+
+
+@pytest.mark.parametrize("tokens, experts, each", [(1, 8, 2), long((70, 24, 3)), (40, 5, 1), long((20, 128, 8))])
+def test_pairs_lie_in_the_order_of_experts_and_their_sums_have_the_same_bits(tokens, experts, each, monkeypatch):
+    monkeypatch.setattr(mlp_rows, "TOKEN_TILE", 32)  # so that some tokens, and channels, are in other tiles
+    monkeypatch.setattr(mlp_rows, "CHANNEL_TILE", 64)
+    generator = torch.Generator().manual_seed(tokens)
+    chosen = torch.rand(tokens, experts, generator=generator).topk(each).indices
+    routing_map = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen, True)
+    counts = routing_map.sum(0)
+    found, expected = (module.expert_pairs(routing_map, counts, each) for module in (mlp_rows, reference_kernels))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other) and one.dtype is torch.int64
+    values = torch.randn(tokens * each, 70, generator=generator)
+    for dtype in (torch.float32, torch.float16):  # the interpreter cuts numbers to bf16
+        sums = [module.sum_pairs(values.to(dtype), found[2], tokens) for module in (mlp_rows, reference_kernels)]
+        assert torch.equal(*sums) and sums[0].dtype is dtype

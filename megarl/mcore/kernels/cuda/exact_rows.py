@@ -1,0 +1,155 @@
+"""Matrix products and norms whose rows do not depend on how many rows there are: for `--exact-rollout` on CUDA.
+
+Products: a GPU's BLAS chooses tiles, and whether to divide the sum, by the number of rows. In 16 bits this uses
+Megatron's batch-invariant Triton kernel, which has one tile size for each type. In fp32 that kernel would round its
+inputs to TF32, so scores of routers use a kernel of megarl's. Both sum over the inner size in ascending order of its
+tiles.
+
+RMSNorm and LayerNorm have one program per row. A row is summed in tiles of a size that follows from its length alone.
+PyTorch's kernels choose theirs by alignment, too. They compute in fp32 and round once, at the end.
+Shapes of norms: n rows, H columns.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from megatron.core.transformer.custom_layers.batch_invariant_kernels import matmul_persistent
+from torch import Tensor
+
+from megarl.mcore.kernels import with_gradient
+from megarl.mcore.kernels.cuda import operator
+
+ROWS, COLUMNS, INNER = 32, 64, 32  # of a tile in fp32
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _product_tile(
+    x, weight, bias, out, rows, columns, inner, x_row, weight_row,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """One tile of x [rows, inner] · weightᵀ [inner, columns] + bias."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_row, is_column = (row < rows)[:, None], (column < columns)[:, None]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, inner, INNER):
+        k = start + tl.arange(0, INNER)
+        is_k = (k < inner)[None, :]
+        a = tl.load(x + row[:, None].to(tl.int64) * x_row + k[None, :], mask=is_row & is_k, other=0.0)
+        b = tl.load(weight + column[:, None].to(tl.int64) * weight_row + k[None, :], mask=is_column & is_k, other=0.0)
+        total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=column < columns, other=0.0)[None, :]
+    place = out + row[:, None].to(tl.int64) * columns + column[None, :]
+    tl.store(place, total, mask=is_row & (column < columns)[None, :])
+
+
+def _fp32_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    x, weight = x.contiguous(), weight.contiguous()
+    (rows, inner), columns = x.shape, len(weight)
+    out = x.new_empty(rows, columns)
+    tile = {"ROWS": ROWS, "COLUMNS": COLUMNS, "INNER": INNER, "HAS_BIAS": bias is not None}
+    grid = triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS)
+    _product_tile[grid](x, weight, bias, out, rows, columns, inner, x.stride(0), weight.stride(0), **tile)
+    return out
+
+
+@operator("fixed_tile_product", lambda x, weight, bias=None: x.new_empty(len(x), len(weight)))
+def fixed_tile_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[T, K] and weight [N, K] -> [T, N] = x · weightᵀ + bias [N], all of one type: fp32, fp16 or bf16."""
+    if not len(x):
+        return x.new_empty(0, len(weight))
+    return _fp32_product(x, weight, bias) if x.dtype is torch.float32 else matmul_persistent(x, weight.t(), bias)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[…, K] and weight [N, K] -> […, N]. Not differentiable; `kernels.linear.linear` is."""
+    return fixed_tile_product(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+
+
+# -- norms -----------------------------------------------------------------------------------------------------------
+
+
+MAX_TILE = 2048  # columns that a program reads at a time
+
+
+@triton.jit
+def _values(row, start, columns, TILE: tl.constexpr):
+    """(values in fp32, 0 after the last column, and which columns there are) of a tile of a row."""
+    column = start + tl.arange(0, TILE)
+    return tl.load(row + column, mask=column < columns, other=0.0).to(tl.float32), column < columns
+
+
+@triton.jit
+def _norm_row(
+    x, weight, bias, out, means, scales, columns, epsilon,
+    TILE: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(0)
+    row, place = x + number.to(tl.int64) * columns, out + number.to(tl.int64) * columns
+    mean = tl.full([], 0.0, tl.float32)
+    if HAS_MEAN:
+        sums = tl.zeros([TILE], tl.float32)
+        for start in range(0, columns, TILE):
+            sums += _values(row, start, columns, TILE)[0]
+        mean = tl.sum(sums, 0) / columns
+    squares = tl.zeros([TILE], tl.float32)
+    for start in range(0, columns, TILE):
+        value, is_column = _values(row, start, columns, TILE)
+        centred = tl.where(is_column, value - mean, 0.0)
+        squares += centred * centred
+    scale = 1 / tl.sqrt(tl.sum(squares, 0) / columns + epsilon)
+    for start in range(0, columns, TILE):
+        value, is_column = _values(row, start, columns, TILE)
+        result = (value - mean) * scale * _values(weight, start, columns, TILE)[0]
+        if HAS_BIAS:
+            result += _values(bias, start, columns, TILE)[0]
+        tl.store(place + start + tl.arange(0, TILE), result.to(out.dtype.element_ty), mask=is_column)
+    tl.store(means + number, mean)
+    tl.store(scales + number, scale)
+
+
+def _empty_norms(x, *_):
+    return [torch.empty_like(x), *(x.new_empty(len(x), 1, dtype=torch.float32) for _ in range(2))]
+
+
+@operator("norm_rows", _empty_norms)
+def norm_rows(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, has_mean: bool) -> list[Tensor]:
+    """Contiguous x [n, H], weight [H] and bias [H] in fp32 -> normed [n, H], and means and reciprocal root mean squares
+    [n, 1] in fp32; `has_mean`: the mean is subtracted, as LayerNorm does."""
+    if x.data_ptr() % 16:  # the order of a row's sum follows from how wide the loads are
+        x = x.clone()
+    out, mean, scale = _empty_norms(x)
+    tile = min(triton.next_power_of_2(x.shape[1]), MAX_TILE)
+    if len(x):
+        _norm_row[len(x),](
+            x, weight, bias, out, mean, scale, x.shape[1], eps, TILE=tile, HAS_MEAN=has_mean, HAS_BIAS=bias is not None
+        )
+    return [out, mean, scale]
+
+
+def _row_norm_gradient(ctx, grad):
+    """With n = (x − mean) · r and g = grad · weight: ∂x = r · (g − n · mean(g · n) [− mean(g)])."""
+    x, weight, mean, scale = ctx.saved_tensors
+    grad, normed = grad.float(), (x - mean) * scale
+    scaled = grad * weight
+    grad_x = scaled - normed * (scaled * normed).mean(-1, keepdim=True)
+    if ctx.has_mean:
+        grad_x -= scaled.mean(-1, keepdim=True)
+    grad_bias = grad.sum(0) if ctx.has_bias else None
+    return grad_x.mul_(scale).to(x.dtype), (grad * normed).sum(0), grad_bias, None, None
+
+
+@with_gradient(_row_norm_gradient)
+def _row_norm(ctx, x, weight, bias, eps, has_mean):
+    """x [n, H] -> (x − mean) · r · weight + bias with r = (mean of squares + ε)^−½ (1910.07467 eq. 4, 1607.06450)."""
+    out, mean, scale = norm_rows(x, weight, bias, eps, has_mean)
+    ctx.save_for_backward(x, weight, mean, scale)
+    ctx.has_mean, ctx.has_bias = has_mean, bias is not None
+    return out
+
+
+def row_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm of […, H] with a bias, RMSNorm without one; weight and bias [H] in fp32. Differentiable once."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return _row_norm(rows, weight, bias, eps, bias is not None).view(x.shape)
