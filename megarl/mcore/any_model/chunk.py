@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 
 from megarl.mcore import device
 from megarl.mcore.any_model import attention, fused, recurrence, routing, rows, source, tensor_parallel
-from megarl.mcore.any_model.attention import CachePass, PackedPass, Pass, Unsupported
-from megarl.mcore.any_model.cache import SlotContext, StateSlotContext
+from megarl.mcore.any_model.attention import CachePass, PackedPass, Pass, SlotContext, StateSlotContext, Unsupported
 from megarl.mcore.any_model.walk import walk
 from megarl.mcore.attention import backends
 from megarl.mcore.config.optimizer_flags import MODULE as PREFIX
@@ -50,7 +49,7 @@ class PositionsSeen:
         return key, value
 
 
-class LogitInputs(nn.Module):
+class LogitInputs:
     """The inputs of a model's logits.
 
     In the place of the vocabulary's projection stands the identity while the module runs. What the module does to its
@@ -58,16 +57,14 @@ class LogitInputs(nn.Module):
     """
 
     def __init__(self, module: PreTrainedModel):
-        super().__init__()
         text = module.config.get_text_config()
-        self.softcap = getattr(text, SOFTCAP, None)
+        self._module, self.softcap = module, getattr(text, SOFTCAP, None)
         if self.softcap is not None:
             vars(text)[SOFTCAP] = None  # which the checks of some classes refuse
-        self._module = (module,)  # not a second name of its weights
 
-    def forward(self, tokens: Tensor, positions: Tensor, **kwargs) -> Tensor:
+    def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Tokens and positions [1, T] -> [T, H]."""
-        (module,) = self._module
+        module, kwargs = self._module, {}
         head = module.get_output_embeddings()
         if getattr(module.config.get_text_config(), "attn_temperature_tuning", False):
             kwargs["past_key_values"] = PositionsSeen(positions)
@@ -105,7 +102,7 @@ class AnyChunk(MegatronModule):
         super().__init__(config=config)
         self.pg_collection, self.max_sequence_length = pg_collection, args.max_position_embeddings
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
-        found = source.of_path(args.model_folder)
+        found = args.model_folder.source()
         self.hf = found.module(config.params_dtype)
         self.vocab_size = found.text.vocab_size
         self._waits = walk(self.hf).waits if device.has_cuda() else None
