@@ -31,22 +31,13 @@ ADAPTER = "adapter."  # of the names of low-rank factors
 SOFTCAP = "final_logit_softcapping"
 
 
-class PositionsSeen:
-    """Stands for transformers' cache in modules that ask one how many tokens it has seen: what makes a row's number its
-    position. Keys and values pass through."""
-
-    is_compileable = False
-
-    def __init__(self, positions: Tensor):
-        self._seen = positions[0] - torch.arange(positions.shape[1], device=positions.device)
-
-    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """[T] int64."""
-        return self._seen
-
-    def update(self, key: Tensor, value: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
-        """Keys and values as they are: attention caches them."""
-        return key, value
+def positions_seen(positions: Tensor) -> types.SimpleNamespace:
+    """Stands for transformers' cache in modules that ask one how many tokens it has seen, [T] int64: what makes a row's
+    number its position. Keys and values pass through: attention caches them."""
+    seen = positions[0] - torch.arange(positions.shape[1], device=positions.device)
+    return types.SimpleNamespace(
+        is_compileable=False, get_seq_length=lambda *_: seen, update=lambda key, value, *_, **__: (key, value)
+    )
 
 
 class LogitInputs:
@@ -67,7 +58,7 @@ class LogitInputs:
         module, kwargs = self._module, {}
         head = module.get_output_embeddings()
         if getattr(module.config.get_text_config(), "attn_temperature_tuning", False):
-            kwargs["past_key_values"] = PositionsSeen(positions)
+            kwargs["past_key_values"] = positions_seen(positions)
         head.forward = lambda hidden: hidden
         try:
             out = module(input_ids=tokens, position_ids=positions, use_cache=False, **kwargs).logits
