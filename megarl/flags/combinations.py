@@ -7,8 +7,8 @@ import dataclasses
 import math
 from fractions import Fraction
 
-from megarl.data.column_names import RL
 from megarl.data.mixture import TRAINING, MixtureEntry, is_mixture, read_mixture
+from megarl.data.prompt import RL
 from megarl.errors import UsageError
 from megarl.flags.conditions import Condition, FlagContext
 from megarl.flags.correction import is_corrected

@@ -13,8 +13,7 @@ import torch
 from megarl.batch import Batch
 from megarl.comm.announcements import Announcements
 from megarl.comm.early_responses import ResponseSender
-from megarl.data.order import MixtureOrder
-from megarl.data.pools import DifficultyPools
+from megarl.data.order import DifficultyPools, MixtureOrder
 from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
 from megarl.flags.selection import parse_shares, parse_weights

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from megarl.data.images.pixels import Pixels
+from megarl.data.images.names import Pixels
 from megarl.mcore.any_model import source
 from megarl.mcore.any_model.attention import Unsupported
 from megarl.mcore.vision.store import Image, ImageSource, ImageStore, axes_of
