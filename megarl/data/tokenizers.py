@@ -1,4 +1,7 @@
-"""The tokenizer interface, SentencePiece, and the tokenizers by the name of `--tokenizer-type`."""
+"""The tokenizer interface, SentencePiece, and the tokenizers by the name of `--tokenizer-type`.
+
+Special tokens are also strings: they are found in a text, and marked in user text so that they stay ordinary text.
+"""
 
 import hashlib
 import itertools

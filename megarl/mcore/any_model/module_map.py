@@ -114,9 +114,18 @@ def read_model(path: str, flag: str, longest: int) -> AnyModel:
 class Group(NamedTuple):
     """Weights of a module that are made of the same tensors of a folder."""
 
-    weights: dict[str, Shape]  # by name; of parameters and persistent buffers
+    first: str  # name of the first weight
     sources: dict[str, str]  # name of a tensor -> the pattern by which a conversion takes it, or the name itself
     conversion: WeightConverter | WeightRenaming
+    weights: dict[str, Shape]  # by name; of parameters and persistent buffers
+
+    def made(self, read: Callable[[str], Tensor], module: PreTrainedModel) -> dict[str, Tensor]:
+        """The weights by name. `read`: the tensor of a name."""
+        own = copy.deepcopy(self.conversion)
+        for name, pattern in self.sources.items():
+            own.add_tensor(self.first, name, pattern, read(name))
+        made = own.convert(self.first, model=module, config=module.config)
+        return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
 
 
 class Conversions:
@@ -131,9 +140,10 @@ class Conversions:
         found, used = self._matched(tensors)
         module._weight_conversions = used
         for first, (conversion, sources) in found.items():
-            made = converted(conversion, first, sources, lambda name: torch.empty(tensors[name], device="meta"), module)
+            group = Group(first, sources, conversion, {})
+            made = group.made(lambda name: torch.empty(tensors[name], device="meta"), module)
             shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
-            self.groups.append(Group(shapes, sources, conversion))
+            self.groups.append(group._replace(weights=shapes))
         self.unknown = sorted(tensors.keys() - {name for group in self.groups for name in group.sources})
         given = {name for group in self.groups for name in group.weights}
         given |= {weight for weight, source in self.tied.items() if source in given}
@@ -173,22 +183,6 @@ class Conversions:
             if isinstance(group.conversion, WeightRenaming):
                 return {next(iter(group.sources)): weights[name]}
         return revert_weight_conversion(self.module, weights)
-
-
-def converted(
-    conversion, first: str, sources: dict[str, str], read: Callable[[str], Tensor], module: PreTrainedModel
-) -> dict[str, Tensor]:
-    """The weights of a group by name.
-
-    Args:
-        first: the first weight's name.
-        read: the tensor of a name.
-    """
-    own = copy.deepcopy(conversion)
-    for name, pattern in sources.items():
-        own.add_tensor(first, name, pattern, read(name))
-    made = own.convert(first, model=module, config=module.config)
-    return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
 
 
 class ModuleMap:
@@ -251,8 +245,7 @@ class ModuleMap:
             wanted = [name for name in group.weights if tied.get(name, name) in by_name]
             if not wanted:
                 continue
-            first = next(iter(group.weights))
-            made = converted(group.conversion, first, group.sources, stored, self._module)
+            made = group.made(stored, self._module)
             for name in wanted:
                 for shard in by_name[tied.get(name, name)]:
                     box = tuple(slice(at, at + size) for at, size in zip(shard.offset, shard.shape, strict=True))

@@ -17,7 +17,7 @@ from megarl.data.images.names import Pixels
 from megarl.mcore.any_model import source
 from megarl.mcore.any_model.attention import Unsupported
 from megarl.mcore.vision.store import Image, ImageSource, ImageStore, axes_of
-from megarl.mcore.weights.hf.folder import ELEMENTS, FolderReader, HFFolder, slices_of
+from megarl.mcore.weights.hf.folder import FolderReader, HFFolder
 
 ATTENTION = "sdpa"  # eager attention keeps a square of the patches of an image
 
@@ -119,10 +119,7 @@ class Tower:
         if stored is None or weights[stored].shape != tuple(tensor.shape):
             problem = "is missing" if stored is None else f"has the shape {weights[stored].shape}"
             raise self.folder.error(f"{name} {problem}; its vision tower needs it with {tuple(tensor.shape)}")
-        values = torch.empty(tensor.shape)
-        for part in slices_of(tuple(tensor.shape), ELEMENTS):
-            values[part] = reader[stored][part]
-        return values
+        return torch.empty(tensor.shape).copy_(reader[stored][tuple(slice(0, size) for size in tensor.shape)])
 
 
 def _joined(rows: Tensor | tuple[Tensor, ...] | list[Tensor]) -> Tensor:

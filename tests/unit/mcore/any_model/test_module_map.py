@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.arguments import parse
 from megarl.mcore.any_model import source
-from megarl.mcore.any_model.module_map import Conversions, converted
+from megarl.mcore.any_model.module_map import Conversions
 from megarl.planning import parameters
 from tests.helpers.folders import any_measures, any_types
 from tests.helpers.forked_programs import refusal
@@ -121,7 +121,7 @@ def test_weights_are_those_of_the_module_and_become_the_same_tensors(kind, tmp_p
     assert found.missing == found.unknown == []
     written = {}
     for group in found.groups:
-        made = converted(group.conversion, next(iter(group.weights)), group.sources, tensors.__getitem__, found.module)
+        made = group.made(tensors.__getitem__, found.module)
         assert {name: tuple(each.shape) for name, each in made.items()} == group.weights
         for name, each in made.items():
             assert torch.equal(each, module.state_dict()[name])
