@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
@@ -34,21 +35,14 @@ FEW = 32  # terms that a warp of a GPU adds, in any number of rows alike
 
 
 class Walk(TorchDispatchMode):
-    """What a pass of a module does besides megarl's products, experts and attention that matters on a GPU, and what it
-    reads."""
+    """What a pass of a module does besides megarl's products, experts and attention that matters on a GPU."""
 
     waits: str | None = None  # why the host needs numbers of the device within a pass; None: it does not
     sums: str | None = None  # a sum of many terms, and the module that makes it; None: there is none
 
-    def __init__(self):
-        super().__init__()
-        self.read: set[int] = set()  # `id` of the parameters of which it makes tensors
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, out = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
         tensors = [each for each in tree_leaves(args) if torch.is_tensor(each)]
-        if any(map(torch.is_tensor, tree_leaves(out))):
-            self.read.update(id(each) for each in tree_leaves((args, kwargs)) if isinstance(each, nn.Parameter))
         if name == "lift_fresh":
             self.waits = f"{_caller()} copies numbers of the host to it"
         if name in PRODUCTS | BY_ROW | SUMS and tensors[0].is_floating_point():
@@ -96,6 +90,20 @@ def inexact_part(model: Source) -> str | None:
 # -- what a text reaches -----------------------------------------------------------------------------------------------
 
 
+class Reads(TorchFunctionMode):
+    """Notes the parameters of which functions of torch make tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.ids: set[int] = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if any(map(torch.is_tensor, tree_leaves(out))):
+            self.ids.update(id(each) for each in tree_leaves((args, kwargs)) if isinstance(each, nn.Parameter))
+        return out
+
+
 class Reach(NamedTuple):
     """A folder's module without values, and what a pass over text does with it. Nobody changes the module."""
 
@@ -108,7 +116,7 @@ class Reach(NamedTuple):
 
 def reach(module: PreTrainedModel) -> Reach:
     """Runs a pass of a module whose parameters are on the meta device. Raises Unsupported."""
-    names, found = {part: name for name, part in module.named_modules()}, Walk()
+    names, reads = {part: name for name, part in module.named_modules()}, Reads()
     called: set[str] = set()
     experts: dict[str, tuple[int, int]] = {}
 
@@ -118,10 +126,10 @@ def reach(module: PreTrainedModel) -> Reach:
 
     hooks = [part.register_forward_pre_hook(lambda part, _: called.add(names[part])) for part in names]
     try:
-        with source.values_in(module), rows.installed(experts_function=note), found:
+        with source.values_in(module), rows.installed(experts_function=note), reads:
             slots = source.find_slots(module)
             own = module.named_parameters(remove_duplicate=False)
-            read = {name for name, each in own if id(each) in found.read or name.rpartition(".")[0] in called}
+            read = {name for name, each in own if id(each) in reads.ids or name.rpartition(".")[0] in called}
     finally:
         for hook in hooks:
             hook.remove()
