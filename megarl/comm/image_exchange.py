@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.batch import Batch
 from megarl.comm import exchange
 from megarl.comm.role_mesh import RoleGroups, RoleMesh
-from megarl.data.images.ids import key_of
+from megarl.data.images.names import key_of
 from megarl.mcore import device
 from megarl.mcore.vision.store import Image, ImageStore
 

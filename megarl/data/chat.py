@@ -13,11 +13,10 @@ import jinja2.sandbox
 import jinja2.utils
 
 from megarl import probe
-from megarl.data import message_forms
+from megarl.data import messages
 from megarl.data.images.book import Images
-from megarl.data.images.marks import MARK as IMAGE_MARK
-from megarl.data.special_tokens import MARK, Marks, encode_around_special, pattern_of
-from megarl.data.tokenizers import Tokenizer
+from megarl.data.images.names import MARK as IMAGE_MARK
+from megarl.data.tokenizers import MARK, Marks, Tokenizer, encode_around_special, pattern_of
 from megarl.errors import UsageError
 from megarl.plain_files import read_text, reading
 
@@ -114,7 +113,7 @@ class ChatTemplate:
         self._marks = Marks(tokenizer.special if images is None else [*tokenizer.special, IMAGE_MARK])
         self._pattern = pattern_of(tokenizer.special)
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-        environment.filters["tojson"] = message_forms.to_json
+        environment.filters["tojson"] = messages.to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["dict"] = _Dict()
         environment.globals["namespace"] = _Namespace
@@ -154,14 +153,14 @@ class ChatTemplate:
         return self.images.in_places(rendered, messages, self.flag)
 
     @functools.cached_property
-    def _forms(self) -> tuple[message_forms.Form, message_forms.Form, message_forms.Form]:
+    def _forms(self) -> tuple[messages.Form, messages.Form, messages.Form]:
         """Those of contents, of thoughts and of calls."""
-        of_content = message_forms.form_of_content(self._probed)
+        of_content = messages.form_of_content(self._probed)
 
         def probed(messages: Sequence[Mapping[str, Any]]) -> str:
             return self._probed([of_content(message) for message in messages])
 
-        return of_content, message_forms.form_of_thoughts(probed), message_forms.form_of_calls(probed)
+        return of_content, messages.form_of_thoughts(probed), messages.form_of_calls(probed)
 
     def _probed(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text of messages in which no special token's string is; "" if the template fails on them."""

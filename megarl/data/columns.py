@@ -1,7 +1,8 @@
 """Which columns of a file are which fields of a prompt: names that verl, TRL, OpenRLHF and slime use, or the user's.
 
 A column may be one inside another: `reward_model.ground_truth`. In reinforcement learning and evaluation the columns
-that are not a field become entries of `metadata`, so that rewards can read them; other programs do not read them.
+that are not a field become entries of `metadata`, so that rewards can read them; other programs do not read them. The
+names are also those of ms-swift, LLaMA-Factory, axolotl and NeMo-RL.
 """
 
 import dataclasses
@@ -11,18 +12,84 @@ import os.path
 from collections import Counter
 from typing import Any
 
-from megarl.data import column_names
 from megarl.data.arrow_values import Struct, TimeText
-from megarl.data.column_names import LABELLED, NAMES, REWARD, RL, SFT
 from megarl.data.images import forms
 from megarl.data.messages import THOUGHTS, content_of, message_error
-from megarl.data.prompt import check_fields, present_fields
+from megarl.data.prompt import FIELD_TYPES, LABELLED, REWARD, RL, SFT, check_fields, present_fields
 from megarl.data.sources import printable
 from megarl.data.tables import Table
 from megarl.errors import UsageError
 
 _SHOWN = 20  # names of columns in an error
 _SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
+
+# -- names of columns in published files -------------------------------------------------------------------------------
+
+
+VERL_ANSWER = "reward_model.ground_truth"
+# Columns that have a part in any prompt: all programs read them. The text of `system` becomes the first message.
+_PROMPT = {
+    "prompt": ("prompt", "question", "problem", "instruction", "input", "query"),
+    "system": ("system", "system_prompt"),
+    "tools": ("tools",),
+}
+# Field -> names of its column, the first that a file has counts.
+NAMES = {
+    RL: {
+        **_PROMPT,
+        "answer": (VERL_ANSWER, "answer", "solution", "ground_truth", "label"),
+        "task": ("task", "data_source"),
+        "environment": ("environment",),
+        "teacher_prompt": ("teacher_prompt",),
+        "teacher": ("teacher",),
+    },
+    SFT: {
+        **_PROMPT,
+        "messages": ("messages", "conversations"),
+        "response": ("response", "completion", "output", "answer", "solution"),
+        "teacher": ("teacher",),
+    },
+    REWARD: {**_PROMPT, "chosen": ("chosen",), "rejected": ("rejected",), "margin": ("margin",)},
+}
+_LABELLED = {"response": ("response", "completion", "output"), "desirable": ("desirable", "label")}
+NAMES[LABELLED] = NAMES[REWARD] | _LABELLED
+NEEDED = {
+    RL: ("prompt",),
+    SFT: ("prompt", "response"),
+    REWARD: ("chosen", "rejected"),
+    LABELLED: ("prompt", "response", "desirable"),
+}
+# Fields that are the name of something: an object or a list in such a column is another thing.
+NAME_FIELDS = frozenset(("task", "teacher", "environment"))
+# Columns of fields that are metadata, too: rewards written for verl or TRL read the first two, and one may read who the
+# teacher is, or where a line is played.
+ALSO_METADATA = frozenset(("data_source", "tools", "teacher", "environment"))
+
+_OF_ALL_LINES = "--chat-template-kwargs holds for all lines"
+# Columns with which another framework shows the policy a different text -> what to do about it.
+UNREAD = {
+    "chat_template_kwargs": _OF_ALL_LINES,
+    "enable_thinking": _OF_ALL_LINES,
+    "history": "write the earlier turns as messages",
+    "context": "write it into the prompt",
+    **dict.fromkeys(("images", "image"), "the model has no vision tower, or no chat template"),
+    **dict.fromkeys(("videos", "video", "audios", "audio", "objects"), "megarl reads text and images"),
+}
+# The same, of responses in a column of their own: thoughts that stand beside them.
+UNREAD_THOUGHTS = dict.fromkeys(THOUGHTS, "write the thoughts into the response, or as messages")
+# Two columns that some programs join to one prompt -> what to do about the one that is not read.
+JOINED = ("instruction", "input")
+UNREAD_PART = "write both into one column"
+OWN_SYSTEM = "the messages begin with one of the system"
+
+# A JSON line with one of these is not in megarl's own fields, whatever else it has.
+FOREIGN = {name.split(".")[0] for fields in NAMES.values() for names in fields.values() for name in names}
+FOREIGN |= {"extra_info", "ability", *UNREAD}
+FOREIGN -= set(FIELD_TYPES)
+
+
+# -- columns of a file -------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +122,7 @@ class Columns:
             return True
         texts = all(not isinstance(entry.get(name), list) for name in ("response", "chosen", "rejected"))
         has_prompt = "prompt" in entry or "messages" in entry
-        return not self.named and has_prompt and texts and not column_names.FOREIGN & set(entry)
+        return not self.named and has_prompt and texts and not FOREIGN & set(entry)
 
 
 class ColumnMap:
@@ -72,17 +139,17 @@ class ColumnMap:
                     raise UsageError(f"--{field}-column {wanted}: {where}: has no such column; {_found(table)}")
                 names = (wanted,)
             fitting = [name for name in names if self._has(name)]
-            if field in column_names.NAME_FIELDS:  # an object called task is not a task's name
+            if field in NAME_FIELDS:  # an object called task is not a task's name
                 fitting = [name for name in fitting if not table.names_in(name)]
             if fitting:
                 self.columns[field] = fitting[0]
         self._choose_conversation_or_parts(columns)
-        for field in () if "messages" in self.columns else column_names.NEEDED[self._shape]:
+        for field in () if "messages" in self.columns else NEEDED[self._shape]:
             if field not in self.columns:
                 raise UsageError(f"{where}: {_missing(field, columns.purpose)}; {_found(table)}")
         used = set(self.columns.values())
         is_metadata = columns.purpose == RL
-        self.extras = [name for name in table.columns if is_metadata and name not in used - column_names.ALSO_METADATA]
+        self.extras = [name for name in table.columns if is_metadata and name not in used - ALSO_METADATA]
         self._unread = self._find_unread()
         self.unread: Counter[str] = Counter()  # rows in which a column that changes the prompt is not read, by name
         self.rows = 0
@@ -100,12 +167,12 @@ class ColumnMap:
 
     def _find_unread(self) -> dict[str, str]:
         has_response = self.purpose != RL and "messages" not in self.columns
-        found = column_names.UNREAD | (column_names.UNREAD_THOUGHTS if has_response else {})
+        found = UNREAD | (UNREAD_THOUGHTS if has_response else {})
         used, known = set(self.columns.values()), {*self._table.columns, *self._table.left_out}
-        if len(used & set(column_names.JOINED)) == 1:
-            found = found | dict.fromkeys(column_names.JOINED, column_names.UNREAD_PART)
+        if len(used & set(JOINED)) == 1:
+            found = found | dict.fromkeys(JOINED, UNREAD_PART)
         found = {name: cure for name, cure in found.items() if name in known - used}
-        return found | {self.columns["system"]: column_names.OWN_SYSTEM} if "system" in self.columns else found
+        return found | {self.columns["system"]: OWN_SYSTEM} if "system" in self.columns else found
 
     def _choose_conversation_or_parts(self, columns: Columns):
         """A conversation is whole: beside `messages` only what no message says, unless the user names parts of it."""
@@ -189,7 +256,7 @@ class ColumnMap:
             answer = None  # what pandas and Arrow write for a number that is missing
         if isinstance(answer, int | float) and not isinstance(answer, bool):
             answer = _number_text(answer, self.columns["answer"])
-        if isinstance(answer, list | dict) and self.columns["answer"] == column_names.VERL_ANSWER:
+        if isinstance(answer, list | dict) and self.columns["answer"] == VERL_ANSWER:
             answer = None  # of a reward function that reads it in metadata["reward_model"]
         others = {name: row[name] for name in self.extras if row.get(name) is not None}
         if isinstance(own, dict):

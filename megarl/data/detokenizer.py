@@ -5,8 +5,7 @@ import functools
 import re
 from collections.abc import Collection, Iterable, Mapping
 
-from megarl.data.special_tokens import REPLACEMENT
-from megarl.data.tokenizers import Tokenizer
+from megarl.data.tokenizers import REPLACEMENT, Tokenizer
 
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _LEADING = 8  # tokens without text at the start to keep as context

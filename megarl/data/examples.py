@@ -11,7 +11,7 @@ import numpy as np
 from megarl.data.conversations import Encoder
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet, TooLong, prompt_tokens
-from megarl.data.ragged import Ragged, RaggedBuilder
+from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
 
 TokenSequence = tuple[list[int], list[bool]]  # tokens, and which of them are trained on or scored
@@ -59,14 +59,17 @@ class Examples(Sequence):
 
 def _arrays(examples: Iterable[tuple[Prompt, list[TokenSequence]]]) -> Arrays:
     """Tokens and mask of all sequences; margins and lines of the examples."""
-    tokens, mask, margins, kept = RaggedBuilder(), RaggedBuilder(np.bool_), [], []
-    for prompt, sequences in examples:
-        for ids, is_trained in sequences:
-            tokens.add(ids)
-            mask.add(is_trained)
-        margins.append(float(prompt.margin or 0))
-        kept.append(prompt.index)
-    found = tokens.build().arrays() | {"mask": mask.build().values}
+    mask, margins, kept = bytearray(), [], []
+
+    def rows() -> Iterator[list[int]]:
+        for prompt, sequences in examples:
+            for ids, is_trained in sequences:
+                mask.extend(is_trained)
+                yield ids
+            margins.append(float(prompt.margin or 0))
+            kept.append(prompt.index)
+
+    found = Ragged.of_rows(rows()).arrays() | {"mask": np.frombuffer(mask, np.bool_)}
     return found | {"margins": np.array(margins), "kept": np.array(kept, np.int64)}
 
 

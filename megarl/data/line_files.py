@@ -16,7 +16,7 @@ from megarl.data.images.forms import PARTS, ImageTable
 from megarl.data.prompt import check_line
 from megarl.data.ragged import Ragged
 from megarl.data.sources import printable
-from megarl.data.tables import JsonRows, Table, json_line, lines_of_list, ragged_lines, read_text, split_lines
+from megarl.data.tables import JsonRows, Table, json_line, lines_of_list, read_text, split_lines
 from megarl.errors import UsageError
 
 _SHOWN = 20  # warnings about files
@@ -107,5 +107,5 @@ def _read_file(path: str, flag: str, columns: Columns, images: ImageTable | None
 
 def _mapped(table: Table, columns: ColumnMap, where: str, path: str) -> _FileLines:
     rows = enumerate(table.rows(columns.needed), start=1)
-    lines = ragged_lines(json_line(columns.fields(row, f"{where}:{number}", path)) for number, row in rows)
+    lines = Ragged.of_lines(json_line(columns.fields(row, f"{where}:{number}", path)) for number, row in rows)
     return _FileLines(lines, columns.describe(), columns.warnings(), columns.columns)

@@ -2,11 +2,12 @@
 
 A message of the assistant may hold `tool_calls` and thoughts (`THOUGHTS`); one of a tool, `tool_call_id` and `name`. A
 null counts as absent, as does an empty list of calls, and with `tool_calls` `content` may be absent. A content may be a
-list of parts of text, which become lines. The role `developer` is the system's.
+list of parts of text, which become lines. The role `developer` is the system's. Some published templates need other
+forms: contents as parts, calls without a content.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Message = dict[str, Any]
@@ -180,3 +181,73 @@ def _lines(message: Mapping[str, Any]) -> list[str]:
         arguments = json.dumps(arguments_of(call), ensure_ascii=False)
         lines.append(f"{role} calls {call['function']['name']}({arguments})")
     return lines
+
+
+# -- forms of messages that published chat templates need --------------------------------------------------------------
+
+
+Form = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+_ASKED: Mapping[str, Any] = {"role": "user", "content": "asked_here"}
+_PROBED_CALL = tool_call("call00000", "called_here", {"x": 1})
+_PROBED_CALLED: Mapping[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_PROBED_CALL]}
+_THOUGHT: Mapping[str, Any] = {"role": "assistant", "content": "<think>\nthought_here\n</think>\n\nsaid_here"}
+OPEN, CLOSE = "<think>", "</think>"
+
+
+def as_it_is(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return message
+
+
+def _with_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": to_json(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _without_content(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**message, "content": None} if "tool_calls" in message and not message["content"] else message
+
+
+def _with_thoughts_apart(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a message whose content begins with thoughts, with these in a field of their own."""
+    content = message["content"]
+    if message["role"] != "assistant" or "reasoning_content" in message or CLOSE not in content:
+        return message
+    before, _, said = content.partition(CLOSE)
+    return {**message, "reasoning_content": before.replace(OPEN, "", 1).strip(), "content": said.lstrip()}
+
+
+Rendered = Callable[[Sequence[Mapping[str, Any]]], str]  # the text of messages; "" where the template fails
+
+
+def form_of_content(rendered: Rendered) -> Form:
+    """The first form in which a template shows contents: as texts, or as parts (SmolVLM)."""
+    forms = as_it_is, _with_parts
+    return next((form for form in forms if _ASKED["content"] in rendered([form(_ASKED)])), as_it_is)
+
+
+def form_of_calls(rendered: Rendered) -> Form:
+    """The first form in which a template shows calls: some need their arguments as texts (DeepSeek V3.1), or no content
+    beside them (DeepSeek R1)."""
+    name = _PROBED_CALL["function"]["name"]
+    forms = as_it_is, _with_text_arguments, _without_content, lambda each: _without_content(_with_text_arguments(each))
+    return next((form for form in forms if name in rendered([_ASKED, form(_PROBED_CALLED)])), as_it_is)
+
+
+def form_of_thoughts(rendered: Rendered) -> Form:
+    """As contents have them, or apart for a template that shows empty ones before those of a content (Qwen 3.8)."""
+    empty = rendered([_ASKED, _THOUGHT]).partition(_ASKED["content"])[2].count(CLOSE) > 1
+    return _with_thoughts_apart if empty else as_it_is
+
+
+def to_json(value: Any, ensure_ascii: bool = False, indent=None, separators=None, sort_keys: bool = False) -> str:
+    """JSON as templates write it: Jinja's own filter escapes <, > and & for web pages."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

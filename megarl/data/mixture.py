@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from megarl.data.column_names import RL
+from megarl.data.prompt import RL
 from megarl.errors import UsageError
 from megarl.plain_values import is_plain_number
 from megarl.yaml_files import read_mapping

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.data.images.marks import readable, shown
-from megarl.data.images.pixels import ImageRef
+from megarl.data.images.names import ImageRef, readable, shown
 from megarl.data.messages import (
     Message,
     MessageKey,
@@ -19,6 +18,8 @@ from megarl.data.messages import (
 )
 from megarl.errors import UsageError
 
+# What prompts are read for; evaluation reads them as reinforcement learning. LABELLED: single responses, or pairs.
+RL, SFT, REWARD, LABELLED = "rl", "sft", "reward", "labelled"
 MAX_MARGIN = 1e9  # more is a mistake; a whole number may be too large for a float
 FIELD_TYPES: dict[str, tuple[Any, str]] = {
     "prompt": (str | list, "a string or a list of messages"),

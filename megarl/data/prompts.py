@@ -21,12 +21,11 @@ from megarl.data.images.forms import NO_IMAGES, ImageTable, SharedImages
 from megarl.data.line_files import read_files
 from megarl.data.messages import text_of
 from megarl.data.mixture import NO_ENTRY, MixtureEntry, is_mixture, read_mixture, shares, whole_weights
-from megarl.data.order import MixtureOrder, PromptOrder
-from megarl.data.pools import DifficultyPools
+from megarl.data.order import DifficultyPools, MixtureOrder, PromptOrder
 from megarl.data.prompt import Prompt, present_fields
 from megarl.data.ragged import Ragged
 from megarl.data.sources import find_files
-from megarl.data.special_tokens import pattern_of
+from megarl.data.tokenizers import pattern_of
 from megarl.errors import UsageError
 
 if TYPE_CHECKING:

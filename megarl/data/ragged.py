@@ -17,10 +17,25 @@ class Ragged:
     @classmethod
     def of_rows(cls, rows: Iterable[list]) -> "Ragged":
         """Rows of int32 numbers, of int64 if a number needs it, which are taken one by one."""
-        builder = RaggedBuilder()
+        values, offsets = array.array("i"), array.array("q", [0])  # no Python object per number
         for row in rows:
-            builder.add(row)
-        return builder.build()
+            try:
+                values.extend(row)
+            except OverflowError:  # ids of images
+                values = array.array("q", values[: offsets[-1]])
+                values.extend(row)
+            offsets.append(len(values))
+        dtype = np.int32 if values.typecode == "i" else np.int64
+        return cls(np.frombuffer(values, dtype), np.frombuffer(offsets, np.int64))
+
+    @classmethod
+    def of_lines(cls, lines: Iterable[bytes]) -> "Ragged":
+        """Lines of text, which are taken one by one."""
+        values, offsets = bytearray(), array.array("q", [0])
+        for line in lines:
+            values += line
+            offsets.append(len(values))
+        return cls(np.frombuffer(values, np.uint8), np.frombuffer(offsets, np.int64))
 
     @classmethod
     def of_arrays(cls, arrays: dict[str, np.ndarray]) -> "Ragged":
@@ -50,24 +65,3 @@ class Ragged:
 
     def __iter__(self) -> Iterator[list]:
         return (self[row] for row in range(len(self)))
-
-
-class RaggedBuilder:
-    """Collects rows without a Python object per number."""
-
-    def __init__(self, dtype=np.int32):
-        self._dtype, self._values = dtype, array.array("i" if dtype == np.int32 else "B")
-        self._offsets = array.array("q", [0])
-
-    def add(self, row: list):
-        try:
-            self._values.extend(row)
-        except OverflowError:  # ids of images
-            del self._values[self._offsets[-1] :]
-            self._values = array.array("q", self._values)
-            self._values.extend(row)
-        self._offsets.append(len(self._values))
-
-    def build(self) -> Ragged:
-        dtype = {"i": np.int32, "q": np.int64, "B": self._dtype}[self._values.typecode]
-        return Ragged(np.frombuffer(self._values, dtype), np.frombuffer(self._offsets, np.int64))

@@ -1,11 +1,10 @@
 """Rows of data files as objects of plain JSON types, in pieces: JSON lines, lists of objects, Parquet, Arrow."""
 
-import array
 import codecs
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +111,7 @@ def lines_of_list(text: bytes, where: str) -> Ragged:
         raise UsageError(f"{where}: malformed JSON: {error}") from None
     if not found:
         raise UsageError(f"{where}: the file holds no prompt")
-    return ragged_lines(map(json_line, found))
+    return Ragged.of_lines(map(json_line, found))
 
 
 def json_line(value: Any) -> bytes:
@@ -121,12 +120,3 @@ def json_line(value: Any) -> bytes:
         return json.dumps(value, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:
         return json.dumps(value).encode() + b"\n"
-
-
-def ragged_lines(lines: Iterable[bytes]) -> Ragged:
-    """Lines, which are taken one by one."""
-    values, offsets = bytearray(), array.array("q", [0])
-    for line in lines:
-        values += line
-        offsets.append(len(values))
-    return Ragged(np.frombuffer(values, np.uint8), np.frombuffer(offsets, np.int64))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from megarl.data.special_tokens import decode_known, encode_around_special, pattern_of
+from megarl.data.tokenizers import decode_known, encode_around_special, pattern_of
 from megarl.errors import UsageError
 from megarl.plain_files import MAX_BYTES, check_regular, parse_json, read_text, reading
 from megarl.plain_values import whole_unicode

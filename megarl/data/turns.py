@@ -9,10 +9,9 @@ import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from megarl.data.conversations import Encoder
+from megarl.data.conversations import RESULT, USER, Encoder, end_of_next, end_of_turn
 from megarl.data.detokenizer import Vocabulary
 from megarl.data.messages import content_of, message_error, template_message, tool_call
-from megarl.data.written_turns import RESULT, USER, end_of_next, end_of_turn
 from megarl.errors import UsageError
 from megarl.plain_values import whole_unicode
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Union
 
 from megarl.environments.protocol import BaseEnvironment, Message, Observation, Task, ToolCall, Turn, called
-from megarl.tool_formats.typed_arguments import KINDS
+from megarl.tool_formats.written_calls import KINDS
 from megarl.user_results import is_generator, number_of
 
 MAX_RESULT_LENGTH = 100_000  # characters of a result; the rest is cut

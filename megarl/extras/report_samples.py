@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.data.images.marks import names_in
+from megarl.data.images.names import names_in
 from megarl.errors import UsageError
 from megarl.observe.files import step_of
 from megarl.observe.samples import QUANTITIES, THUMBNAILS

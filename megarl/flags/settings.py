@@ -14,8 +14,8 @@ from fractions import Fraction
 from megarl.algorithms import ESTIMATORS
 from megarl.algorithms.estimators import NO_ADVANTAGE
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.data.column_names import RL
 from megarl.data.mixture import TRAINING, MixtureEntry, is_mixture, read_mixture
+from megarl.data.prompt import RL
 from megarl.errors import Rule, UsageError
 from megarl.flags import (
     algorithm,

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megarl import plugins
-from megarl.data.column_names import RL
 from megarl.data.mixture import MixtureEntry, is_mixture, read_mixture
+from megarl.data.prompt import RL
 from megarl.errors import UsageError
 from megarl.measurements import value_of
 from megarl.plain_files import parse_named_paths

@@ -33,7 +33,7 @@ from megarl.roles.loss_mask import actor_mask, is_all_masked
 from megarl.roles.passes import policy_scores
 from megarl.roles.teacher_output import TeacherOutput
 from megarl.roles.trainable_model import TrainableModel, Update
-from megarl.router_replay.routing_metrics import logprob_gaps, probed_ids
+from megarl.router_replay.router_state import logprob_gaps, probed_ids
 
 FIRST_SELECTION = -2  # random stream of the first update's selection; that of the n-th one is n − 1 below
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megarl.algorithms.packed import turn_numbers
 from megarl.arguments import Settings
 from megarl.batch import Batch
-from megarl.data.images.marks import shown
+from megarl.data.images.names import shown
 from megarl.data.messages import conversation_of
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet

@@ -19,8 +19,7 @@ from megarl.comm.announcements import Announcements
 from megarl.comm.early_responses import ResponseSender
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
-from megarl.data.order import MixtureOrder
-from megarl.data.pools import DifficultyPools
+from megarl.data.order import DifficultyPools, MixtureOrder
 from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megarl.arguments import Settings
 from megarl.batch import GENERATED, HEADER, SCORED, fields_sent
-from megarl.data.pools import DifficultyPools
+from megarl.data.order import DifficultyPools
 from megarl.errors import UsageError
 from megarl.rollout import response_log
 from megarl.rollout.response_log import Record, Records

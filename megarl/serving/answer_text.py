@@ -15,8 +15,7 @@ from megarl.serving.replica_messages import RequestUpdate
 from megarl.serving.sampling import StopRules
 from megarl.tool_formats.reader import CONTENT, Calls
 from megarl.tool_formats.tool_format import ToolFormat
-from megarl.tool_formats.typed_arguments import Tools
-from megarl.tool_formats.written_calls import WrittenCall
+from megarl.tool_formats.written_calls import Tools, WrittenCall
 
 _LAST_TOKENS = 16  # of a prompt: enough for a mark, one character each
 

@@ -11,8 +11,7 @@ from starlette.responses import Response
 from megarl.data.detokenizer import Vocabulary
 from megarl.data.images.decoding import MAX_BYTES, decode_confined
 from megarl.data.images.forms import source_of
-from megarl.data.images.marks import mark_of
-from megarl.data.images.pixels import ImageRef
+from megarl.data.images.names import ImageRef, mark_of
 from megarl.errors import UsageError
 from megarl.serving.answers import image_urls, offered, start_stream, template_messages, with_marks
 from megarl.serving.configuration import FrontendConfig

@@ -18,7 +18,7 @@ from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.detokenizer import StopMatcher, Vocabulary
 from megarl.data.images.book import Images
-from megarl.data.images.pixels import ImageRef
+from megarl.data.images.names import ImageRef
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
 from megarl.mcore import device

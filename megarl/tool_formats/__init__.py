@@ -4,20 +4,20 @@ A format (`tool_format.py`) is a grammar over texts with the strings of its mark
 `TurnReader` (`reader.py`) runs. `calls.py` has the limits that hold for the calls of each.
 """
 
-from megarl.tool_formats import json_formats, marked_formats
+from megarl.tool_formats import formats
 from megarl.tool_formats.tool_format import ToolFormat
 
 # Name in --tool-call-parser -> the format.
 FORMATS: dict[str, ToolFormat] = {
-    "hermes": ToolFormat(marked_formats.hermes, marked_formats.CALL_MARKS, has_apart=False),
-    "qwen3-coder": ToolFormat(marked_formats.qwen_coder, marked_formats.CALL_MARKS),
-    "deepseek": ToolFormat(marked_formats.deepseek, marked_formats.DEEPSEEK_MARKS),
-    "glm": ToolFormat(marked_formats.glm, marked_formats.GLM_MARKS),
-    "kimi": ToolFormat(marked_formats.kimi, marked_formats.KIMI_MARKS, writes_ids=True),
-    "gpt-oss": ToolFormat(marked_formats.harmony, marked_formats.HARMONY_MARKS, thoughts=None),
+    "hermes": ToolFormat(formats.hermes, formats.CALL_MARKS, has_apart=False),
+    "qwen3-coder": ToolFormat(formats.qwen_coder, formats.CALL_MARKS),
+    "deepseek": ToolFormat(formats.deepseek, formats.DEEPSEEK_MARKS),
+    "glm": ToolFormat(formats.glm, formats.GLM_MARKS),
+    "kimi": ToolFormat(formats.kimi, formats.KIMI_MARKS, writes_ids=True),
+    "gpt-oss": ToolFormat(formats.harmony, formats.HARMONY_MARKS, thoughts=None),
     "mistral": ToolFormat(
-        json_formats.mistral, json_formats.MISTRAL_MARKS, json_formats.MISTRAL_THOUGHTS, writes_ids=True, id_length=9
+        formats.mistral, formats.MISTRAL_MARKS, formats.MISTRAL_THOUGHTS, writes_ids=True, id_length=9
     ),
-    "json": ToolFormat(json_formats.plain_json, has_apart=False),
-    "llama": ToolFormat(json_formats.llama, (json_formats.LLAMA_TAG,)),
+    "json": ToolFormat(formats.plain_json, has_apart=False),
+    "llama": ToolFormat(formats.llama, (formats.LLAMA_TAG,)),
 }

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, NamedTuple
 
-from megarl.data.message_forms import CLOSE, OPEN
+from megarl.data.messages import CLOSE, OPEN
 from megarl.tool_formats.written_calls import MAX_CALLS, TOO_MANY, WrittenCall
 
 CONTENT, REASONING = "content", "reasoning"

@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.tool_formats.marked_formats import HARMONY_THOUGHTS
+from megarl.tool_formats.formats import HARMONY_THOUGHTS
 from megarl.tool_formats.reader import THINK, Grammar, GrammarRule, ThoughtMarks, TurnReader, thoughts
-from megarl.tool_formats.typed_arguments import Tools
-from megarl.tool_formats.written_calls import MAX_CALLS, WrittenCall
+from megarl.tool_formats.written_calls import MAX_CALLS, Tools, WrittenCall
 
 # A user's parser: text without thoughts -> (content, calls as (name, arguments), why what looks like a call is none).
 TextParser = Callable[[str], tuple[str, list[tuple[str, dict[str, Any]]], list[str]]]

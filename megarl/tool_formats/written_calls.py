@@ -1,12 +1,14 @@
 """Tool calls as JSON values, and what a call may be in every format. The text is hostile: only ValueError is raised.
 
-A call has a name, and arguments of valid Unicode, numbers that JSON can write and at most `MAX_DEPTH` levels.
+A call has a name, and arguments of valid Unicode, numbers that JSON can write and at most `MAX_DEPTH` levels. What
+arguments are that are written as plain text, the schema of the tool says: a string stays as it is written, other values
+are JSON, and what is no JSON stays text, which the tool refuses.
 """
 
 import functools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megarl.plain_values import is_unicode, whole_unicode
@@ -121,3 +123,77 @@ def _no_constant(name: str):
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+# -- arguments that are written as plain text --------------------------------------------------------------------------
+
+
+Tools = Sequence[Mapping[str, Any]]
+_PYTHON = {"True": True, "False": False, "None": None}  # which templates write that do not make JSON of values
+KINDS: dict[str, tuple[type, ...]] = {  # of JSON schemas
+    "string": (str,),
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+class TextCursor:
+    """A place in a text, which moves from mark to mark."""
+
+    def __init__(self, text: str):
+        self._text, self._at = text, 0
+
+    def until(self, mark: str) -> str | None:
+        """The text up to the next such mark, after which the cursor then is; None: there is none, nothing moves."""
+        end = self._text.find(mark, self._at)
+        if end < 0:
+            return None
+        found, self._at = self._text[self._at : end], end + len(mark)
+        return found
+
+    def rest(self) -> str:
+        return self._text[self._at :]
+
+
+def parameters_of(tools: Tools, name: str) -> Mapping[str, Any]:
+    """The schemas of a tool's parameters; {} if there are none, whatever the tools look like."""
+    for tool in tools:
+        function = _object(_object(tool).get("function", tool))
+        if function.get("name") == name:
+            return _object(_object(function.get("parameters")).get("properties"))
+    return {}
+
+
+def argument(text: str, schema: Any) -> Any:
+    """The value of an argument that was written as `text`. `schema`: of the parameter; None if it is unknown."""
+    types = _types(schema)
+    if types == {"string"}:
+        return text
+    try:
+        value = _PYTHON[text.strip()] if text.strip() in _PYTHON else read_json(text)
+    except ValueError:
+        return text
+    if types and "string" not in types:
+        return value
+    fits = not types or type(value) in {kind for each in types for kind in KINDS.get(each, ())}
+    return value if fits and not isinstance(value, str) else text
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _types(schema: Any, levels: int = 8) -> set[str]:
+    """Types that a value may have; empty: any."""
+    schema = _object(schema)
+    listed = schema.get("type")
+    found = {each for each in (listed if isinstance(listed, list) else [listed]) if isinstance(each, str)}
+    for name in ("anyOf", "oneOf"):
+        inner = schema.get(name)
+        for each in inner if isinstance(inner, list) and levels else []:
+            found |= _types(each, levels - 1)
+    return found | {"null"} if found and schema.get("nullable") else found

@@ -17,7 +17,7 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import ROLLOUT, StepBatch
 from megarl.data.conversations import Encoder
 from megarl.data.images.book import Images
-from megarl.data.images.ids import image_ids
+from megarl.data.images.names import image_ids
 from megarl.errors import UsageError, warn_as_first
 from megarl.mcore import device
 from megarl.mcore.any_model.tower import Tower

@@ -8,7 +8,7 @@ from megarl.arguments import RoleSettings, RunConfig
 from megarl.comm.early_responses import judges_early
 from megarl.data.conversations import Encoder
 from megarl.data.images.book import Images
-from megarl.data.images.ids import row_of
+from megarl.data.images.names import row_of
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
 from megarl.flags.settings import expected_responses, group_sizes

@@ -243,9 +243,7 @@ def _answer(folder, data: bytes) -> str:
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     settings = {name: value for name, value in numbers.PROCESSOR.items() if name != "image_processor_type"}
-    found = decode(data)
-    picture = Image.frombytes("RGB", found[:2], found.rgb)
-    inputs = transformers.Qwen2VLImageProcessorPil(**settings)(images=[picture], return_tensors="pt")
+    inputs = transformers.Qwen2VLImageProcessorPil(**settings)(images=[decode(data)], return_tensors="pt")
     place = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "number?"}]}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -1,5 +1,5 @@
 """Renders conversations with `transformers`: writes transformers_chat.json for
-tests/unit/data/test_chat_against_transformers.py.
+tests/unit/data/test_chat.py.
 
     python -m venv scratch && scratch/bin/pip install transformers==5.23.0 sentencepiece==0.2.3
     PYTHONPATH=. scratch/bin/python tests/references/transformers_chat.py tests/references/transformers_chat.json

@@ -1,5 +1,5 @@
 """Renders conversations with tool calls with `transformers`: writes transformers_turns.json for
-tests/unit/data/test_turns_against_transformers.py.
+tests/unit/data/test_turns.py.
 
     python -m venv scratch && scratch/bin/pip install transformers==5.23.0 sentencepiece==0.2.3
     PYTHONPATH=. scratch/bin/python tests/references/transformers_turns.py tests/references/transformers_turns.json

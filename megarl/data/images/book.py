@@ -13,9 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data.images.decoding import decode, decode_confined, size_of, thumbnail
-from megarl.data.images.ids import image_ids, key_of
-from megarl.data.images.marks import MARK, PATTERN, mark_of, names_in
-from megarl.data.images.pixels import ImageRef, Pixels, content_key, sha256_of
+from megarl.data.images.names import (
+    MARK,
+    PATTERN,
+    ImageRef,
+    Pixels,
+    content_key,
+    image_ids,
+    key_of,
+    mark_of,
+    names_in,
+    sha256_of,
+)
 from megarl.data.images.processor import ImageProcessor
 from megarl.errors import UsageError
 from megarl.observe.files import write_atomically

@@ -8,7 +8,7 @@ known by its first bytes, PNG, JPEG, WebP, GIF (the first frame) and BMP, and no
 import base64
 import io
 import struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from megarl.confine import warm_process
 from megarl.errors import UsageError
@@ -27,23 +27,15 @@ _ORIENTATION = 0x0112
 _SHOWN = 160  # characters of a reason
 
 
-class Decoded(NamedTuple):
-    """An image as a viewer shows it: `rgb` has 3 · width · height bytes, by rows."""
-
-    width: int
-    height: int
-    rgb: bytes
-
-
 def size_of(data: bytes) -> tuple[int, int]:
     """(width, height) as a viewer shows them, from the header. UsageError: no image that is read, or beyond limits."""
     with _opened(data)[0] as image:
         return _turned_size(image)
 
 
-def decode(data: bytes) -> Decoded:
-    """RGB pixels: turned as EXIF says, palettes and alpha over white, 16 bits scaled to 8. UsageError as `size_of`, and
-    for damaged data."""
+def decode(data: bytes) -> "Image.Image":
+    """RGB pixels and nothing else: turned as EXIF says, palettes and alpha over white, 16 bits scaled to 8. UsageError
+    as `size_of`, and for damaged data."""
     from PIL import Image
 
     image, kind = _opened(data)
@@ -57,28 +49,27 @@ def decode(data: bytes) -> Decoded:
         image = image.convert("RGB")
         if turn in _TURNS:
             image = image.transpose(Image.Transpose[_TURNS[turn]])
-        return Decoded(*image.size, image.tobytes())
+        return Image.frombytes("RGB", image.size, image.tobytes())
     except Exception as error:  # Pillow raises many kinds
         raise _refused(f"{kind} that cannot be decoded", error) from None
 
 
-def decode_confined(data: bytes) -> Decoded:
+def decode_confined(data: bytes) -> "Image.Image":
     """`decode` in a confined process: for bytes of clients and environments. UsageError also if that dies."""
+    from PIL import Image
+
     size = size_of(data)
     try:
         request = {"data": base64.b64encode(data).decode(), "size": size}
         found = warm_process.ask("megarl.data.images.decoding", "images", request)
     except warm_process.NoAnswer as error:
         raise UsageError(str(error)[:_SHOWN]) from None
-    return Decoded(*size, base64.b64decode(found["rgb"]))
+    return Image.frombytes("RGB", size, base64.b64decode(found["rgb"]))
 
 
 def thumbnail(data: bytes, side: int) -> bytes:
     """A PNG of an image with sides of at most `side` pixels. UsageError as `decode`."""
-    from PIL import Image
-
-    found, out = decode(data), io.BytesIO()
-    image = Image.frombytes("RGB", (found.width, found.height), found.rgb)
+    image, out = decode(data), io.BytesIO()
     image.thumbnail((side, side))
     image.save(out, "PNG", optimize=True)
     return out.getvalue()
@@ -142,7 +133,7 @@ class Decoder:
     def work(self, item: dict) -> dict:
         """{"rgb": base64 of the pixels} of {"data": base64 of an image, "size": of its header}."""
         found = decode(base64.b64decode(item["data"]))
-        return {"rgb": base64.b64encode(found.rgb).decode(), "size": [found.width, found.height]}
+        return {"rgb": base64.b64encode(found.tobytes()).decode(), "size": [*found.size]}
 
     def checked(self, result: dict) -> dict:
         """The result, if it is as long as it says."""

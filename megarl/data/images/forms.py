@@ -18,8 +18,7 @@ import numpy as np
 
 from megarl.data.images.book import Images
 from megarl.data.images.decoding import MAX_BYTES, size_of
-from megarl.data.images.marks import mark_of
-from megarl.data.images.pixels import ImageRef, sha256_of
+from megarl.data.images.names import ImageRef, mark_of, sha256_of
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
 from megarl.plain_files import read_bytes, reason_of, resolved
@@ -128,9 +127,6 @@ class SharedImages(Sequence[ImageRef]):
 
     def __getitem__(self, number):
         return self._refs[number]
-
-    def __iter__(self) -> Iterator[ImageRef]:
-        return iter(self._refs)
 
     def read(self, ref: ImageRef) -> bytes:
         """The bytes of one of them. UsageError: its file is gone."""

@@ -10,14 +10,15 @@ import math
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megarl.data.images.decoding import Decoded
-from megarl.data.images.ids import MAX_ROWS
-from megarl.data.images.pixels import Pixels, content_digest, content_key
+from megarl.data.images.names import MAX_ROWS, Pixels, content_digest, content_key
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
 from megarl.plain_files import read_json, reading
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
 # Class in transformers without its ending -> smallest and largest pixels that it has for want of others.
@@ -92,19 +93,16 @@ class ImageProcessor:
         """Hash of an image as this processor makes it; `of_bytes`: that of its file."""
         return content_digest(self.fingerprint.encode(), of_bytes.encode())
 
-    def pixels(self, image: Decoded, of_bytes: str) -> Pixels:
+    def pixels(self, image: "Image.Image", of_bytes: str) -> Pixels:
         """What the tower reads of one image. UsageError: the library fails on it, or makes another grid."""
-        from PIL import Image
-
-        picture = Image.frombytes("RGB", (image.width, image.height), image.rgb)
         try:
-            found = _loaded(self)(images=[picture], return_tensors="np")
+            found = _loaded(self)(images=[image], return_tensors="np")
         except (ValueError, TypeError, ArithmeticError, MemoryError) as error:
-            raise UsageError(f"{self.kind} fails on an image of {picture.size}: {str(error)[:200]}") from None
+            raise UsageError(f"{self.kind} fails on an image of {image.size}: {str(error)[:200]}") from None
         grid, digest = tuple(found["image_grid_thw"][0].tolist()), self.digest(of_bytes)
-        if grid != self.grid(image.width, image.height):
-            raise UsageError(f"{self.kind} made the grid {grid}, not {self.grid(image.width, image.height)}")
-        tokens = self.tokens(image.width, image.height)
+        if grid != self.grid(*image.size):
+            raise UsageError(f"{self.kind} made the grid {grid}, not {self.grid(*image.size)}")
+        tokens = self.tokens(*image.size)
         return Pixels(found["pixel_values"], grid, tokens, content_key(digest), digest)
 
 

@@ -8,10 +8,9 @@ import functools
 from collections.abc import Collection
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megarl.errors import UsageError
-from megarl.mcore.any_model import walk
 from megarl.mcore.any_model.chunk import PREFIX
 from megarl.mcore.kernels.linear import at_least_rows
 from megarl.mcore.lora.adapted_linear import AdaptedLinear
@@ -22,23 +21,19 @@ RENAMED = (".gate_proj", ".up_proj", ".down_proj", ".gate", ".w1", ".w2", ".w3")
 
 
 class ModuleLinears(NamedTuple):
-    """The linear layers of the module of the folder at `path` that can have factors."""
+    """The linear layers of the module of a folder that can have factors."""
 
     path: str
-
-    def sizes(self) -> dict[str, tuple[int, int]]:
-        """(rows, columns) by name: of the layers of PEFT's `all-linear`, without the head, and without those that a
-        part uses but does not call, which PEFT's factors do not reach either."""
-        return _linear_sizes(self.path)
+    sizes: dict[str, tuple[int, int]]  # (rows, columns) by name
+    has_experts: bool  # as parameters
 
     def renamed_by_peft(self) -> tuple[str, ...]:
         """Ends of names of layers that PEFT must be given as parameters."""
-        parameters = walk.of_path(self.path).module.parameters()
-        return RENAMED if any(parameter.dim() == 3 for parameter in parameters) else ()
+        return RENAMED if self.has_experts else ()
 
     def parse_targets(self, text: str) -> tuple[str, ...]:
         """`--lora-targets`, in the order of the text. UsageError for a name that no layer has."""
-        names = self.sizes()
+        names = self.sizes
         if not names:
             raise UsageError(f"--lora-targets {text}: the module of {self.path} has no linear layers")
         if text == ALL_LINEAR:
@@ -55,7 +50,7 @@ class ModuleLinears(NamedTuple):
 
     def targets_naming(self, names: Collection[str]) -> tuple[str, ...]:
         """The shortest targets that name exactly these layers: the last part of a name, or all of it."""
-        others, found = [name for name in self.sizes() if name not in names], {}
+        others, found = [name for name in self.sizes if name not in names], {}
         for name in names:
             last = name.rpartition(".")[2]
             found[name if any(_is_named(other, (last,)) for other in others) else last] = None
@@ -67,7 +62,7 @@ class ModuleLinears(NamedTuple):
 
     def factor_shapes(self, lora: LoRASettings) -> dict[str, tuple[int, ...]]:
         """As of `lora.targets`."""
-        named = {name: size for name, size in self.sizes().items() if _is_named(name, lora.targets)}
+        named = {name: size for name, size in self.sizes.items() if _is_named(name, lora.targets)}
         shapes: dict[str, tuple[int, ...]] = {}
         for name, (rows, columns) in named.items():
             shapes |= {f"{self.key_of(name)}.lora_A": (lora.rank, columns)}
@@ -77,7 +72,7 @@ class ModuleLinears(NamedTuple):
     def adapted(self, chunk, lora: LoRASettings, seed: int) -> "list[AdaptedModule]":
         """Draws the factors of the layers of a chunk that the targets name."""
         found = []
-        for name in self.sizes():
+        for name in self.sizes:
             if not _is_named(name, lora.targets):
                 continue
             layer = chunk.hf.get_submodule(name)
@@ -89,18 +84,6 @@ class ModuleLinears(NamedTuple):
             owner, _, last = (PREFIX + name).rpartition(".")
             found.append(AdaptedModule(owner, layer, [Projection(last, slice(0, len(layer.weight)))], lora, seed))
         return found
-
-
-@functools.lru_cache(maxsize=8)
-def _linear_sizes(path: str) -> dict[str, tuple[int, int]]:
-    module, _, called, *_ = walk.of_path(path)
-    return {
-        name: (each.weight.shape[0], each.weight.shape[1])
-        for name, each in module.named_modules()
-        if isinstance(each, nn.Linear) and type(each).forward is nn.Linear.forward
-        if each is not module.get_output_embeddings()
-        if name in called or name.rpartition(".")[0] not in called
-    }
 
 
 def _is_named(name: str, targets: Collection[str]) -> bool:

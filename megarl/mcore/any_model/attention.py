@@ -1,4 +1,5 @@
-"""The attention function that modules of transformers call: over packed sequences, or over the engine's cache.
+"""The attention function that modules of transformers call: over packed sequences, or over the engine's cache, in which
+each call in a pass has a slot.
 
 A module hands over queries, keys and values after norms and rotary embeddings, and what is special about its scores:
 scale, softcap, window, sinks. The current `Pass` says where the keys are. A mask, or anything else that a module asks
@@ -8,17 +9,22 @@ Shapes: T tokens of the pass, H query heads, G key/value groups, D channels of a
 """
 
 import contextlib
+import copy
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from megarl.mcore.any_model.rows import replaced
+from megarl.mcore.inference.paged_context import PagedContext
+from megarl.mcore.inference.recurrent_context import RecurrentContext
 from megarl.mcore.kernels.batch_invariance import VECTOR
 from megarl.mcore.parallel.context_parallel import gather_for_attention
 
@@ -153,9 +159,10 @@ class CachePass(Pass):
 
 @dataclass
 class FirstPass(Pass):
-    """The pass that finds the slots: every call of attention gets one, on its module, and returns zeros."""
+    """A pass that notes what modules hand over to attention, which returns the values: one slot for each call."""
 
-    found: list[Slot] = field(default_factory=list)
+    found: list[tuple[nn.Module, Slot]] = field(default_factory=list)
+    given: tuple = ()  # queries, keys and values of the last call, and their `Scores`
     states: list[tuple[int, ...]] = field(default_factory=list)  # shapes of a sequence's, in the order of the pass
 
     def recur(self, rule):
@@ -169,12 +176,15 @@ class FirstPass(Pass):
         slot = Slot(
             len(self.found), query.shape[1], key.shape[1], query.shape[3], value.shape[3], scores.window, has_options
         )
-        if not self.calls[module]:
-            module.attention_slots = []
-        self.calls[module] += 1
-        module.attention_slots.append(slot)
-        self.found.append(slot)
-        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+        self.found.append((module, slot))
+        self.given = query, key, value, scores
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous()
+
+    def set_slots(self) -> tuple[Slot, ...]:
+        """Sets the slots on their modules, and returns them in the order of the pass."""
+        for module, _ in self.found:
+            vars(module)["attention_slots"] = [slot for owner, slot in self.found if owner is module]
+        return tuple(slot for _, slot in self.found)
 
 
 def _padded(x: Tensor, channels: int) -> Tensor:
@@ -217,3 +227,72 @@ def attention(module, query, key, value, attention_mask, scaling=None, **others)
 
 
 AttentionInterface.register(NAME, attention)
+
+
+# -- the engine's cache ------------------------------------------------------------------------------------------------
+
+
+def _is_uniform(slots: Sequence[Slot]) -> bool:
+    return len({(slot.groups, slot.channels) for slot in slots}) == 1
+
+
+def mean_cache(slots: Sequence[Slot], ranks: int) -> tuple[int, int]:
+    """Query groups of the whole model and channels whose product is the mean of the slots, as `SlotContext` has them
+    on each of so many tensor-parallel ranks."""
+    if not slots:  # a module without attention, whose cache is of no use
+        return ranks, VECTOR
+    if _is_uniform(slots):
+        return slots[0].groups, slots[0].channels
+    return ranks, -(-sum(slot.groups * slot.channels for slot in slots) // (ranks * len(slots)))
+
+
+class SlotContext(PagedContext):
+    """Caches each slot's keys and values of this rank's heads in their own shape."""
+
+    def __init__(self, model_config, inference_config, memory=None):
+        """Arguments as of `PagedContext`; the model's slots are `model_config.attention_slots`."""
+        self._keep(model_config, inference_config)
+        super().__init__(model_config, inference_config, memory)
+
+    def _keep(self, model_config, inference_config):
+        self._attention, self._tensor_ranks = model_config.attention_slots, inference_config.pg_collection.tp
+
+    def _cache_config(self, model_config):
+        """A config whose layers have as many numbers for a token as the slots together."""
+        config, ranks = copy.copy(super()._cache_config(model_config)), dist.get_world_size(self._tensor_ranks)
+        whole = [slot._replace(groups=ranks * slot.groups) for slot in self._attention]
+        config.num_layers = max(1, len(whole))
+        config.num_query_groups, config.kv_channels = mean_cache(whole, ranks)
+        return config
+
+    def layer_caches(self) -> tuple[Tensor, ...]:
+        """[blocks, block, G, 2, C] of each slot."""
+        if _is_uniform(self._attention):
+            return super().layer_caches()
+        flat, blocks, start, caches = self.memory_buffer.flatten(), self.memory_buffer.shape[1], 0, []
+        for slot in self._attention:
+            shape = blocks, self.block_size_tokens, slot.groups, 2, slot.channels
+            caches.append(flat[start : start + math.prod(shape)].view(shape))
+            start += math.prod(shape)
+        return tuple(caches)
+
+
+class StateSlotContext(SlotContext, RecurrentContext):
+    """Also keeps a state of each request for each recurrence of the module, in its own shape."""
+
+    reads_tables = False  # the host plans the runs of a step
+
+    def __init__(self, model_config, inference_config, memory, snapshots: int | None):
+        """Arguments as of `RecurrentContext`; the shapes of a sequence's states are `model_config.state_shapes`."""
+        self._keep(model_config, inference_config)
+        cached = [True] * len(self._attention)
+        RecurrentContext.__init__(self, model_config, inference_config, memory, has_cache=cached, snapshots=snapshots)
+
+    def _state_shapes(self, model_config, ranks):
+        return [[shape] for shape in model_config.state_shapes]
+
+    def _states_in(self, parts):
+        return parts[0]
+
+    def _take(self, inputs, runs, layer):
+        inputs.apply(runs, self._states[layer])

@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 
 from megarl.mcore import device
 from megarl.mcore.any_model import attention, fused, recurrence, routing, rows, source, tensor_parallel
-from megarl.mcore.any_model.attention import CachePass, PackedPass, Pass, Unsupported
-from megarl.mcore.any_model.cache import SlotContext, StateSlotContext
+from megarl.mcore.any_model.attention import CachePass, PackedPass, Pass, SlotContext, StateSlotContext, Unsupported
 from megarl.mcore.any_model.walk import walk
 from megarl.mcore.attention import backends
 from megarl.mcore.config.optimizer_flags import MODULE as PREFIX
@@ -32,25 +31,16 @@ ADAPTER = "adapter."  # of the names of low-rank factors
 SOFTCAP = "final_logit_softcapping"
 
 
-class PositionsSeen:
-    """Stands for transformers' cache in modules that ask one how many tokens it has seen: what makes a row's number its
-    position. Keys and values pass through."""
-
-    is_compileable = False
-
-    def __init__(self, positions: Tensor):
-        self._seen = positions[0] - torch.arange(positions.shape[1], device=positions.device)
-
-    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """[T] int64."""
-        return self._seen
-
-    def update(self, key: Tensor, value: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
-        """Keys and values as they are: attention caches them."""
-        return key, value
+def positions_seen(positions: Tensor) -> types.SimpleNamespace:
+    """Stands for transformers' cache in modules that ask one how many tokens it has seen, [T] int64: what makes a row's
+    number its position. Keys and values pass through: attention caches them."""
+    seen = positions[0] - torch.arange(positions.shape[1], device=positions.device)
+    return types.SimpleNamespace(
+        is_compileable=False, get_seq_length=lambda *_: seen, update=lambda key, value, *_, **__: (key, value)
+    )
 
 
-class LogitInputs(nn.Module):
+class LogitInputs:
     """The inputs of a model's logits.
 
     In the place of the vocabulary's projection stands the identity while the module runs. What the module does to its
@@ -58,19 +48,17 @@ class LogitInputs(nn.Module):
     """
 
     def __init__(self, module: PreTrainedModel):
-        super().__init__()
         text = module.config.get_text_config()
-        self.softcap = getattr(text, SOFTCAP, None)
+        self._module, self.softcap = module, getattr(text, SOFTCAP, None)
         if self.softcap is not None:
             vars(text)[SOFTCAP] = None  # which the checks of some classes refuse
-        self._module = (module,)  # not a second name of its weights
 
-    def forward(self, tokens: Tensor, positions: Tensor, **kwargs) -> Tensor:
+    def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Tokens and positions [1, T] -> [T, H]."""
-        (module,) = self._module
+        module, kwargs = self._module, {}
         head = module.get_output_embeddings()
         if getattr(module.config.get_text_config(), "attn_temperature_tuning", False):
-            kwargs["past_key_values"] = PositionsSeen(positions)
+            kwargs["past_key_values"] = positions_seen(positions)
         head.forward = lambda hidden: hidden
         try:
             out = module(input_ids=tokens, position_ids=positions, use_cache=False, **kwargs).logits
@@ -105,7 +93,7 @@ class AnyChunk(MegatronModule):
         super().__init__(config=config)
         self.pg_collection, self.max_sequence_length = pg_collection, args.max_position_embeddings
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
-        found = source.of_path(args.model_folder)
+        found = args.model_folder.source()
         self.hf = found.module(config.params_dtype)
         self.vocab_size = found.text.vocab_size
         self._waits = walk(self.hf).waits if device.has_cuda() else None

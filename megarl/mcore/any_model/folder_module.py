@@ -4,7 +4,7 @@ A role's Megatron namespace has it as `model_folder`. Rooms that `any_model` its
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,12 +13,15 @@ from transformers import PreTrainedModel
 from megarl.data import node_files
 from megarl.mcore.any_model import routing, self_check, source, tensor_parallel, tensor_trial, walk
 from megarl.mcore.any_model.adapters import ModuleLinears
-from megarl.mcore.any_model.attention import Slot, Unsupported
-from megarl.mcore.any_model.cache import mean_cache
+from megarl.mcore.any_model.attention import Slot, Unsupported, mean_cache
 from megarl.mcore.any_model.chunk import PREFIX, AnyChunk
+from megarl.mcore.any_model.source import Source
+from megarl.mcore.any_model.walk import Reach
 from megarl.mcore.model.pipeline_layout import RoutedLayers
 from megarl.mcore.model.weight_table import HEAD, Weight
-from megarl.mcore.weights.hf.folder import CONFIG
+from megarl.mcore.weights.hf.folder import CONFIG, HFFolder
+
+_once = functools.lru_cache(maxsize=8)  # by path: a process asks many times
 
 
 class FolderModule(str):
@@ -26,42 +29,65 @@ class FolderModule(str):
 
     __slots__ = ()
 
+    @_once
+    def source(self) -> Source:
+        """Of a folder that was read before without an error."""
+        return source.read(HFFolder(self))
+
+    @_once
+    def reach(self) -> Reach:
+        """What a pass over text does with the module. Raises Unsupported."""
+        found = self.source()
+        with source.one_line_errors(found.kind, "be built"):
+            return walk.reach(found.module(torch.float32))
+
     def chunk(self, args, config, pg_collection, value_head: torch.nn.Module | None) -> AnyChunk:
         """The model without values. Arguments as of `AnyChunk`."""
         return AnyChunk(config, args, pg_collection, value_head)
 
     def slots(self) -> tuple[Slot, ...]:
         """The slots of the module's attention. Raises Unsupported."""
-        return walk.of_path(self).slots
+        return self.reach().slots
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of a sequence's recurrent states. Raises Unsupported."""
-        return walk.of_path(self).module.state_shapes  # type: ignore[return-value]  # `source.find_slots` set it
+        return self.reach().module.state_shapes  # type: ignore[return-value]  # `source.find_slots` set it
 
     def untrained(self) -> tuple[str, ...]:
         """As of `Reach`: what no role trains."""
-        return walk.of_path(self).untrained
+        return self.reach().untrained
 
+    @_once
     def self_check(self, longest: int):
         """Raises Unsupported for a module that computes other logits alone than under megarl.
 
         Args:
             longest: maximum length of prompt and response together, in tokens.
         """
-        if problem := _self_check(self, longest):
-            raise Unsupported(problem)
+        self._tried("self-check", longest, lambda found: self_check.check(found, longest))
 
     def linears(self) -> ModuleLinears:
         """The layers that can have low-rank factors."""
-        return ModuleLinears(str(self))
+        reach = self.reach()
+        has_experts = any(parameter.dim() == 3 for parameter in reach.module.parameters())
+        return ModuleLinears(self, reach.linears, has_experts)
 
+    @_once
     def routed_layers(self) -> tuple[RoutedLayers, str | None]:
         """The layers whose routes can be replayed; why those of the module's experts cannot be, if there are none."""
-        return _routed_layers(self)
+        module = self.source().module(torch.float32)
+        source.find_slots(module)
+        problem = "calls no experts by transformers' interface"
+        try:
+            if routers := routing.install(module):
+                return RoutedLayers(tuple(x.layer_number for x in routers), routers[0].experts, routers[0].topk), None
+        except Unsupported as error:
+            problem = str(error)
+        return RoutedLayers((), 0, 0), f"{type(module).__name__}: {problem}"
 
     def inexact_part(self) -> str | None:
         """What keeps an exact rollout on CUDA from the module; None: nothing that is known."""
-        return walk.inexact_part(source.of_path(self))
+        return walk.inexact_part(self.source())
 
     def split_problem(self, ranks: int, shards: bool) -> str | None:
         """Why the module cannot be split over so many tensor-parallel ranks; None: it can.
@@ -69,7 +95,7 @@ class FolderModule(str):
         Args:
             shards: each part is sharded over data-parallel ranks, too.
         """
-        module = walk.of_path(self).module
+        module = self.reach().module
         try:
             tensor_parallel.check_heads(module, ranks)
             splits = tensor_parallel.splits_of(module, ranks)
@@ -81,28 +107,43 @@ class FolderModule(str):
             return f"--use-torch-fsdp2 shards {packed[0]} along another axis than that of its packed parts"
         return None
 
+    @_once
     def partial_weights(self, ranks: int) -> tuple[str, ...]:
         """As of `tensor_trial`. Raises Unsupported."""
-        problem, *names = _trial(self, ranks).split("\n")
+        return self._tried("trial", ranks, lambda found: tensor_trial.partial_weights(found, ranks))
+
+    def _tried(self, kind: str, size: int, attempt: Callable[[Source], Sequence[str] | None]) -> tuple[str, ...]:
+        """The names that an attempt finds, which one process of a node makes. Raises Unsupported, as the attempt."""
+        found = self.source()
+
+        def try_it() -> str:
+            try:
+                with source.one_line_errors(found.kind, "be built"):
+                    return "\n".join(["", *(attempt(found) or ())])
+            except Unsupported as error:
+                return str(error)
+
+        text = node_files.text((kind, size, node_files.identity(f"{self}/{CONFIG}")), try_it)
+        problem, *names = text.split("\n")
         if problem:
             raise Unsupported(problem)
         return tuple(names)
 
     def parameter_names(self, value_head: bool) -> list[str]:
         """The names of a role's parameters, a tied one once."""
-        tensors = _tensors(self, value_head)[1].items()
+        tensors = self._tensors(value_head)[1].items()
         return [name.removeprefix(PREFIX) for name, each in tensors if isinstance(each, torch.nn.Parameter)]
 
     def checkpoint_shapes(self, role: str, value_head: bool) -> dict[str, tuple[int, ...]]:
         """The global shapes by key that a checkpoint of a role must have."""
-        tensors = _tensors(self, value_head)[1]
+        tensors = self._tensors(value_head)[1]
         return {f"{role}.{name}": tuple(tensor.shape) for name, tensor in tensors.items()}
 
     def rank_weights(self, value_head: bool, ranks: int, element: int) -> list[Weight]:
         """The parameters, of elements of so many bytes, that each of so many tensor-parallel ranks holds."""
-        module, tensors = _tensors(self, value_head)
+        module, tensors = self._tensors(value_head)
         splits = tensor_parallel.splits_of(module, ranks) if ranks > 1 else {}
-        experts, found = walk.of_path(self).experts, []
+        experts, found = self.reach().experts, []
         for name, tensor in tensors.items():
             shape, split = list(tensor.shape), splits.get(name.removeprefix(PREFIX))
             if split is not None:
@@ -114,59 +155,19 @@ class FolderModule(str):
 
     def used_experts(self) -> float:
         """The share of its experts' weights that a token uses; 1 if the module has none."""
-        return next((topk / experts for experts, topk in walk.of_path(self).experts.values()), 1.0)
+        return next((topk / experts for experts, topk in self.reach().experts.values()), 1.0)
 
     def mean_cache(self, ranks: int) -> tuple[int, int]:
-        """As of `cache.mean_cache`."""
+        """As of `attention.mean_cache`."""
         return mean_cache(self.slots(), ranks)
 
-
-@functools.lru_cache(maxsize=8)
-def _tensors(path: str, value_head: bool) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """The module, and a role's parameters and persistent buffers by name, each once. The caller changes neither."""
-    found = source.of_path(path)
-    module = found.module(torch.float32) if value_head else walk.of_path(path).module
-    if value_head:
-        module.set_output_embeddings(torch.nn.Identity())
-    once = {id(each): (name, each) for name, each in reversed(module.state_dict(keep_vars=True).items())}
-    head = {HEAD: torch.nn.Parameter(torch.empty(1, found.text.hidden_size, device="meta"))} if value_head else {}
-    return module, {f"{PREFIX}{name}": each for name, each in reversed(once.values())} | head
-
-
-@functools.lru_cache(maxsize=8)
-def _self_check(path: str, longest: int) -> str:
-    """What differs, or an empty text."""
-    return _tried(path, "self-check", longest, lambda found: self_check.check(found, longest))
-
-
-@functools.lru_cache(maxsize=8)
-def _trial(path: str, ranks: int) -> str:
-    """What differs over so many ranks, or an empty line and a name in each other one."""
-    return _tried(path, "trial", ranks, lambda found: "\n".join(["", *tensor_trial.partial_weights(found, ranks)]))
-
-
-def _tried(path: str, kind: str, size: int, attempt: Callable[[source.Source], str | None]) -> str:
-    """What an attempt finds out of a folder, or why it failed; one process of a node makes it."""
-    found = source.of_path(path)
-
-    def try_it() -> str:
-        try:
-            with source.one_line_errors(found.kind, "be built"):
-                return attempt(found) or ""
-        except Unsupported as error:
-            return str(error)
-
-    return node_files.text((kind, size, node_files.identity(f"{path}/{CONFIG}")), try_it)
-
-
-@functools.lru_cache(maxsize=8)
-def _routed_layers(path: str) -> tuple[RoutedLayers, str | None]:
-    module = source.of_path(path).module(torch.float32)
-    source.find_slots(module)
-    problem = "calls no experts by transformers' interface"
-    try:
-        if routers := routing.install(module):
-            return RoutedLayers(tuple(x.layer_number for x in routers), routers[0].experts, routers[0].topk), None
-    except Unsupported as error:
-        problem = str(error)
-    return RoutedLayers((), 0, 0), f"{type(module).__name__}: {problem}"
+    @_once
+    def _tensors(self, value_head: bool) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+        """The module, and a role's parameters and persistent buffers by name, each once. Nobody changes either."""
+        found = self.source()
+        module = found.module(torch.float32) if value_head else self.reach().module
+        if value_head:
+            module.set_output_embeddings(torch.nn.Identity())
+        once = {id(each): (name, each) for name, each in reversed(module.state_dict(keep_vars=True).items())}
+        head = {HEAD: torch.nn.Parameter(torch.empty(1, found.text.hidden_size, device="meta"))} if value_head else {}
+        return module, {f"{PREFIX}{name}": each for name, each in reversed(once.values())} | head

@@ -9,7 +9,6 @@ are, and what is wrapped around linear layers later is called.
 import contextlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,24 +19,15 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from megarl.mcore.any_model import attention, rows, source
-from megarl.mcore.any_model.attention import CachePass, Pass, Scores, Slot, Unsupported
+from megarl.mcore.any_model.attention import CachePass, FirstPass, Scores, Slot, Unsupported
 from megarl.mcore.any_model.rows import SIZES, TOLERANCE, ModuleNorm, agree, floats_of, norm_of, prepacked_product
 from megarl.mcore.attention.native_attention import NativeDecodes
 from megarl.mcore.attention.rotary_embeddings import rotated_heads
 from megarl.mcore.kernels import native
 from megarl.mcore.kernels.linear import prepacked
-from megarl.mcore.kernels.norm import rms_norm
 from megarl.mcore.kernels.swiglu import activated
 
 PLAIN = bool, int, float, str, type(None), Tensor  # arguments by which a part hands nothing to others
-
-
-class GainNorm(ModuleNorm):
-    """A norm without a bias."""
-
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        """[…, H] -> […, H]."""
-        return rms_norm(hidden_states, self.weight(), self.eps)
 
 
 class Merged:
@@ -235,18 +225,6 @@ def products(module: nn.Module) -> tuple[list[Tensor], Iterator[tuple[Any, Tenso
 # -- recognition -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class ProbePass(Pass):
-    """A pass of one part, which keeps what the part hands over to attention."""
-
-    given: list[Tensor] = field(default_factory=list)
-    scores: Scores | None = None
-
-    def attend(self, module, query, key, value, scores):
-        self.scores, self.given = scores, [query, key, value]
-        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2)
-
-
 def fuse(module: PreTrainedModel):
     """Makes the parts of a module that the kernels compute call them. Its parameters may be on the meta device."""
     if not native.is_used() or module.dtype is not torch.float32:
@@ -287,10 +265,11 @@ def _take(part: nn.Module, candidates: Iterator, call: tuple[torch.Size, list, d
     inputs = [size * torch.randn(shape, generator=generator) for size in SIZES]
 
     def outcome(function, x: Tensor):
-        probe = ProbePass()
+        probe = FirstPass()
         with attention.running(probe), rows.installed():
             out = function(**dict.fromkeys(name, x), **others) if name else function(x, **others)
-        return [*tree_leaves(out), *probe.given], probe.scores
+        *given, scores = probe.given or (None,)
+        return [*tree_leaves(out), *given], scores
 
     for each in candidates:
         with source.values_in(part, source.spread_values), contextlib.suppress(Exception):  # whatever a part raises
@@ -313,13 +292,13 @@ def _children(part: nn.Module) -> tuple[list[str], list[str], list[str]]:
     """Names of linear layers, of norms that are recognised, and of other children with weights."""
     with_weights = {name: each for name, each in part.named_children() if any(True for _ in each.parameters())}
     linears = [name for name, each in with_weights.items() if type(each) is nn.Linear]
-    norms = [name for name, each in with_weights.items() if isinstance(vars(each).get("fused"), GainNorm)]
+    norms = [name for name, each in with_weights.items() if isinstance(vars(each).get("fused"), ModuleNorm)]
     return linears, norms, [name for name in with_weights if name not in linears and name not in norms]
 
 
 def _norms(part: nn.Module):
     if (norm := norm_of(part)) is not None and norm.bias() is None:
-        yield GainNorm(part, norm.eps, norm.offset)
+        yield norm
 
 
 def _attentions(part: nn.Module):

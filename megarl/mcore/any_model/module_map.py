@@ -1,19 +1,31 @@
 """A Hugging Face folder that stays a model of transformers: what it describes, and where its weights lie.
 
-`AnyModel` and `ModuleMap` are to a folder of any type what `HFModel` and `WeightMap` are to a mapped family's.
+`AnyModel` and `ModuleMap` are to a folder of any type what `HFModel` and `WeightMap` are to a mapped family's. Many
+folders keep names, or single experts, that the classes of transformers do not have. Transformers' own conversions are
+applied group by group, so that only the tensors of one group are in memory.
 """
 
-from collections.abc import Collection, Iterator
+import copy
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 from megarl.errors import UsageError
 from megarl.mcore.any_model import source
 from megarl.mcore.any_model.attention import Unsupported
 from megarl.mcore.any_model.chunk import PREFIX
-from megarl.mcore.any_model.conversions import Conversions, Group, converted
 from megarl.mcore.any_model.folder_module import FolderModule
 from megarl.mcore.model.weight_table import HEAD
 from megarl.mcore.parallel.fsdp import whole
@@ -23,6 +35,7 @@ from megarl.mcore.weights.hf.hf_model import CLASSIFIER, command_line
 from megarl.mcore.weights.reshard_plan import LocalWeights
 
 SCORE = "score.weight"  # a classifier's head in a folder
+Shape = tuple[int, ...]
 UNREAD = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}  # of config.json
 
 
@@ -95,6 +108,83 @@ def read_model(path: str, flag: str, longest: int) -> AnyModel:
     return AnyModel(folder, source.flags_of(found, slots, folder.error), found.text.vocab_size, is_classifier)
 
 
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+class Group(NamedTuple):
+    """Weights of a module that are made of the same tensors of a folder."""
+
+    first: str  # name of the first weight
+    sources: dict[str, str]  # name of a tensor -> the pattern by which a conversion takes it, or the name itself
+    conversion: WeightConverter | WeightRenaming
+    weights: dict[str, Shape]  # by name; of parameters and persistent buffers
+
+    def made(self, read: Callable[[str], Tensor], module: PreTrainedModel) -> dict[str, Tensor]:
+        """The weights by name. `read`: the tensor of a name."""
+        own = copy.deepcopy(self.conversion)
+        for name, pattern in self.sources.items():
+            own.add_tensor(self.first, name, pattern, read(name))
+        made = own.convert(self.first, model=module, config=module.config)
+        return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
+
+
+class Conversions:
+    """The groups of a folder's tensors, and the tensors and weights that belong to none."""
+
+    def __init__(self, module: PreTrainedModel, tensors: dict[str, Shape]):
+        """`module`: without values; `tensors`: shape by name, of the folder."""
+        self.module = module
+        self.weights = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        self.tied: dict[str, str] = dict(module.all_tied_weights_keys)  # weight -> the one that it is
+        self.groups: list[Group] = []
+        found, used = self._matched(tensors)
+        module._weight_conversions = used
+        for first, (conversion, sources) in found.items():
+            group = Group(first, sources, conversion, {})
+            made = group.made(lambda name: torch.empty(tensors[name], device="meta"), module)
+            shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
+            self.groups.append(group._replace(weights=shapes))
+        self.unknown = sorted(tensors.keys() - {name for group in self.groups for name in group.sources})
+        given = {name for group in self.groups for name in group.weights}
+        given |= {weight for weight, source in self.tied.items() if source in given}
+        given |= {source for weight, source in self.tied.items() if weight in given}
+        self.missing = sorted(self.weights.keys() - given - self._ignored(self.weights, "missing"))
+        self.unused = self._ignored(self.unknown, "unexpected")  # tensors that transformers does not read
+        self.unknown = sorted(set(self.unknown) - self.unused)
+
+    def _matched(self, names: Iterable[str]):
+        """First weight -> (conversion, sources), and the conversions that a name of the folder used."""
+        module, mapping = self.module, get_model_conversion_mapping(self.module)
+        renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+        converters = [each for each in mapping if isinstance(each, WeightConverter)]
+        by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+        prefix, state = module.base_model_prefix, module.state_dict()
+        found: dict[str, tuple] = {}
+        for name in sorted(names, key=dot_natural_key):
+            weight, pattern = rename_source_key(name, renamings, converters, prefix, state)
+            if weight not in state and name in state:
+                weight, pattern = rename_source_key(name, [], [], prefix, state)
+            if weight not in state:
+                continue
+            conversion = WeightRenaming(name, weight) if pattern is None else by_pattern[pattern]
+            found.setdefault(weight, (conversion, {}))[1][name] = pattern or name
+        return found, [each for each in mapping if each.was_used()]
+
+    def _ignored(self, names: Collection[str], kind: str) -> set[str]:
+        """Names that transformers' class says may be missing in, or unexpected of, a folder."""
+        patterns = getattr(self.module, f"_keys_to_ignore_on_load_{kind}", None) or ()
+        return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
+
+    def reverted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a folder that a whole group's weights become."""
+        if len(weights) == 1:
+            (name,) = weights
+            group = next(group for group in self.groups if name in group.weights)
+            if isinstance(group.conversion, WeightRenaming):
+                return {next(iter(group.sources)): weights[name]}
+        return revert_weight_conversion(self.module, weights)
+
+
 class ModuleMap:
     """The tensors of a folder that a role's module is made of."""
 
@@ -103,7 +193,7 @@ class ModuleMap:
         if model.has_scalar_head and not value_head:
             raise model.folder.error("a sequence-classification model; a policy needs a language model")
         self.model, self.args, self.value_head = model, args, value_head
-        self._module = source.of_path(str(model.folder.path)).module(torch.float32)
+        self._module = model.folder_of_module.source().module(torch.float32)
         tensors = {name: tensor.shape for name, tensor in model.folder.weights.items() if name != SCORE}
         self._conversions = Conversions(self._module, tensors)
         head = {name for name, each in self._module.named_modules() if each is self._module.get_output_embeddings()}
@@ -150,8 +240,7 @@ class ModuleMap:
             wanted = [name for name in group.weights if tied.get(name, name) in by_name]
             if not wanted:
                 continue
-            first = next(iter(group.weights))
-            made = converted(group.conversion, first, group.sources, reader.read, self._module)
+            made = group.made(reader.read, self._module)
             for name in wanted:
                 for shard in by_name[tied.get(name, name)]:
                     box = tuple(slice(at, at + size) for at, size in zip(shard.offset, shard.shape, strict=True))

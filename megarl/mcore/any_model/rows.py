@@ -23,6 +23,7 @@ from megarl.mcore import device
 from megarl.mcore.kernels import native
 from megarl.mcore.kernels.batch_invariance import VECTOR, is_exact
 from megarl.mcore.kernels.linear import Product, at_least_rows, exact_product, linear, matmul, prepacked
+from megarl.mcore.kernels.norm import rms_norm
 
 NAME = "megarl"
 ROWS = 2 * VECTOR
@@ -131,6 +132,10 @@ class ModuleNorm:
     def bias(self) -> Tensor | None:
         """[H]."""
         return self.part._parameters.get("bias")
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """[…, H] -> […, H], by the compiled kernels, of a norm without a bias."""
+        return rms_norm(hidden_states, self.weight(), self.eps)
 
     def formula(self, x: Tensor) -> Tensor:
         """[…, H] -> […, H]."""

@@ -81,20 +81,27 @@ def read(folder: HFFolder) -> Source:
     config_class = CONFIG_MAPPING[kind]
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise folder.error(f"config.json: model_type {kind!r}: transformers has no language model (ForCausalLM) of it")
-    try:
-        described, _ = config_class.get_config_dict(folder.path)  # reads infinity, as transformers writes it
-        config = config_class.from_dict(described)
-    except Exception as error:  # whatever a class of transformers raises for a wrong entry
-        raise folder.error(f"config.json: transformers refuses it ({_in_one_line(str(error))})") from None
+    config = config_of(folder)
     config.dtype = None
     if hasattr(config.get_text_config(), "is_decoder"):
         config.get_text_config().is_decoder = True
     return of_config(config)
 
 
-def of_config(config: Any) -> Source:
-    """The class that `AutoModelForCausalLM` takes for a config, with the part of a composite config that it takes."""
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+def config_of(folder: HFFolder) -> Any:
+    """The config of a folder of a type that transformers has. UsageError for a wrong entry."""
+    kind = CONFIG_MAPPING[folder.config["model_type"]]
+    try:
+        described, _ = kind.get_config_dict(folder.path)  # reads infinity, as transformers writes it
+        return kind.from_dict(described)
+    except Exception as error:  # whatever a class of transformers raises for a wrong entry
+        raise folder.error(f"config.json: transformers refuses it ({_in_one_line(str(error))})") from None
+
+
+def of_config(config: Any, mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING) -> Source:
+    """The class that an auto class takes for a config, with the part of a composite config that it takes. `mapping`: of
+    that class, by default of `AutoModelForCausalLM`."""
+    found = mapping[type(config)]
     kind = found[0] if isinstance(found, tuple) else found
     text = config.sub_configs.get("text_config")
     return Source(config.get_text_config() if text is not None and kind.config_class is text else config, kind)
@@ -126,7 +133,7 @@ def find_slots(
     if not probe.found and not probe.states:
         raise Unsupported(f"{type(module).__name__} {NO_INTERFACE}")
     module.state_shapes = tuple(probe.states)  # type: ignore[assignment]  # torch's type of an attribute
-    return tuple(probe.found)
+    return probe.set_slots()
 
 
 def layers_of(module: nn.Module) -> nn.ModuleList:
@@ -255,9 +262,3 @@ def spread_values(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tens
     size = 1 + sum(stride * (length - 1) for stride, length in zip(strides, shape, strict=True))
     vector = torch.randn(size, generator=generator) * shape[-1] ** -0.5
     return vector.to(dtype).as_strided(shape, strides)
-
-
-@functools.lru_cache(maxsize=8)
-def of_path(path: str) -> Source:
-    """`read` of a folder that was read before without an error."""
-    return read(HFFolder(path))

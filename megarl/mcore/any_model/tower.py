@@ -4,42 +4,34 @@ The tower is all of the folder's model but its language model. An image is compu
 number of threads, its numbers could have other bits.
 """
 
-import copy
 import functools
 import hashlib
 import json
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, initialization
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from megarl.data.images.pixels import Pixels
+from megarl.data.images.names import Pixels
 from megarl.mcore.any_model import source
+from megarl.mcore.any_model.attention import Unsupported
 from megarl.mcore.vision.store import Image, ImageSource, ImageStore, axes_of
-from megarl.mcore.weights.hf.folder import ELEMENTS, FolderReader, HFFolder, slices_of
+from megarl.mcore.weights.hf.folder import FolderReader, HFFolder
 
 ATTENTION = "sdpa"  # eager attention keeps a square of the patches of an image
 
 
-class Axes(NamedTuple):
-    """How the rotary channels of a family are divided among the axes of a position, in transformers' class of it."""
-
-    default: tuple[int, int, int]  # sections where config.json has none
-    is_interleaved: bool = False
-
-
-# By `model_type` of config.json: the families whose images were compared with transformers' own forward.
+# By `model_type` of config.json: the families whose images were compared with transformers' own forward. How the rotary
+# channels are divided among the axes of a position: sections where config.json has none, and whether these alternate.
 FAMILIES = {
-    "qwen2_vl": Axes((16, 24, 24)),
-    "qwen2_5_vl": Axes((16, 24, 24)),
-    "qwen3_vl": Axes((24, 20, 20), is_interleaved=True),
-    "qwen3_vl_moe": Axes((24, 20, 20), is_interleaved=True),
-    "glm4v_moe": Axes((8, 12, 12)),
-    "qwen3_5": Axes((11, 11, 10), is_interleaved=True),
-    "qwen3_5_moe": Axes((11, 11, 10), is_interleaved=True),
+    "qwen2_vl": ((16, 24, 24), False),
+    "qwen2_5_vl": ((16, 24, 24), False),
+    "qwen3_vl": ((24, 20, 20), True),
+    "qwen3_vl_moe": ((24, 20, 20), True),
+    "glm4v_moe": ((8, 12, 12), False),
+    "qwen3_5": ((11, 11, 10), True),
+    "qwen3_5_moe": ((11, 11, 10), True),
 }
 
 
@@ -52,12 +44,8 @@ class Tower:
         if kind not in FAMILIES:
             allowed = ", ".join(FAMILIES)
             raise folder.error(f"model_type {kind!r}: images need a vision tower of {allowed}")
-        try:
-            self.config: Any = CONFIG_MAPPING[kind].from_dict(dict(folder.config))
-        except Exception as error:  # whatever a class of transformers raises for a wrong entry
-            raise folder.error(f"config.json: transformers refuses it ({' '.join(str(error).split())})") from None
-        self._kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(self.config)]
-        self._axes = FAMILIES[kind]
+        self.config = source.config_of(folder)
+        self._default_sections, self._is_interleaved = FAMILIES[kind]
 
     @property
     def layers(self) -> int:
@@ -75,12 +63,12 @@ class Tower:
         parameters = text.rope_parameters
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         rotated = int(head * parameters.get("partial_rotary_factor", 1))
-        sections = parameters.get("mrope_section", self._axes.default)
+        sections = parameters.get("mrope_section", self._default_sections)
         if len(sections) != 3 or sum(sections) != rotated // 2:
             raise self.folder.error(
                 f"config.json: mrope_section {sections}: allowed are three numbers whose sum is {rotated // 2}"
             )
-        axes = axes_of(tuple(sections), self._axes.is_interleaved)
+        axes = axes_of(tuple(sections), self._is_interleaved)
         return ImageStore(axes, text.hidden_size, self.layers, dtype, source)
 
     @functools.cached_property
@@ -108,12 +96,11 @@ class Tower:
     @functools.cached_property
     def _module(self) -> PreTrainedModel:
         """The model without its language model. UsageError if a tensor is missing or has another shape."""
-        with source.parameters_on_meta(), initialization.no_init_weights():
-            try:
-                config = copy.deepcopy(self.config)  # transformers notes the precision in it
-                module = self._kind._from_config(config, dtype=torch.float32, attn_implementation=ATTENTION)
-            except Exception as error:  # whatever a class of transformers raises
-                raise self.folder.error(f"config.json: transformers cannot build it ({error})") from None
+        whole = source.of_config(self.config, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+        try:
+            module = whole.module(torch.float32, ATTENTION)
+        except Unsupported as error:
+            raise self.folder.error(f"config.json: transformers cannot build it ({error})") from None
         module.model.language_model = module.lm_head = None
         reader = FolderReader(self.folder)
         for name, tensor in module.state_dict(keep_vars=True).items():
@@ -124,7 +111,7 @@ class Tower:
                 part._parameters[own] = nn.Parameter(values, requires_grad=False)
             else:
                 part._buffers[own] = values
-        return module.eval()
+        return module
 
     def _read(self, reader: FolderReader, name: str, tensor: Tensor) -> Tensor:
         weights = self.folder.weights
@@ -132,10 +119,7 @@ class Tower:
         if stored is None or weights[stored].shape != tuple(tensor.shape):
             problem = "is missing" if stored is None else f"has the shape {weights[stored].shape}"
             raise self.folder.error(f"{name} {problem}; its vision tower needs it with {tuple(tensor.shape)}")
-        values = torch.empty(tensor.shape)
-        for part in slices_of(tuple(tensor.shape), ELEMENTS):
-            values[part] = reader.read(stored, part)
-        return values
+        return torch.empty(tensor.shape).copy_(reader.read(stored))
 
 
 def _joined(rows: Tensor | tuple[Tensor, ...] | list[Tensor]) -> Tensor:

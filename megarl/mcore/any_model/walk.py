@@ -8,7 +8,6 @@ A pass with zeros finds which parts a text reaches. Others, as a tower of images
 trained, and neither is a parameter that transformers excludes, as the bias of a router's choice.
 """
 
-import functools
 import re
 import sys
 from collections.abc import Collection
@@ -110,17 +109,9 @@ class Reach(NamedTuple):
 
     module: PreTrainedModel  # with the slots of its attention
     slots: tuple[Slot, ...]
-    called: frozenset[str]  # names of parts
+    linears: dict[str, tuple[int, int]]  # rows and columns by name of the linear layers that can have factors
     experts: dict[str, tuple[int, int]]  # by name of a part with experts: how many, and how many a token uses
     untrained: tuple[str, ...]  # patterns of the names of parameters
-
-
-@functools.lru_cache(maxsize=8)
-def of_path(path: str) -> Reach:
-    """Of a folder that `source.of_path` reads. Raises Unsupported."""
-    found = source.of_path(path)
-    with source.one_line_errors(found.kind, "be built"):
-        return reach(found.module(torch.float32))
 
 
 def reach(module: PreTrainedModel) -> Reach:
@@ -142,7 +133,19 @@ def reach(module: PreTrainedModel) -> Reach:
     finally:
         for hook in hooks:
             hook.remove()
-    return Reach(module, slots, frozenset(called), experts, _untrained(module, read))
+    return Reach(module, slots, _linears(module, called), experts, _untrained(module, read))
+
+
+def _linears(module: PreTrainedModel, called: Collection[str]) -> dict[str, tuple[int, int]]:
+    """(rows, columns) by name: of the layers of PEFT's `all-linear`, without the head, and without those that a part
+    uses but does not call, which PEFT's factors do not reach either."""
+    return {
+        name: (each.weight.shape[0], each.weight.shape[1])
+        for name, each in module.named_modules()
+        if isinstance(each, nn.Linear) and type(each).forward is nn.Linear.forward
+        if each is not module.get_output_embeddings()
+        if name in called or name.rpartition(".")[0] not in called
+    }
 
 
 def _untrained(module: nn.Module, read: Collection[str]) -> tuple[str, ...]:

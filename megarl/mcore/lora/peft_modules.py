@@ -70,7 +70,7 @@ def peft_modules(args, family: Family, prefix: str, table: dict[str, Mapping] | 
         linears = args.model_folder.linears()
         return [
             PeftModule(name, (Member(linears.key_of(name), slice(0, rows), rows, ()),), columns, None)
-            for name, (rows, columns) in linears.sizes().items()
+            for name, (rows, columns) in linears.sizes.items()
         ]
     shapes, modules = factor_shapes(args, LoRASettings(rank=1, alpha=1.0, rslora=False, targets=TARGETS)), {}
     heads, linears, layers = HeadLayout.of(args), linears_of(args), table or family.modules or family.layers

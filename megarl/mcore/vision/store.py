@@ -1,6 +1,6 @@
 """What the language model gets of images, by their keys, and which tokens of a stream are theirs.
 
-A row of an image is a negative token id (`megarl.data.images.ids`). So whatever compares, hashes, copies or sends
+A row of an image is a negative token id (`megarl.data.images.names`). So whatever compares, hashes, copies or sends
 tokens tells images apart without knowing of them. Three places read the store: the embedding, the rotation, and the
 layers that add features (Qwen3-VL's deepstack, 2511.21631 §2).
 Shapes: T tokens, M of them rows of images, n rows of one image, H hidden size, K layers that add features.
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.data.images.ids import key_of, row_of
+from megarl.data.images.names import key_of, row_of
 from megarl.mcore import device
 
 

@@ -158,6 +158,29 @@ def gradients(rank: int, folder: Path, flags: str) -> Gradients:
     )
 
 
+def loaded(folder: Path, dtype: torch.dtype = torch.float32):
+    """The model as transformers computes it, with its own attention and experts."""
+    from transformers import AutoModelForCausalLM
+
+    own = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **own).eval()
+
+
+def trainable(folder: Path, flags: str):
+    """(the model of a folder as an actor trains it, the actor's place). A collective of the world."""
+    from megarl.checkpoint.pretrained import find_pretrained
+    from megarl.comm import role_mesh
+    from megarl.roles.trainable_model import TrainableModel
+    from tests.helpers.folders.hf_layouts import role_of
+
+    torch.set_num_threads(1)
+    role = role_of(folder, f"--lr 1e-3 --clip-grad 0 {FLAGS} {flags}", torch.distributed.get_world_size(), False)
+    place = role_mesh.create_mesh({"actor": role}, SAFETY)["actor"]
+    model = TrainableModel(role, place, role.model_vocab_size(0), 1)
+    model.load_pretrained(find_pretrained(role, role.model_vocab_size(0)))
+    return model, place
+
+
 def _rows(vocabulary: int) -> list[list[int]]:
     rows = [request.prompt for request in _requests(vocabulary)]
     return [*rows, [vocabulary // 2, 0, 5]]  # the first row of the second rank's vocabulary, and padding
@@ -165,10 +188,7 @@ def _rows(vocabulary: int) -> list[list[int]]:
 
 def own_gradients(_, folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """As of `gradients`, by transformers' own module and backward; by its names, of parameters that have some."""
-    from transformers import AutoModelForCausalLM
-
-    own = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **own).eval()
+    module = loaded(folder, dtype)
     for row in _rows(module.config.get_text_config().vocab_size):
         if len(row) > 1:
             logprobs = module(torch.tensor([row]), use_cache=False).logits[0, :-1].to(dtype).log_softmax(-1)

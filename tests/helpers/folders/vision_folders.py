@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megarl.data.images.ids import image_ids
-from megarl.data.images.pixels import Pixels, content_digest, content_key
+from megarl.data.images.names import Pixels, content_digest, content_key, image_ids
 from tests.helpers.texts import small_tokenizers
 from tests.helpers.worlds import run_world
 

@@ -6,7 +6,7 @@ import torch
 from megarl.batch import Batch
 from megarl.comm import image_exchange
 from megarl.comm.exchange import PendingSends
-from megarl.data.images.ids import image_ids
+from megarl.data.images.names import image_ids
 from megarl.mcore.vision.store import Image, ImageStore
 from tests.helpers.models.batches import create_mesh
 from tests.helpers.worlds import run_world

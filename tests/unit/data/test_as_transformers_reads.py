@@ -47,7 +47,7 @@ def with_switch(value):
     return lambda folder: edit(small_tokenizers.mistral(folder), tokenizer_class="LlamaTokenizer", add_bos_token=value)
 
 
-FOLDERS = {  # others are in test_chat_against_transformers
+FOLDERS = {  # others are in test_chat
     "llama": small_tokenizers.llama,
     "chatml": small_tokenizers.chatml,
     "special_tokens_map": special_tokens_map,

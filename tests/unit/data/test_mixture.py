@@ -8,8 +8,7 @@ import pytest
 
 from megarl.data.columns import RL, SFT, Columns
 from megarl.data.mixture import MixtureEntry, read_mixture, whole_weights
-from megarl.data.order import MixtureOrder
-from megarl.data.pools import DifficultyPools
+from megarl.data.order import DifficultyPools, MixtureOrder
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.errors import UsageError
 

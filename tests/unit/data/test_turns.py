@@ -1,6 +1,8 @@
 """Turns as tokens: bridges of any messages, what is cut, what is refused."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -11,9 +13,11 @@ from megarl.data.tokenizers import build_tokenizer
 from megarl.data.turns import TurnTokens
 from megarl.errors import UsageError
 from tests.helpers.texts.chat_encoders import encoder_of, spelled, template_encoders
-from tests.helpers.texts.chat_templates import GEMMA_TOOLS, LLAMA3, TEMPLATES
+from tests.helpers.texts.chat_templates import GEMMA_TOOLS, LLAMA3, RECORDED, TEMPLATES
 from tests.helpers.texts.family_templates import FAMILY_TEMPLATES
 from tests.helpers.texts.small_tokenizers import HUGGING_FACE, chatml, gemma, llama, sentence_piece
+from tests.references import transformers_turns
+from tests.references.transformers_turns import SPECIAL_FROM, conversations, prompts
 
 QUICK = settings(max_examples=20, deadline=None, derandomize=True, database=None,
                  suppress_health_check=[HealthCheck.too_slow])  # fmt: skip
@@ -269,3 +273,49 @@ def test_templates_that_fail_or_go_on_within_a_turn(tmp_path):
         TurnTokens(encoder_of(tmp_path / "llama", llama, template), 10).bridge(results)
     with pytest.raises(UsageError, match="an assistant's turn does not end before what follows"):
         TurnTokens(encoder_of(tmp_path / "gemma", gemma, GEMMA_TOOLS), 10).bridge(results)
+
+
+# -- prompts and bridges token by token with those of transformers: `references/transformers_turns.py` recorded them ---
+
+
+FOUND = json.loads((Path(__file__).parents[2] / "references" / "transformers_turns.json").read_text())["results"]
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_prompts_and_bridges_are_those_of_transformers(tmp_path, name):
+    tokenizer, template, roles = RECORDED[name]
+    encoder = encoder_of(tmp_path / "tokenizer", tokenizer, template)
+    tokens, ends, bridges = TurnTokens(encoder, 10**6), encoder.tokenizer.end_ids, 0
+    for number, (messages, rows) in enumerate(zip(conversations(roles), FOUND[name], strict=True)):
+        if number >= SPECIAL_FROM:
+            continue
+        befores = prompts(messages)
+        assert tokens.first_prompt(befores[0], transformers_turns.TOOLS if "tool" in roles else None) == rows[0]["ids"]
+        for before, after, row in zip(befores, befores[1:], rows[1:], strict=False):
+            bridge, ids = tokens.bridge(after[len(before) + 1 :]), row["ids"]
+            turn = ids[: len(ids) - len(bridge)]
+            assert ids[len(turn) :] == bridge
+            assert turn[-1] in ends and not set(turn[:-1]) & set(ends)
+            bridges += 1
+    assert bridges > 12
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "hermes", "llama", "qwen3", "llama3"])
+def test_strings_of_special_tokens_in_contents_stay_text(tmp_path, name):
+    """The text is that of transformers, the special tokens are those of harmless contents."""
+    tokenizer, template, roles = RECORDED[name]
+    encoder = encoder_of(tmp_path / "tokenizer", tokenizer, template)
+    tokens, special, hostile = TurnTokens(encoder, 10**6), set(encoder.tokenizer.special.values()), 0
+    for messages, rows in list(zip(conversations(roles), FOUND[name], strict=True))[SPECIAL_FROM:]:
+        befores = prompts(messages)
+        first = tokens.first_prompt(befores[0], transformers_turns.TOOLS if "tool" in roles else None)
+        assert spelled(encoder.tokenizer, first) == rows[0]["text"]
+        for before, after, row in zip(befores, befores[1:], rows[1:], strict=False):
+            answers = after[len(before) + 1 :]
+            bridge = tokens.bridge(answers)
+            text = spelled(encoder.tokenizer, bridge)
+            assert row["text"].endswith(text)
+            harmless = tokens.bridge([{**message, "content": "a"} for message in answers])
+            assert [i for i in bridge if i in special] == [i for i in harmless if i in special]
+            hostile += any(string in message["content"] for message in answers for string in encoder.tokenizer.special)
+    assert hostile >= 2

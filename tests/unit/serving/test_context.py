@@ -5,7 +5,7 @@ import base64
 
 import pytest
 
-from megarl.data.images.marks import mark_of
+from megarl.data.images.names import mark_of
 from megarl.data.prompt import Prompt
 from megarl.serving.error_answers import RequestError
 from megarl.serving.schemas import ChatCompletionRequest

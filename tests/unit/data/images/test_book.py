@@ -9,8 +9,7 @@ from PIL import Image
 
 from megarl.data.conversations import Encoder
 from megarl.data.images.book import Images, cut_at_borders
-from megarl.data.images.ids import image_ids, key_of, row_of
-from megarl.data.images.marks import mark_of
+from megarl.data.images.names import image_ids, key_of, mark_of, row_of
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError

@@ -43,7 +43,7 @@ PLAIN = picture(64, 48)
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "BMP"])
 def test_pixels_without_loss_are_those_of_the_picture(kind):
     found = decode(encoded(PLAIN, kind, **({"lossless": True} if kind == "WEBP" else {})))
-    assert found == (64, 48, PLAIN.tobytes())
+    assert found == PLAIN
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
@@ -55,18 +55,20 @@ def test_exif_turns_an_image_and_its_size(kind, turn):
 
     data = turned(kind, turn)
     expected = ImageOps.exif_transpose(Image.open(BytesIO(data))).convert("RGB")
-    assert decode(data) == (*expected.size, expected.tobytes()) and size_of(data) == expected.size
+    found = decode(data)
+    assert (found.size, found.tobytes()) == (expected.size, expected.tobytes()) and size_of(data) == expected.size
+    assert not found.info  # which would have it turned again
     assert turn < 5 or expected.size == (48, 64)
 
 
 def test_colours_become_those_that_a_viewer_shows():
-    grey = decode(encoded(Image.new("I;16", (2, 2), 40000), "PNG")).rgb
+    grey = decode(encoded(Image.new("I;16", (2, 2), 40000), "PNG")).tobytes()
     assert set(grey) == {155}  # Pillow's own conversion clips to 255
-    clear = decode(encoded(Image.new("RGBA", (2, 2), (10, 20, 30, 0)), "PNG")).rgb
+    clear = decode(encoded(Image.new("RGBA", (2, 2), (10, 20, 30, 0)), "PNG")).tobytes()
     assert set(clear) == {255}  # over white, as qwen_vl_utils
-    assert set(decode(encoded(Image.new("P", (2, 2)), "PNG", transparency=0)).rgb) == {255}
-    assert len(decode(encoded(Image.new("CMYK", (2, 2)), "JPEG")).rgb) == 12
-    assert decode(frames("GIF"))[:2] == (8, 8)  # the first frame
+    assert set(decode(encoded(Image.new("P", (2, 2)), "PNG", transparency=0)).tobytes()) == {255}
+    assert len(decode(encoded(Image.new("CMYK", (2, 2)), "JPEG")).tobytes()) == 12
+    assert decode(frames("GIF")).size == (8, 8)  # the first frame
 
 
 REFUSED = {
@@ -119,7 +121,7 @@ def test_damaged_bytes_are_a_picture_or_one_line(kind):
             damaged[chance.randrange(len(damaged))] = chance.randrange(256)
         try:
             found = decode(bytes(damaged))
-            assert len(found.rgb) == 3 * found.width * found.height
+            assert len(found.tobytes()) == 3 * found.width * found.height
         except UsageError as error:
             refused += 1
             assert "\n" not in str(error)

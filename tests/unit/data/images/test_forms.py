@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.data.columns import Columns
-from megarl.data.images.ids import key_of
-from megarl.data.images.marks import readable
+from megarl.data.images.names import key_of, readable
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.errors import UsageError
 from tests.helpers.texts.picture_prompts import encoded, encoder_of, picture, write_folder

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.helpers.folders import any_measures, any_types
+from tests.helpers.folders.any_measures import loaded, trainable
 from tests.helpers.forked_programs import refusal
 from tests.helpers.models.lora_models import draw_factors, trained_state, whole_gradients
 from tests.helpers.tiers import by_default
-from tests.helpers.worlds import SAFETY, run_world
+from tests.helpers.worlds import run_world
 
 # PEFT runs in a process of its own: it starts threads, and worlds are forked from this process.
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="needs peft")
@@ -54,13 +55,6 @@ def of_sequences(model, sequences) -> list[torch.Tensor]:
     return found
 
 
-def loaded(folder: Path):
-    from transformers import AutoModelForCausalLM
-
-    own = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **own).eval()
-
-
 def made_by_peft(_, folder: Path, target: Path, targets, rslora: bool) -> Found:
     """Writes an adapter with random factors."""
     import peft
@@ -94,20 +88,6 @@ def read_by_peft(_, folder: Path, adapter: Path) -> list[torch.Tensor]:
 
     with torch.no_grad():
         return of_sequences(peft.PeftModel.from_pretrained(loaded(folder), adapter).eval(), SEQUENCES)
-
-
-def trainable(folder: Path, flags: str):
-    from megarl.checkpoint.pretrained import find_pretrained
-    from megarl.comm import role_mesh
-    from megarl.roles.trainable_model import TrainableModel
-    from tests.helpers.folders.hf_layouts import role_of
-
-    torch.set_num_threads(1)
-    role = role_of(folder, f"--lr 1e-3 --clip-grad 0 {any_measures.FLAGS} {flags}", dist.get_world_size(), False)
-    place = role_mesh.create_mesh({"actor": role}, SAFETY)["actor"]
-    model = TrainableModel(role, place, role.model_vocab_size(0), 1)
-    model.load_pretrained(find_pretrained(role, role.model_vocab_size(0)))
-    return model, place
 
 
 def in_megarl(_, folder: Path, flags: str, target: Path, draws: bool = False) -> Found:

@@ -14,10 +14,10 @@ pytestmark = pytest.mark.skipif(not native.is_used(), reason="no compiled kernel
 
 # Parts of each of six layers that are recognised: every layer whole; norms alone; MLPs and the layer without rotation.
 PARTS = {
-    "qwen3": {"GainNorm": 25, "Attention": 6, "GatedMLP": 6, "Layer": 6},
-    "granite": {"GainNorm": 13, "Attention": 6, "GatedMLP": 6, "Layer": 6},
-    "qwen2": {"GainNorm": 13, "Attention": 6, "GatedMLP": 6, "Layer": 6},
-    "gemma2": {"GainNorm": 25},
+    "qwen3": {"ModuleNorm": 25, "Attention": 6, "GatedMLP": 6, "Layer": 6},
+    "granite": {"ModuleNorm": 13, "Attention": 6, "GatedMLP": 6, "Layer": 6},
+    "qwen2": {"ModuleNorm": 13, "Attention": 6, "GatedMLP": 6, "Layer": 6},
+    "gemma2": {"ModuleNorm": 25},
     "cohere2": {"Attention": 1, "GatedMLP": 6},
     "phi": {"Attention": 6},
 }
@@ -25,11 +25,7 @@ PARTS = {
 
 def found_of(kind: str) -> Source:
     """A small model type."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    config = any_types.small_config(kind, **{"qk_layernorm": False} if kind == "phi" else {})
-    made = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return Source(config, made[0] if isinstance(made, tuple) else made)
+    return source.of_config(any_types.small_config(kind, **{"qk_layernorm": False} if kind == "phi" else {}))
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
@@ -45,7 +41,7 @@ def counts_of(module: nn.Module) -> dict[str, int]:
 
 def outcome(part: nn.Module, function, hidden: torch.Tensor, others: dict) -> torch.Tensor:
     """The first output of a part, in a pass that hands values through."""
-    with torch.no_grad(), attention.running(fused.ProbePass()):
+    with torch.no_grad(), attention.running(attention.FirstPass()):
         out = function(hidden, **others)
     return out[0] if isinstance(out, tuple) else out
 
@@ -65,7 +61,7 @@ def test_parts_compute_what_their_classes_compute(kind):
         for name, part in module.named_modules():
             if "fused" not in vars(part):
                 continue
-            is_vector = isinstance(vars(part)["fused"], (fused.GainNorm, fused.GatedMLP))
+            is_vector = isinstance(vars(part)["fused"], (fused.ModuleNorm, fused.GatedMLP))
             width = part.weight.numel() if hasattr(part, "weight") else found.text.hidden_size
             hidden, alone = torch.randn(1, 4, width), own.get_submodule(name)
             given = {} if is_vector else others
@@ -117,11 +113,11 @@ def with_scaled_late_queries(forward):
     ("attribute", "change", "left"),
     [
         ("RMSNorm", outputs_times(1.00001), {"GatedMLP": 6}),
-        ("MLP", outputs_times(1.00001), {"GainNorm": 13, "Attention": 6}),
-        ("MLP", clipped, {"GainNorm": 13, "Attention": 6}),
-        ("Attention", outputs_times(1.00001), {"GainNorm": 13, "GatedMLP": 6}),
-        ("Attention", with_scaled_late_queries, {"GainNorm": 13, "GatedMLP": 6}),
-        ("DecoderLayer", outputs_times(1.0 + 2**-22), {"GainNorm": 13, "Attention": 6, "GatedMLP": 6}),
+        ("MLP", outputs_times(1.00001), {"ModuleNorm": 13, "Attention": 6}),
+        ("MLP", clipped, {"ModuleNorm": 13, "Attention": 6}),
+        ("Attention", outputs_times(1.00001), {"ModuleNorm": 13, "GatedMLP": 6}),
+        ("Attention", with_scaled_late_queries, {"ModuleNorm": 13, "GatedMLP": 6}),
+        ("DecoderLayer", outputs_times(1.0 + 2**-22), {"ModuleNorm": 13, "Attention": 6, "GatedMLP": 6}),
     ],
 )
 def test_a_variant_that_differs_is_left_alone(attribute, change, left):
@@ -135,7 +131,7 @@ def test_a_buffer_is_left_alone():
     for layer in module.base_model.layers:
         layer.register_buffer("scale", torch.ones(1))  # loaded from a folder later
     fused.fuse(module)
-    assert counts_of(module) == {"GainNorm": 13, "Attention": 6, "GatedMLP": 6}
+    assert counts_of(module) == {"ModuleNorm": 13, "Attention": 6, "GatedMLP": 6}
 
 
 def test_what_is_wrapped_around_a_linear_layer_is_called():

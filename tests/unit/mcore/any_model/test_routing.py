@@ -4,14 +4,12 @@ import functools
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn import functional
 
 from tests.helpers.folders import any_measures, any_types
-from tests.helpers.folders.hf_layouts import role_of
 from tests.helpers.forked_programs import refusal
 from tests.helpers.tiers import by_default
-from tests.helpers.worlds import SAFETY, run_world
+from tests.helpers.worlds import run_world
 
 TP2, FSDP = "--tensor-model-parallel-size 2", "--use-torch-fsdp2"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -51,10 +49,7 @@ def planted(layers: int, experts: int) -> torch.Tensor:
 
 def forced(_, kind: str, folder) -> tuple:
     """(log-probs, gradients of routers) of the module alone, whose routers choose what is planted."""
-    from transformers import AutoModelForCausalLM
-
-    own = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **own).eval()
+    model = any_measures.loaded(folder)
     named = [(name, each) for name, each in model.named_modules() if type(each).__name__.lower().endswith("topkrouter")]
     routes, start, logprobs = planted(len(named), any_types.SMALL["num_experts"]), 0, []
 
@@ -77,21 +72,13 @@ def forced(_, kind: str, folder) -> tuple:
 def replayed(_, folder, flags: str):
     """(log-probs with planted routes, gradients of routers, (live log-probs, disagreement) of planted ones)."""
     from megarl.batch import Batch
-    from megarl.checkpoint.pretrained import find_pretrained
-    from megarl.comm import role_mesh
     from megarl.mcore.model.forward_pass import token_scores
-    from megarl.roles.trainable_model import TrainableModel
     from megarl.router_replay.router_state import RouteTable
     from tests.helpers.models.lora_models import whole_gradients
     from tests.helpers.models.updates import split_microbatches
 
-    torch.set_num_threads(1)
-    flags = f"--lr 1e-3 --clip-grad 0 {any_measures.FLAGS} {flags}"
-    role = role_of(folder, flags, dist.get_world_size(), False)
-    place = role_mesh.create_mesh({"actor": role}, SAFETY)["actor"]
-    vocabulary = role.model_vocab_size(0)
-    model = TrainableModel(role, place, vocabulary, 1)
-    model.load_pretrained(find_pretrained(role, vocabulary))
+    model, place = any_measures.trainable(folder, flags)
+    vocabulary = model.role.model_vocab_size(0)
     state, mine = model.router_state, torch.arange(len(SEQUENCES))[place.dp_rank :: len(place.replicas)]
     lengths = torch.tensor([len(row) for row in SEQUENCES])
     batch = Batch(sequence_ids=torch.arange(len(lengths)), lengths=lengths, tokens=torch.tensor(sum(SEQUENCES, [])))

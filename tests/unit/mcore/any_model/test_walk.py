@@ -27,9 +27,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", by_default(KINDS, ("ernie4_5_moe", "longcat_flash", "cohere2")))
 def test_waits_and_sums_of_a_type_are_found(kind):
     waits, inexact = KINDS[kind]
-    config = any_types.small_config(kind)
-    found = source.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    model = source.Source(config, found[0] if isinstance(found, tuple) else found)
+    model = source.of_config(any_types.small_config(kind))
     alone = walk.walk(model.module(torch.bfloat16))
     assert (alone.waits is not None) == waits and (waits or alone.sums)  # of norms, until they have kernels
     problem = walk.inexact_part(model)

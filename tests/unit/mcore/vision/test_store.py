@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megarl.data.images.ids import image_ids
+from megarl.data.images.names import image_ids
 from megarl.mcore.vision.store import Image, ImageStore, RequestPositions, axes_of
 from tests.helpers.folders import vision_folders
 from tests.helpers.folders.vision_folders import KINDS, PROMPTS

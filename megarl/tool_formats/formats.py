@@ -1,40 +1,39 @@
-"""Formats with marks around each call: Hermes, Qwen3-Coder, GLM; DeepSeek, Kimi, with a section around the calls; and
-gpt-oss, with marks around each message.
+"""Formats with marks around each call: Hermes, Qwen3-Coder, GLM; DeepSeek, Kimi, with a section around the calls;
+gpt-oss, with marks around each message; and those whose calls are JSON without an end: plain JSON, Llama, Mistral.
 
 Each is a grammar of `--tool-call-parser`, and its marks.
 """
 
 import re
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from megarl.tool_formats.reader import CONTENT, REASONING, Begins, Calls, Grammar, Said, ThoughtMarks, Until
-from megarl.tool_formats.typed_arguments import TextCursor, Tools, argument, parameters_of
-from megarl.tool_formats.written_calls import WrittenCall, attempt, call_of, checked, read_arguments, read_json
-
-
-class SectionMarks(NamedTuple):
-    """Marks of the section, and of each call in it."""
-
-    section: str
-    section_end: str
-    call: str
-    call_end: str
-
+from megarl.tool_formats.written_calls import (
+    MAX_CALLS,
+    TextCursor,
+    Tools,
+    WrittenCall,
+    argument,
+    attempt,
+    call_of,
+    checked,
+    parameters_of,
+    read_arguments,
+    read_json,
+    read_json_values,
+)
 
 BEGIN, END = CALL_MARKS = "<tool_call>", "</tool_call>"  # of Hermes and Qwen3-Coder, whose others are never one token
 _FUNCTION, _FUNCTION_END, _PARAMETER, _PARAMETER_END = "<function=", "</function>", "<parameter=", "</parameter>"
 _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 GLM_MARKS = (BEGIN, END, _KEY, _KEY_END, _VALUE, _VALUE_END)
-_DEEPSEEK = SectionMarks(
-    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-)
+# Of a section, its end, a call in it, its end.
+_DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 DEEPSEEK_MARKS = (*_DEEPSEEK, _DEEPSEEK_SEPARATOR)
 _FENCE = "```"
-_KIMI = SectionMarks(
-    "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"
-)
+_KIMI = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"
 _KIMI_SEPARATOR = "<|tool_call_argument_begin|>"
 KIMI_MARKS = (*_KIMI, _KIMI_SEPARATOR)
 _NUMBER = re.compile(r":[0-9]+\Z")
@@ -108,16 +107,16 @@ def _glm_call(written: str, tools: Tools) -> WrittenCall:
     return checked(WrittenCall(name, arguments))
 
 
-def sectioned(marks: SectionMarks, read: Callable[[str], WrittenCall]) -> Grammar:
+def sectioned(marks: tuple[str, str, str, str], read: Callable[[str], WrittenCall]) -> Grammar:
     """Reads calls in a section, whose marks may lack. A call without an end ends with the section or the next call."""
-    _, mark = yield Until((marks.section, marks.section_end, marks.call), CONTENT)
+    section, section_end, call, call_end = marks
+    _, mark = yield Until((section, section_end, call), CONTENT)
     while mark is not None:
-        if mark != marks.call:
-            _, mark = yield Until((marks.section, marks.section_end, marks.call), CONTENT)
+        if mark != call:
+            _, mark = yield Until((section, section_end, call), CONTENT)
             continue
-        written, mark = yield Until((marks.call_end, marks.section_end, marks.call))
-        end = marks.call_end if mark == marks.call_end else ""
-        yield Calls(marks.call + written + end, [attempt(read, written)])
+        written, mark = yield Until((call_end, section_end, call))
+        yield Calls(call + written + (call_end if mark == call_end else ""), [attempt(read, written)])
 
 
 def name_and_arguments(written: str, separator: str) -> tuple[str, str]:
@@ -209,3 +208,91 @@ def _message(header: str, said: set[str]) -> Generator[Any, Any, str | None]:
     said.add(kind)
     _, mark = yield Until((_START, *_ENDS), kind)
     return mark
+
+
+# -- calls that are JSON without an end of their own: plain JSON, Llama, Mistral ---------------------------------------
+
+
+_JSON_FENCE = re.compile(r"\A```(?:json)?[ \t]*\n(.*)\n[ \t]*```\Z", re.DOTALL)
+_LIKE_PLAIN_CALL = re.compile(r'\A\s*(?:\[\s*)?\{\s*"(?:name|arguments)"\s*:')
+LLAMA_TAG = "<|python_tag|>"
+_LLAMA_FIELDS = ("parameters", "arguments")
+_LIKE_LLAMA_CALL = re.compile(r'\A\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"(?:name|parameters)"\s*:')
+MISTRAL_BEGIN, _MISTRAL_ID, _MISTRAL_ARGUMENTS = MISTRAL_MARKS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+MISTRAL_THOUGHTS = "[THINK]", "[/THINK]"
+
+
+def plain_json(tools) -> Grammar:
+    """The whole turn is a JSON object with name and arguments, or a list of them, perhaps in a code fence.
+
+    Other JSON is content.
+    """
+    if (yield Begins(("{", "[", "```"))) is None:
+        yield Until((), CONTENT)
+        return
+    written, _ = yield Until(())
+    found = _plain_calls(written.strip())
+    yield Calls(written, found) if found else Said(CONTENT, written)
+
+
+def _plain_calls(whole: str) -> list[WrittenCall | str]:
+    fenced = _JSON_FENCE.match(whole)
+    inner = fenced[1].strip() if fenced else whole
+    if inner[:1] not in ("{", "["):
+        return []
+    try:
+        value = read_json(inner)
+    except ValueError as error:
+        return [] if _LIKE_PLAIN_CALL.match(inner) is None else [str(error)]
+    values = value if isinstance(value, list) else [value]
+    if not any(isinstance(each, dict) and "arguments" in each for each in values):
+        return []
+    return [attempt(call_of, each) for each in values[: MAX_CALLS + 1]]
+
+
+def llama(tools) -> Grammar:
+    """Llama 3: the whole turn is `{"name": …, "parameters": {…}}`, or several with `;` between them, perhaps after
+    `<|python_tag|>`. JSON without that mark which is no call is content.
+    """
+    begins = yield Begins(("{", LLAMA_TAG))
+    if begins == "{":
+        written, mark = yield Until((LLAMA_TAG,))
+        found = _llama_calls(written, is_marked=False)
+        yield Calls(written, found) if found else Said(CONTENT, written)
+    else:
+        _, mark = yield Until((LLAMA_TAG,), CONTENT)
+    while mark is not None:
+        written, mark = yield Until((LLAMA_TAG,))
+        yield Calls(LLAMA_TAG + written, _llama_calls(written, is_marked=True) or ["a call must be a JSON object"])
+
+
+def _llama_calls(written: str, is_marked: bool) -> list[WrittenCall | str]:
+    values, problem = read_json_values(written, ";", MAX_CALLS + 1)
+    named = [value for value in values if isinstance(value, dict) and "name" in value]
+    is_call = any(field in value for value in named for field in _LLAMA_FIELDS)
+    if not is_marked and not is_call and not (problem and _LIKE_LLAMA_CALL.match(written)):
+        return []
+    return [attempt(call_of, value, _LLAMA_FIELDS) for value in values] + ([problem] if problem else [])
+
+
+def mistral(tools) -> Grammar:
+    """Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}, "id": …}, …]`, or since version 11 of its tokenizer
+    `[TOOL_CALLS]name[ARGS]{…}` for each call, in version 11 with `[CALL_ID]id` after the name.
+    """
+    _, mark = yield Until((MISTRAL_BEGIN,), CONTENT)
+    while mark is not None:
+        written, mark = yield Until((MISTRAL_BEGIN,))
+        yield Calls(MISTRAL_BEGIN + written, _mistral_calls(written))
+
+
+def _mistral_calls(written: str) -> list[WrittenCall | str]:
+    head, mark, arguments = written.partition(_MISTRAL_ARGUMENTS)
+    if mark:
+        name, _, written_id = head.partition(_MISTRAL_ID)
+        return [attempt(read_arguments, name.strip(), arguments, written_id.strip())]
+    try:
+        value = read_json(written)
+    except ValueError as error:
+        return [str(error)]
+    values = value if isinstance(value, list) and value else [value]
+    return [attempt(call_of, each) for each in values[: MAX_CALLS + 1]]
