@@ -9,14 +9,15 @@ COUNT = sum(LENGTHS)
 
 
 def microbatches_of(role_groups, parts: int):
-    """This replica's sequences (round robin) in `parts` micro-batches: (tokens, lengths, weights)."""
+    """This replica's sequences (round robin) in `parts` micro-batches: (tokens, lengths, weights). One without a
+    sequence has a token of no weight."""
     tokens, lengths = ragged_tokens(LENGTHS)
     weights = torch.linspace(-1, 2, COUNT)
     rows = list(zip(tokens.split(LENGTHS), weights.split(LENGTHS), strict=True))[
         role_groups.dp_rank :: len(role_groups.replicas)
     ]
-    groups = [rows[i::parts] for i in range(parts)]
-    assert all(groups)
+    nothing = [(torch.zeros(1, dtype=torch.int64), torch.zeros(1))]
+    groups = [rows[i::parts] or nothing for i in range(parts)]
     return [
         (torch.cat([t for t, _ in group]), torch.tensor([len(t) for t, _ in group]), torch.cat([w for _, w in group]))
         for group in groups
