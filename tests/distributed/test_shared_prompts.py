@@ -115,7 +115,8 @@ def one_rank(rank, shape: str, value_head: bool):
                 elif value_head:
                     out = (sequence_scores(model, batch.tokens, batch.lengths, shared=shared),)
                 else:
-                    out = token_scores(model, batch.tokens, batch.lengths, 0.7, VOCAB, mask=mask, shared=shared)
+                    scores = token_scores(model, batch.tokens, batch.lengths, 0.7, VOCAB, mask=mask, shared=shared)
+                    out = (scores.logprobs, scores.entropy)
                 sum((part * weight[: len(part)]).sum() for part in out).backward()
                 gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
                 results.append(([part.detach() for part in out], gradients))

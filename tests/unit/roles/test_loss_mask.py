@@ -1,7 +1,5 @@
 """--mask-truncated-responses: as if the truncated responses were not there, and equal to TRL's formulas."""
 
-import types
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ from megarl.algorithms.aggregation import local_counts
 from megarl.algorithms.policy_loss import ClipOptions
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.batch import Batch
+from megarl.mcore.model.forward_pass import TokenScores
 from tests.helpers.models.role_stubs import (
     LocalStepBatch,
     assert_equal_updates,
@@ -124,7 +123,7 @@ def test_losses_and_gradients_are_those_of_trl(aggregation, loss_type, tmp_path)
     loss = ActorLoss(settings, POLICY_LOSSES["ppo-clip"]._replace(options=clip))
     counts = local_counts(loss_mask(batch, settings), batch.cu_seqlens)
     found, expected = (batch.rollout_logprobs.clone().requires_grad_() for _ in range(2))
-    scores = types.SimpleNamespace(logprobs=found, entropy=torch.zeros_like(found))
+    scores = TokenScores(found, torch.zeros_like(found))
     value, _ = loss(scores, batch, batch.logprobs, counts, 0.0)
     target = trl_losses(expected, batch.logprobs, batch.advantages, batch, 0.1, 0.3, 7)[loss_type]
     if loss_type != "dapo":  # megarl's mean is over the responses that count, TRL's over all

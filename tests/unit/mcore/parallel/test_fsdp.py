@@ -48,7 +48,7 @@ def scores_of(chunk, place):
     """Log-probs and entropies of all sequences, as scoring computes them."""
     ((tokens, lengths, _),) = microbatches_of(place, 1)
     with forward_pass.inference_mode(chunk):
-        return forward_pass.token_scores(chunk, tokens, lengths, 0.9, VOCAB)
+        return forward_pass.token_scores(chunk, tokens, lengths, 0.9, VOCAB)[:2]
 
 
 def shares(rank):
