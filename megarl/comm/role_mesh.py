@@ -108,6 +108,13 @@ class RoleGroups:
             dist.broadcast_object_list(items, self.replica[0], group=self.replica_group)
         return items[0]
 
+    def gather(self, item: Any) -> list:
+        """One object of each rank of this rank's replica, its leader's first. A collective of the replica."""
+        items = [item] * len(self.replica)
+        if len(items) > 1:
+            dist.all_gather_object(items, item, group=self.replica_group)
+        return items
+
     def gather_replicas(self, item: Any) -> list:
         """One object of each replica, by dp rank. A collective of the leaders."""
         items = [item] * len(self.replicas)

@@ -109,6 +109,7 @@ def _shown(rows: list[dict], budget: int) -> list[dict]:
 
 
 def whole_row(row: dict) -> dict:
+    """What the report shows of a row of samples, without its tokens; texts are cut, values of other types left out."""
     parts = row.get("reward_parts")
     found = {
         "prompt": _text(row.get("prompt"), PROMPT_CHARACTERS),
@@ -138,6 +139,7 @@ def _has_tokens(row: dict) -> bool:
 
 
 def token_fields(row: dict, count: int) -> dict:
+    """The first `count` tokens of a row, with the quantities that the row has for each of them."""
     size, fields = len(row["tokens"]), {}
     for name in ("token_ids", *QUANTITIES):
         if _is_list_of(row.get(name), (int, float, type(None))) and len(row[name]) == size:

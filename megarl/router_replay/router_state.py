@@ -60,7 +60,7 @@ class RouterState:
         self.stages = stages
         self.experts, self.topk = shape.experts, shape.topk
         # A module of transformers may have layers without attention, which its number of layers does not count.
-        self._layers = max(args.num_layers, *shape.numbers, 0)
+        self._layers = max([args.num_layers, *shape.numbers])
         self.layers = router.moe_layers_of(stages)
         # Ranks that hold the same layers and split the tokens of a micro-batch.
         self._token_group = role_groups.pg_collection.tp_cp if args.sequence_parallel else role_groups.pg_collection.cp

@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from megarl.mcore.any_model import attention
 from megarl.mcore.any_model.attention import Unsupported
-from megarl.mcore.kernels import native
+from megarl.mcore.kernels import native, with_gradient
 from megarl.mcore.kernels.batch_invariance import VECTOR
 from megarl.mcore.recurrence import delta_rule, state_space
 from megarl.mcore.recurrence.delta_rule import HeadSizes
@@ -44,7 +43,7 @@ def _apply(rule: "Rule", runs: Runs, states: Tensor | None = None) -> Tensor:
     and there are gradients."""
     if not has_kernels(rule.x):
         return rule.by_chunks(runs, states)
-    return _Trained.apply(runs, type(rule), *rule) if states is None else rule.by_token(runs, states)
+    return _trained(runs, type(rule), *rule) if states is None else rule.by_token(runs, states)
 
 
 def _at(rule: "Rule", numbers: Tensor) -> "Rule":
@@ -152,27 +151,24 @@ class HeadStates(NamedTuple):
 Rule = Convolution | HeadStates
 
 
-class _Trained(torch.autograd.Function):
+def _rule_gradient(ctx, grad):
+    """Gradients of the fields from those of what was read."""
+    states, *saved = ctx.saved_tensors
+    left = iter(saved)
+    rule = ctx.kind(*(next(left) if each is None else each[0] for each in ctx.others))
+    found = rule.gradients(grad, ctx.runs, states)
+    return None, None, *(found.get(name) for name in rule._fields)
+
+
+@with_gradient(_rule_gradient)
+def _trained(ctx, runs, kind, *fields):
     """By compiled kernels, with gradients; arguments after the runs: a rule's type, and its fields."""
-
-    @staticmethod
-    def forward(ctx, runs, kind, *fields):
-        rule = kind(*fields)
-        states = rule.x.new_empty(runs.states, *rule.state_shape)
-        ctx.runs, ctx.kind = runs, kind
-        ctx.others = [None if torch.is_tensor(each) else (each,) for each in fields]
-        ctx.save_for_backward(states, *(each for each in fields if torch.is_tensor(each)))
-        return rule.by_token(runs, states)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        """Gradients of the fields from those of what was read."""
-        states, *saved = ctx.saved_tensors
-        left = iter(saved)
-        rule = ctx.kind(*(next(left) if each is None else each[0] for each in ctx.others))
-        found = rule.gradients(grad, ctx.runs, states)
-        return None, None, *(found.get(name) for name in rule._fields)
+    rule = kind(*fields)
+    states = rule.x.new_empty(runs.states, *rule.state_shape)
+    ctx.runs, ctx.kind = runs, kind
+    ctx.others = [None if torch.is_tensor(each) else (each,) for each in fields]
+    ctx.save_for_backward(states, *(each for each in fields if torch.is_tensor(each)))
+    return rule.by_token(runs, states)
 
 
 # -- functions of modeling files ---------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from megarl.mcore.kernels import with_gradient
 from megarl.mcore.kernels.linear import (
     Product,
     ReplicatedLinear,
@@ -93,36 +93,35 @@ class LowRankProduct(NamedTuple):
         return grads
 
 
-class _AdaptedLinear(torch.autograd.Function):
-    """A linear layer whose weight gets no gradient, only its factors do."""
+def _adapted_gradient(ctx, grad):
+    """Overlaps the collective of the input gradient with the factors' gradients."""
+    x, weight, *flat = ctx.saved_tensors
+    product, factors = ctx.product, _pairs(flat)
+    grad_x = handle = None
+    projected = product.projected_gradients(grad, factors)
+    if ctx.needs_input_grad[0]:
+        whole = input_gradient(grad, weight)
+        for (_, gb), (a, _) in zip(projected, factors, strict=True) if not product.is_merged else ():
+            whole += input_gradient(gb, a)
+        grad_x, handle = start_reduction(whole, product.group, ctx.sequence_parallel, ctx.sums_input_gradient)
+    x = gather_tokens(x, product.group) if ctx.sequence_parallel else x
+    grads = product.factor_gradients(projected, x, factors)
+    if handle is not None:
+        handle.wait()
+    return grad_x, None, None, None, None, None, *grads
 
-    @staticmethod
-    def forward(ctx, x, weight, bias, product, sums_input_gradient, sequence_parallel, *factors):
-        """Arguments as of `kernels.linear`; `factors` are A, B, A, B, …"""
-        ctx.save_for_backward(x, weight, *factors)
-        ctx.product, ctx.sums_input_gradient = product, sums_input_gradient
-        ctx.sequence_parallel = sequence_parallel
-        x = gather_tokens(x, product.group) if sequence_parallel else x
-        return product.forward(x, weight, bias, _pairs(factors))
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        """Overlaps the collective of the input gradient with the factors' gradients."""
-        x, weight, *flat = ctx.saved_tensors
-        product, factors = ctx.product, _pairs(flat)
-        grad_x = handle = None
-        projected = product.projected_gradients(grad, factors)
-        if ctx.needs_input_grad[0]:
-            whole = input_gradient(grad, weight)
-            for (_, gb), (a, _) in zip(projected, factors, strict=True) if not product.is_merged else ():
-                whole += input_gradient(gb, a)
-            grad_x, handle = start_reduction(whole, product.group, ctx.sequence_parallel, ctx.sums_input_gradient)
-        x = gather_tokens(x, product.group) if ctx.sequence_parallel else x
-        grads = product.factor_gradients(projected, x, factors)
-        if handle is not None:
-            handle.wait()
-        return grad_x, None, None, None, None, None, *grads
+@with_gradient(_adapted_gradient)
+def _adapted_linear(ctx, x, weight, bias, product, sums_input_gradient, sequence_parallel, *factors):
+    """A linear layer whose weight gets no gradient, only its factors do.
+
+    Arguments as of `kernels.linear`; `factors` are A, B, A, B, …
+    """
+    ctx.save_for_backward(x, weight, *factors)
+    ctx.product, ctx.sums_input_gradient = product, sums_input_gradient
+    ctx.sequence_parallel = sequence_parallel
+    x = gather_tokens(x, product.group) if sequence_parallel else x
+    return product.forward(x, weight, bias, _pairs(factors))
 
 
 def _split_axis(layer, projection: Projection) -> int | None:
@@ -221,7 +220,7 @@ class AdaptedLinear(torch.nn.Module):
         product, pairs = self.product, self.pairs()
         if torch.is_grad_enabled():
             flat = [tensor for pair in pairs for tensor in pair]
-            return _AdaptedLinear.apply(input, weight, bias, product, allreduce_dgrad, sequence_parallel, *flat)
+            return _adapted_linear(input, weight, bias, product, allreduce_dgrad, sequence_parallel, *flat)
         input = gather_tokens(input, product.group) if sequence_parallel else input
         return product.forward(input, weight, bias, pairs)
 

@@ -58,10 +58,7 @@ class ImageCounts(NamedTuple):
         Ranks of a replica read other images: under sequence parallelism each those of its tokens, and later stages
         none. An image was here before if it was on each rank that has read it.
         """
-        ranks: list[ImageCounts] = [self]
-        if len(role_groups.replica) > 1:
-            ranks *= len(role_groups.replica)
-            dist.all_gather_object(ranks, self, group=role_groups.replica_group)
+        ranks: list[ImageCounts] = role_groups.gather(self)
         read: dict[int, tuple[int, bool]] = {}
         for key, (rows, was_here) in itertools.chain.from_iterable(each.read.items() for each in ranks):
             read[key] = rows, was_here and read.get(key, (rows, True))[1]
