@@ -9,10 +9,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch.distributed as dist
+
 from megarl import launcher, train_rl, train_sft
 from megarl.extras import report
 from megarl.faults import heartbeat, stop
 from megarl.observe.timers import Timers
+from megarl.roles.actor import Actor
 from megarl.trainers import launch as launch_module
 from megarl.trainers.evaluator import Evaluator
 from tests.helpers import programs
@@ -118,6 +121,19 @@ def signal_self(number: int):
     stop.refuse_next_step = refuse_and_tell
     os.kill(os.getpid(), number)
     assert is_done.wait(SAFETY_SECONDS)
+
+
+def stopped_in_update(rank: int, parsed, step: int):
+    """Runs a program of one rank of a world that a signal stops while a step is trained on."""
+    update = Actor.update
+
+    def updated(actor, batch, kl_coefficient):
+        if rank == 0 and batch.step == step:
+            stop.refuse_next_step(dist.distributed_c10d._get_default_store(), step)
+        update(actor, batch, kl_coefficient)
+
+    Actor.update = updated
+    programs.in_world(rank, "rl", parsed)
 
 
 def watch_after(asleep: Path, seconds: float = 1.0):

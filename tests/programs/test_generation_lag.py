@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megarl.errors import UsageError
 from megarl.rollout.waiting_groups import BATCH, kept_records
 from megarl.trainers import step_reports
+from tests.helpers import faults
 from tests.helpers.forked_programs import accepted, refusal
 from tests.helpers.programs import GRADED, in_world, inputs, metrics, program, rl_argv, samples, timeless, train
 from tests.helpers.tiers import long
@@ -171,25 +172,9 @@ def test_no_speed_changes_a_byte(place, folder, tmp_path):
     assert_same_steps(tmp_path, run_of(folder, name), range(1, STEPS + 1))
 
 
-def stopped(rank: int, parsed):
-    """Runs a program that a signal stops while step 2 is trained on."""
-    from megarl.faults.stop import refuse_next_step
-    from megarl.roles.actor import Actor
-
-    update = Actor.update
-
-    def updated(actor, batch, kl_coefficient):
-        if rank == 0 and batch.step == 2:
-            refuse_next_step(dist.distributed_c10d._get_default_store(), 2)
-        update(actor, batch, kl_coefficient)
-
-    Actor.update = updated
-    in_world(rank, "rl", parsed)
-
-
 def test_a_stopped_run_keeps_the_batches_that_were_generated(folder, tmp_path):
     size, flags = RUNS["ppo"]
-    run_world(stopped, size, program("rl", argv(tmp_path, flags), size))
+    run_world(faults.stopped_in_update, size, program("rl", argv(tmp_path, flags), size), 2)
     start = tmp_path / "checkpoints" / "step_00000002"
     kept = kept_records(start)
     assert [step for step in range(STEPS + 1) if kept.entries(BATCH, step)] == [3, 4]

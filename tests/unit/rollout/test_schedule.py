@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from megarl.errors import UsageError
 from megarl.rollout import response_log
 from megarl.rollout.schedule import Recording, RoundRecord, Schedule
 from megarl.trainers.rl_trainer import RLInputs
+from tests.helpers import faults
 from tests.helpers.programs import in_world, inputs, metrics, samples, timeless
 from tests.helpers.rollout.recorded_runs import (
     GRPO,
@@ -227,26 +227,11 @@ def test_a_run_that_follows_a_schedule_ends_where_no_round_waits(folder, tmp_pat
     end = next(step for step in needed if needed[step] <= step)
     assert end > 1
     parsed, size = parsed_of(tmp_path, ONE, f"{RUNS['two replicas'][0]} --replay-schedule {recorded}")
-    run_world(stopped, size, parsed)
+    run_world(faults.stopped_in_update, size, parsed, 1)
     assert sorted(metrics(tmp_path)) == list(range(1, end + 1))
     for step in range(1, end + 1):
         assert samples(tmp_path, step) == samples(recorded, step)
     assert (tmp_path / "checkpoints" / f"step_{end:08d}").is_dir()
-
-
-def stopped(rank: int, parsed):
-    from megarl.faults.stop import refuse_next_step
-    from megarl.roles.actor import Actor
-
-    update = Actor.update
-
-    def updated(actor, batch, kl_coefficient):
-        if rank == 0 and batch.step == 1:
-            refuse_next_step(dist.distributed_c10d._get_default_store(), 1)
-        update(actor, batch, kl_coefficient)
-
-    Actor.update = updated
-    in_world(rank, "rl", parsed)
 
 
 @pytest.mark.long
