@@ -23,7 +23,7 @@ LONG = 48  # words of a sentence that tires
 LIMITS = {
     "files": 465,
     "files below 60 lines": 66,
-    "classes": 708,
+    "classes": 706,
     "fmt: skip": 102,
     "star-passed local tuples": 59,
     "functions with 9 and more parameters": 1,

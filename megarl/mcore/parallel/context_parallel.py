@@ -15,8 +15,6 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megarl.mcore.kernels import with_gradient
-
 
 def chunks_of(rank: int, ranks: int, tokens: int) -> list[tuple[int, int]]:
     """Returns [start, stop) of the stream chunks of a rank, in stream order; 2·ranks must divide `tokens`."""
@@ -36,22 +34,28 @@ def stream_order(ranks: int, tokens: int) -> np.ndarray:
     return np.concatenate([chunk_indices(chunks_of(rank, ranks, tokens)) for rank in range(ranks)]).argsort()
 
 
-def _scatter_gradient(ctx, grad: Tensor):
-    """A reduce-scatter: each rank uses all tokens for its own queries."""
-    (order,) = ctx.saved_tensors
-    by_rank = torch.empty_like(grad)
-    by_rank[order] = grad
-    local = grad.new_empty(grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:])
-    dist.reduce_scatter_tensor(local, by_rank, group=ctx.group)
-    return local, None, None
+class _GatherForAttention(torch.autograd.Function):
+    """All-gather whose backward is a reduce-scatter: each rank uses all tokens for its own queries."""
+
+    @staticmethod
+    def forward(ctx, local: Tensor, order: Tensor, group):
+        ctx.save_for_backward(order)
+        ctx.group = group
+        return gather_from_sequence_parallel_region(local, group=group)[order]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (order,) = ctx.saved_tensors
+        by_rank = torch.empty_like(grad)
+        by_rank[order] = grad
+        local = grad.new_empty(grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:])
+        dist.reduce_scatter_tensor(local, by_rank, group=ctx.group)
+        return local, None, None
 
 
-@with_gradient(_scatter_gradient)
-def gather_for_attention(ctx, local: Tensor, order: Tensor, group) -> Tensor:
+def gather_for_attention(local: Tensor, order: Tensor, group) -> Tensor:
     """Gathers keys or values of this rank's tokens [T/c, …] to those of the whole stream [T, …], in stream order."""
-    ctx.save_for_backward(order)
-    ctx.group = group
-    return gather_from_sequence_parallel_region(local, group=group)[order]
+    return _GatherForAttention.apply(local, order, group)
 
 
 def gather_result(local: Tensor, group) -> Tensor:
