@@ -262,6 +262,8 @@ def _wait(processes: list) -> list[tuple[int, int]]:
                 codes = {rank: process.exitcode} | {i: other.exitcode for i, other in enumerate(processes)}
                 for other in processes:
                     other.kill()
+                for other in processes:
+                    other.join(GRACE)  # the store is open so long: it tells a rank that another one failed first
                 return [(rank, code) for rank, code in codes.items() if code]
     return []
 
