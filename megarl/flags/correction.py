@@ -3,8 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from megarl.algorithms.rejection import parse_bounds
-from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS
+from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS, parse_bounds
 from megarl.flags.conditions import TRAINED, Broken, FlagContext, on
 from megarl.flags.fields import flag, one_of, parses, positive
 

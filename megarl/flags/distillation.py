@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from megarl.algorithms.divergence import DIVERGENCES, JSD
 from megarl.algorithms.estimators import NO_ADVANTAGE
+from megarl.algorithms.kl import DIVERGENCES, JSD
 from megarl.flags.conditions import TRAINED, Broken, FlagContext, on
 from megarl.flags.fields import flag, not_negative, one_of, parses, positive
 from megarl.observe.alarms import ALARMS_WITHOUT_REWARD

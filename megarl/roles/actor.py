@@ -8,11 +8,14 @@ from torch import Tensor
 
 from megarl.algorithms.packed import token_sequences
 from megarl.algorithms.policy_loss import MinibatchResponses, MinibatchTokens, PolicyLoss
-from megarl.algorithms.rejection import kept_tokens, parse_bounds, rejection_report, rejection_sums
 from megarl.algorithms.rollout_correction import (
     correction_report,
     correction_sums,
+    kept_tokens,
+    parse_bounds,
     proximal_logprobs,
+    rejection_report,
+    rejection_sums,
     staleness_maxima,
     staleness_report,
     staleness_sums,

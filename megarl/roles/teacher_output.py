@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.divergence import Divergence
+from megarl.algorithms.kl import Divergence
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleMesh

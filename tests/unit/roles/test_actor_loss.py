@@ -12,7 +12,7 @@ from megarl.algorithms.kl import KL_KINDS
 from megarl.algorithms.packed import broadcast_to_tokens
 from megarl.algorithms.policy_loss import MinibatchResponses
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.algorithms.rejection import kept_tokens, parse_bounds
+from megarl.algorithms.rollout_correction import kept_tokens, parse_bounds
 from megarl.mcore.model.forward_pass import TokenScores
 from megarl.roles.actor_loss import ActorLoss
 from tests.helpers.models.role_stubs import PLAIN, LocalStepBatch, experience, role_of
