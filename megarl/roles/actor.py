@@ -34,7 +34,7 @@ from megarl.observe.timers import Timers
 from megarl.roles.actor_loss import PPO_KL, ActorLoss
 from megarl.roles.loss_mask import actor_mask, is_all_masked
 from megarl.roles.passes import policy_scores
-from megarl.roles.teacher_output import TeacherOutput
+from megarl.roles.teacher import TeacherOutput
 from megarl.roles.trainable_model import TrainableModel, Update
 from megarl.router_replay.routing_metrics import logprob_gaps, probed_ids
 

@@ -11,8 +11,7 @@ from collections import Counter
 import torch
 
 from megarl.batch import Batch
-from megarl.comm.announcements import Announcements
-from megarl.comm.early_responses import ResponseSender
+from megarl.comm.announcements import Announcements, ResponseSender
 from megarl.data.order import MixtureOrder
 from megarl.data.pools import DifficultyPools
 from megarl.data.prompts import PromptSet
