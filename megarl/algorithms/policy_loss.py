@@ -89,7 +89,7 @@ class PolicyLoss(NamedTuple):
 
     name: str
     function: Callable[..., PolicyTerms]
-    options: Any  # an instance of a frozen dataclass, the second argument of `function`
+    options: Any  # the second argument of `function`: an instance of a frozen dataclass, or None
     reads_rollout: bool = False  # its ratio is π_θ/μ, so that a weight π_old/μ would count twice
     # (MinibatchTokens, options) -> `PolicyTokens.selected` of a whole mini-batch, on all ranks; None: it has none
     select: Callable[..., Tensor] | None = None
@@ -102,7 +102,7 @@ class PolicyLoss(NamedTuple):
 
         A field's flag is `<loss>-<field>`, unless `option` sets another one.
         """
-        fields = dataclasses.fields(self.options)
+        fields = () if self.options is None else dataclasses.fields(self.options)
         return {f.metadata.get("flag") or f"{self.name}-{f.name}".replace("_", "-"): f for f in fields}
 
     def with_options(self, values: dict[str, object]) -> "PolicyLoss":
@@ -129,11 +129,6 @@ def positive(default: float | None, text: str, flag: str | None = None):
 def positive_finite(default: float, text: str):
     """An `option` that is a finite number above 0."""
     return option(default, text, lambda value: 0 < value < math.inf, "a finite number above 0")
-
-
-@dataclasses.dataclass(frozen=True)
-class NoOptions:
-    """Options of a loss without options."""
 
 
 @dataclasses.dataclass(frozen=True)

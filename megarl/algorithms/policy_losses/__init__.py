@@ -1,6 +1,6 @@
 """The policy losses by name: a row for each, its function in the file of its kind. Their options become flags."""
 
-from megarl.algorithms.policy_loss import ClipOptions, ClipRange, NoOptions, PolicyLoss
+from megarl.algorithms.policy_loss import ClipOptions, ClipRange, PolicyLoss
 from megarl.algorithms.policy_losses import selected_tokens, single_tokens, whole_responses
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
@@ -33,7 +33,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         PolicyLoss(
             "real", whole_responses.real, whole_responses.RealOptions(), compare=whole_responses.real_advantages
         ),
-        PolicyLoss("reinforce", single_tokens.reinforce, NoOptions()),
+        PolicyLoss("reinforce", single_tokens.reinforce, None),
         PolicyLoss("rollout-is", single_tokens.rollout_is, ClipRange(), reads_rollout=True),
         PolicyLoss("sapo", single_tokens.sapo, single_tokens.SapoOptions()),
         PolicyLoss("topr", whole_responses.topr, whole_responses.ToprOptions(), reads_rollout=True),

@@ -10,7 +10,6 @@ from megarl.algorithms.policy_loss import (
     LOG_RATIO_LIMIT,
     ClipRange,
     MinibatchResponses,
-    NoOptions,
     PolicyTerms,
     PolicyTokens,
     clipped_surrogate,
@@ -138,7 +137,7 @@ class RealOptions:
 
 def real(tokens: PolicyTokens, options: RealOptions) -> PolicyTerms:
     """−A·log π_θ with the advantages of `real_advantages`: under `seq-mean-token-mean` the gradient is REAL's."""
-    return reinforce(tokens, NoOptions())
+    return reinforce(tokens, None)
 
 
 def real_advantages(responses: MinibatchResponses, options: RealOptions) -> Tensor:

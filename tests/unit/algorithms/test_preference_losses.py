@@ -12,7 +12,7 @@ from megarl.algorithms import ESTIMATORS, PREFERENCE_LOSSES
 from megarl.algorithms.aggregation import aggregate, local_counts
 from megarl.algorithms.estimators import AdvantageOptions, StepData
 from megarl.algorithms.packed import sums_by_sequence
-from megarl.algorithms.policy_loss import NoOptions, PolicyTokens
+from megarl.algorithms.policy_loss import PolicyTokens
 from megarl.algorithms.policy_losses.single_tokens import reinforce
 from megarl.algorithms.preference_losses import (
     PairLogprobs,
@@ -289,7 +289,7 @@ def test_the_policy_gradient_is_the_gradient_of_the_loss(name):
         assert torch.equal(advantages, ESTIMATORS["preference"].function(data, options).advantages)
         assert returns is None and metrics["preference/pairs"] == len(pairs)
         tokens = PolicyTokens(logprobs, logprobs.detach(), advantages, *where)
-        loss = reinforce(tokens, NoOptions()).loss
+        loss = reinforce(tokens, None).loss
         value = aggregate(loss, *where, "seq-mean-token-sum", local_counts(*where))
         (ours,) = torch.autograd.grad(value, logprobs)
         if not pairs:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms.policy_loss import ClipOptions, NoOptions, PolicyTokens
+from megarl.algorithms.policy_loss import ClipOptions, PolicyTokens
 from megarl.algorithms.policy_losses.single_tokens import SapoOptions, cispo, ppo_clip, reinforce, sapo
 from tests.references.ragged import ragged_batches
 from tests.references.verl_policy_losses import policy_tokens, verl_loss
@@ -69,7 +69,7 @@ def test_cispo_without_a_lower_bound():
 
 def test_reinforce_equals_verl():
     for batch, tokens, clip in cases():
-        terms = reinforce(tokens, NoOptions())
+        terms = reinforce(tokens, None)
         theirs, metrics = verl_loss("reinforce", batch, tokens, clip)
         assert_same(terms.loss, theirs, tokens.logprobs)
         assert not terms.clipped.any() and terms.clipped.shape == tokens.logprobs.shape
