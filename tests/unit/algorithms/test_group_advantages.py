@@ -1,4 +1,7 @@
-"""Group advantages: against verl, plain loops and closed forms; exact zeros; independent of the responses' order."""
+"""Group advantages: against plain loops and closed forms; exact zeros; independent of the responses' order; by turns.
+
+Whole estimators are compared with verl in test_estimators.py.
+"""
 
 import dataclasses
 import functools
@@ -16,17 +19,8 @@ from megarl.algorithms.estimators import AdvantageOptions, StepData
 from megarl.algorithms.group_advantages import best_of_group, centred, grpo, maxrl, opo, returns_to_go, rloo, turn_sums
 from megarl.algorithms.packed import sums_by_sequence, turn_numbers
 from tests.references.ragged import FEW, ragged_batches, ragged_steps
-from tests.references.verl_core_algos import load_verl
 
 CLOSE = dict(rtol=1e-9, atol=1e-7)  # below the 1e-6 that is promised; scores go up to 1e6
-
-
-def verl_outcome(function, step, **options):
-    """[N]: the advantage that one of verl's outcome estimators gives each response, read at one of its tokens."""
-    width = max(step.batch.lengths)
-    rewards = torch.zeros(len(step.groups), width, dtype=torch.float64)
-    rewards[:, -1] = step.scores
-    return function(rewards, torch.ones_like(rewards), step.labels, **options)[0][:, 0]
 
 
 def by_group(step, function):
@@ -56,43 +50,6 @@ def test_maxrl_and_the_best_of_a_group_equal_plain_loops():
         torch.testing.assert_close(maxrl(step.scores, step.groups), by_group(step, by_mean), **CLOSE)
         best = best_of_group(step.scores, step.groups, std=False)
         torch.testing.assert_close(best, by_group(step, beyond_others), **CLOSE)
-
-
-@pytest.mark.parametrize("std", [True, False])
-def test_grpo_equals_verl(std):
-    verl = load_verl().core_algos
-    for step in ragged_steps(lone=True):
-        theirs = verl_outcome(verl.compute_grpo_outcome_advantage, step, norm_adv_by_std_in_grpo=std)
-        # verl sets mean 0 and deviation 1 for a group of one.
-        theirs = torch.where(step.sizes > 1, theirs, 0.0)
-        torch.testing.assert_close(grpo(step.scores, step.groups, std), theirs, **CLOSE)
-        assert std or torch.equal(grpo(step.scores, step.groups, std), centred(step.scores, step.groups))
-
-
-def test_rloo_equals_verl():
-    verl = load_verl().core_algos
-    for step in ragged_steps(lone=True):
-        scores, groups = step.scores, step.groups
-        # The baseline of a group of one is 0 in verl.
-        theirs = torch.where(step.sizes > 1, verl_outcome(verl.compute_rloo_outcome_advantage, step), 0.0)
-        torch.testing.assert_close(rloo(scores, groups), theirs, **CLOSE)
-        # The vectorised form of verl gives a group of one 0, as this project does.
-        theirs = verl_outcome(verl.compute_rloo_vectorized_outcome_advantage, step)
-        torch.testing.assert_close(rloo(scores, groups), theirs, **CLOSE)
-
-
-def test_opo_equals_verl():
-    opo_of_verl, compared = load_verl().core_algos.compute_opo_outcome_advantage, 0
-    for step in ragged_steps(lone=True):
-        mask = step.batch.padded(step.batch.mask).double()
-        lengths = mask.sum(1).long()
-        rewards = torch.zeros_like(mask)
-        rewards[:, -1] = step.scores
-        theirs = torch.where(step.sizes[:, None] > 1, opo_of_verl(rewards, mask, step.labels)[0], 0.0)
-        ours = opo(step.scores, step.groups, lengths)[:, None] * mask
-        torch.testing.assert_close(ours[lengths > 0], theirs[lengths > 0], **CLOSE)
-        compared += int((lengths > 0).any())
-    assert compared >= 115
 
 
 def every_estimator(scores, groups, lengths):
@@ -159,6 +116,8 @@ def test_wrong_arguments_are_rejected():
     with pytest.raises(ValueError, match=r"response_lengths must be \[3\], got \[2\]"):
         opo(scores, groups, groups[:2])
 
+
+# -- by turns -----------------------------------------------------------------------------------------------------
 
 TURNS = 20  # at least the turns of every ragged batch
 BY_TURN = AdvantageOptions(credit_turns=TURNS)
