@@ -135,32 +135,6 @@ def test_observation_tokens_have_no_effect(loss):
         assert torch.equal(*gradients) and not gradients[1][~batch.mask].any()
 
 
-@pytest.mark.parametrize("loss", [gspo, gspo_token, gmpo])
-def test_two_turns_are_one_response(loss):
-    """prompt, turn, observation, turn: the same as without the observation."""
-    logprobs, old = torch.tensor([-9.0, -1.0, -0.5, -7.0, -2.0]), torch.tensor([-3.0, -1.2, -0.4, -1.0, -1.9])
-    mask = torch.tensor([False, True, True, False, True])
-    advantages, clip = torch.full((5,), -0.7), ClipOptions(0.5, 0.5)
-    whole = loss(PolicyTokens(logprobs, old, advantages, mask, torch.tensor([0, 5])), clip)
-    kept = [field[mask] for field in (logprobs, old, advantages, mask)]
-    parts = loss(PolicyTokens(*kept, torch.tensor([0, 3])), clip)
-    assert torch.equal(whole.loss[mask], parts.loss)
-    torch.testing.assert_close(parts.loss, torch.full((3,), 0.7 * math.exp((0.2 - 0.1 - 0.1) / 3)))
-
-
-def test_gspo_known_gradient():
-    """s·(−A)/n on every token of the response, none where s is clipped."""
-    logprobs = torch.tensor([0.1, 0.2, 0.5, 0.7], dtype=torch.float64, requires_grad=True)
-    mask, borders = torch.ones(4, dtype=torch.bool), torch.tensor([0, 2, 4])
-    advantages = torch.tensor([2.0, 2.0, 1.0, 1.0], dtype=torch.float64)
-    tokens = PolicyTokens(logprobs, torch.zeros(4, dtype=torch.float64), advantages, mask, borders)
-    terms = gspo(tokens, ClipOptions(0.2, 0.3))
-    assert terms.clipped.tolist() == [False, False, True, True]
-    aggregate(terms.loss, mask, borders, "seq-mean-token-sum", torch.tensor([4.0, 2.0])).backward()
-    expected = -2.0 * math.exp(0.15) / 2
-    torch.testing.assert_close(logprobs.grad, torch.tensor([expected, expected, 0.0, 0.0], dtype=torch.float64))
-
-
 def test_a_long_float32_response_keeps_its_ratio():
     """A mean over 20,000 tokens: summed in float32, log s would be wrong in the sixth digit."""
     generator = torch.Generator().manual_seed(0)
