@@ -254,7 +254,8 @@ class TokenSamples:
         the shortest decimals that read back as the same float32. With an environment or a thinking budget, `observed`
         says which tokens are theirs, and not the policy's: `response`, `length` and the lists have both.
         """
-        batch: Batch = step_batch[ACTOR]
+        batch = step_batch[ACTOR]
+        assert batch is not None  # on the actor's ranks
         chosen = (batch.sequence_ids < self._count).nonzero().flatten()
         if not len(chosen):
             return []
@@ -319,5 +320,6 @@ def rows_so_far(
         return [row | {"reward": scores[row["sequence"]]} for row in rows]
     if episodes is not None and episodes.ended is not None:
         ended, prompts = episodes.ended
+        assert prompts is not None  # episodes that have begun have some
         return reward.unscored_rows(episodes_to_batch(ended), prompts)
     return []
