@@ -266,8 +266,10 @@ def checkpoint_shapes(source: str, args, lora: LoRASettings, value_head: bool) -
     return {f"{source}.{key}": shape for key, shape in shapes.items()}
 
 
-def resume_shapes(role: RoleSettings, vocab_size: int, value_head: bool = False) -> dict[str, tuple[int, ...] | None]:
-    """Global shapes that a role's checkpoint must have to resume, as for `folders.check_weights`."""
+def resume_shapes(role: RoleSettings, tokens: int) -> dict[str, tuple[int, ...] | None]:
+    """Global shapes that a role's checkpoint must have to resume, as for `folders.check_weights`. `tokens`: of the
+    run's tokenizer."""
     if role.lora:
-        return checkpoint_shapes(role.name, role.megatron, role.lora, value_head)
-    return weight_shapes(role.name, role.megatron, vocab_size, resumes=True, value_head=value_head)
+        return checkpoint_shapes(role.name, role.megatron, role.lora, role.has_scalar_head)
+    vocab_size = role.model_vocab_size(tokens)
+    return weight_shapes(role.name, role.megatron, vocab_size, resumes=True, value_head=role.has_scalar_head)

@@ -32,17 +32,18 @@ class FrozenModel:
         role_groups: RoleGroups,
         vocab_size: int,
         timers: Timers,
-        value_head: bool = False,
         trained: TrainableModel | None = None,
     ):
-        """Builds the model. Arguments as of `TrainableModel`. A collective of the role.
+        """Builds the model, with a scalar head if the role has one. Arguments as of `TrainableModel`. A collective of
+        the role.
 
         `trained`: a model in this role's layout; the frozen one is then the weights under its low-rank factors, which
         need no second model.
         """
         self.role, self.role_groups, self._trained = role, role_groups, trained
         if trained is None:
-            self.model = gpt.build_frozen_model(role.megatron, vocab_size, role_groups.pg_collection, value_head)
+            pg_collection, has_scalar_head = role_groups.pg_collection, role.has_scalar_head
+            self.model = gpt.build_frozen_model(role.megatron, vocab_size, pg_collection, has_scalar_head)
         else:
             self.role_groups, self.model = trained.role_groups, trained.model
         self.router_state = RouterState(role, self.role_groups, self.model)

@@ -255,14 +255,7 @@ class Reward:
         parts = self._parts_of(terms, columns, penalties, len(batch))
         if penalties is not None:
             weighted = (self.settings.overlong_penalty * penalties).tolist()
-            scores = [
-                dataclasses.replace(
-                    score,
-                    reward=score.reward + lost,
-                    parts=(score.parts or {"reward": score.reward}) | {"overlong": lost},
-                )
-                for score, lost in zip(scores, weighted, strict=True)
-            ]
+            scores = [_with_penalty(score, lost) for score, lost in zip(scores, weighted, strict=True)]
         given = [{name: column[i] for name, column in values.items()} for i in positions]
         rows = [row | score_fields(score, of_terms) for row, score, of_terms in zip(rows, scores, given, strict=True)]
         rewards = torch.tensor([score.reward for score in scores], dtype=torch.float64)
@@ -335,6 +328,11 @@ class Reward:
         written = batch.tokens[batch.response_mask].cpu().split(batch.response_lengths.tolist())
         columns = zip(shares, batch.finished.tolist(), (tokens.tolist() for tokens in written), strict=True)
         return [Shaped(share, finished, tokens) for share, finished, tokens in columns]
+
+
+def _with_penalty(score: Score, lost: float) -> Score:
+    parts = (score.parts or {"reward": score.reward}) | {"overlong": lost}
+    return dataclasses.replace(score, reward=score.reward + lost, parts=parts)
 
 
 def _has(terms: tuple[Term, ...], name: str) -> bool:

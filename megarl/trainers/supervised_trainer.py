@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.arguments import RunConfig
 from megarl.batch import Batch, common_prefix_lengths
-from megarl.checkpoint import pretrained, resume
+from megarl.checkpoint import resume
 from megarl.checkpoint.pretrained import find_pretrained
 from megarl.comm import load_balance
 from megarl.data.conversations import Encoder
@@ -251,9 +251,8 @@ class SupervisedInputs:
             self.pretrained = find_pretrained(role, self.vocab_size, trainer.sources, role.has_scalar_head)
         self.data = resume.data_fingerprints(encoder, s, self.prompt_sets) if s.load or s.save else {}
         if s.load:
-            pretrained.check_factors(s.load, [role])
-            shapes = {role.name: pretrained.resume_shapes(role, self.vocab_size, role.has_scalar_head)}
-            self.resume, self.manifest = resume.check_resume(trainer.program, config, self.data, shapes)
+            tokens = encoder.tokenizer.vocab_size
+            self.resume, self.manifest = resume.check_resume(trainer.program, config, self.data, [role], tokens)
             trainer.check_resumed(config, self)
             if self.images is not None:
                 self.images.check_resumed(self.manifest, s.load)

@@ -83,7 +83,7 @@ def _prepared(name, tokens, options):
 def test_every_option_is_read(name):
     """Each one changes the loss."""
     function, default = POLICY_LOSSES[name].function, options_of(name)
-    for field in dataclasses.fields(POLICY_LOSSES[name].options):
+    for field in POLICY_LOSSES[name].flags().values():
         other, changed = dataclasses.replace(default, **{field.name: OTHERS[field.name]}), False
         for batch in ragged_batches()[:20]:
             old = batch.normal()
