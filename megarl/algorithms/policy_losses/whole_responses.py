@@ -152,11 +152,8 @@ def real_advantages(
     gradient, but counts in the mean.
     """
     mask, cu_seqlens = tokens.response_mask, tokens.cu_seqlens
-    log_ratios = tokens.logprobs - tokens.old_logprobs
-    counts = response_counts(mask, cu_seqlens)
-    means = [
-        sums_by_sequence(x.double(), mask, cu_seqlens) / counts.clamp(min=1) for x in (log_ratios, tokens.advantages)
-    ]
+    fields, counts = (tokens.logprobs - tokens.old_logprobs, tokens.advantages), response_counts(mask, cu_seqlens)
+    means = [sums_by_sequence(x.double(), mask, cu_seqlens) / counts.clamp(min=1) for x in fields]
     scores, signs = means[0] / options.tau, means[1].sign()
     weights = (-signs * scores).clamp(-_REAL_LIMIT, _REAL_LIMIT).exp()
     kinds = torch.stack([signs > 0, signs < 0, counts > 0]).double()

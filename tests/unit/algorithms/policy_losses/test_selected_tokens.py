@@ -33,7 +33,7 @@ def alone(tensor):
 
 
 def minibatch(batch) -> tuple[PolicyTokens, torch.Tensor]:
-    """A mini-batch whose policies differ by rounding, a little and much, with a number of each token; NaN at prompts."""
+    """A mini-batch whose policies differ by rounding, a little and much, and its random numbers; NaN at prompts."""
     old, nothing = -batch.normal().abs(), torch.tensor(float("nan"), dtype=torch.float64)
     rollout = old + batch.normal(0.2) * (batch.normal() > 0)
     old, rollout, advantages = (torch.where(batch.mask, field, nothing) for field in (old, rollout, batch.normal()))
@@ -89,13 +89,10 @@ def test_ranks_choose_what_one_rank_chooses(name):
         expected = selected_by(name, options, (whole, drawn))
         on_first = torch.tensor([draw.random() < (0.0, 0.5, 1.0)[case % 3] for _ in whole.logprobs])
         fields = {name: x for name, x in vars(whole).items() if x is not None and name != "cu_seqlens"}
-        parts = [
-            (
-                PolicyTokens(**{n: x[at] for n, x in fields.items()}, cu_seqlens=torch.tensor([0, int(at.sum())])),
-                drawn[at],
-            )
-            for at in (on_first, ~on_first)
-        ]
+        parts = []
+        for at in (on_first, ~on_first):
+            borders = torch.tensor([0, int(at.sum())])
+            parts.append((PolicyTokens(**{n: x[at] for n, x in fields.items()}, cu_seqlens=borders), drawn[at]))
         sums = []
 
         def recorded(part, sums=sums, parts=parts):
