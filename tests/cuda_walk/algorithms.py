@@ -68,10 +68,8 @@ def _losses(walk: Walk) -> dict:
         columns = batch.advantages, batch.response_mask, batch.cu_seqlens, batch.rollout_logprobs
         walk.clear()
         if (select := POLICY_LOSSES[name].select) is not None:
-            tokens, drawn = (
-                PolicyTokens(batch.logprobs, batch.logprobs, *columns),
-                batch.logprobs.detach().double().exp(),
-            )
+            tokens = PolicyTokens(batch.logprobs, batch.logprobs, *columns)
+            drawn = batch.logprobs.detach().double().exp()
             batch.selected = select(tokens, POLICY_LOSSES[name].options, drawn, lambda x: x)
         counts = local_counts(batch.response_mask, batch.cu_seqlens)
         loss = ActorLoss(settings, POLICY_LOSSES[name])
