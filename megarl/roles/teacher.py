@@ -122,7 +122,7 @@ class Teachers:
         """What the teachers read before the responses; None: the policy's prompts. A collective of the role."""
         if self._prompts is None and self._context is None:
             return None
-        own = TeacherPrompts([None] * len(batch), batch.prompt_ids.cpu())
+        own: TeacherPrompts = [None] * len(batch), batch.prompt_ids.cpu()
         if self._prompts is not None:
             own = prompts_of_lines(batch, self._prompts)
         if self._context is None:
