@@ -11,8 +11,11 @@ import json
 import math
 import os
 import re
+import resource
+import select
+import signal
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -163,3 +166,57 @@ def parse_named_paths(text: str) -> dict[str, str]:
             raise ValueError(entry)
         found[name] = path
     return found
+
+
+# -- a first reading with limits -----------------------------------------------------------------------------------
+
+# Of templates, footers and patterns, in a child process: one that loops for ever, takes gigabytes, or ends the process
+# (the libraries in C++ that read it do, for some damages), ends the child and not the program.
+
+CHILD_SECONDS = 10  # of the processor
+CHILD_BYTES = 2**30  # of memory that it may add
+_CHILD_PATIENCE = 60.0  # seconds by the clock, for a machine that is busy
+
+
+def child_limits() -> str:
+    return f"{CHILD_SECONDS} s, or {CHILD_BYTES // 2**30} GiB of memory"
+
+
+def ends_in_child(work: Callable[[], object]) -> bool:
+    """Whether a function returns or raises within the limits, in a fork of this process.
+
+    What it raises is for the caller to see, who then calls it without limits.
+    """
+    own, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _try_in_child(work, theirs)
+    os.close(theirs)
+    try:
+        ready, _, _ = select.select([own], [], [], _CHILD_PATIENCE)
+        return bool(ready) and os.read(own, 1) == b"."
+    finally:
+        os.close(own)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _try_in_child(work: Callable[[], object], writing: int):
+    """The child; never returns."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        with open("/proc/self/statm", encoding="ascii") as file:
+            size = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (CHILD_SECONDS, CHILD_SECONDS))
+        resource.setrlimit(resource.RLIMIT_AS, (size + CHILD_BYTES, size + CHILD_BYTES))
+        try:
+            work()
+        except BaseException as error:  # others than these the caller will see
+            while error is not None:
+                if isinstance(error, MemoryError):
+                    os._exit(1)
+                error = error.__context__
+        os.write(writing, b".")
+    finally:
+        os._exit(0)

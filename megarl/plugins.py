@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from megarl import user_results
 from megarl.child_process import STOP_SIGNALS
@@ -74,10 +74,8 @@ def _own_frames(error: BaseException | None) -> tuple[BaseException | None, list
     return None, []
 
 
-class _State(NamedTuple):
-    name: str
-    read: Callable[[], Any]
-    put: Callable[[Any], object]
+# A state of the process: its name, what reads it, and what puts it back.
+_State = tuple[str, Callable[[], Any], Callable[[Any], object]]
 
 
 _reported: set[tuple[str, str]] = set()  # (caller, name of a state)
@@ -86,14 +84,14 @@ _reported: set[tuple[str, str]] = set()  # (caller, name of a state)
 @contextlib.contextmanager
 def kept(caller: str) -> Iterator[None]:
     """Runs code of the plug-in `caller`, its flag and name; a warning names each state that it changes, once."""
-    before = [(state, state.read()) for state in _states()]
+    before = [(name, put, read, read()) for name, read, put in _states()]
     try:
         yield
     finally:
-        changed = [(state, value) for state, value in before if state.read() != value]
-        for state, value in changed:
-            state.put(value)
-        new = [state.name for state, _ in changed if (caller, state.name) not in _reported]
+        changed = [(name, put, value) for name, put, read, value in before if read() != value]
+        for _, put, value in changed:
+            put(value)
+        new = [name for name, *_ in changed if (caller, name) not in _reported]
         if new:
             _reported.update((caller, name) for name in new)
             warn([f"{caller} changed {', '.join(new)}; the run needs it, so it is put back after each call"])
@@ -136,14 +134,12 @@ def _put_stream(name: str, before: tuple[Any, bool]):
 
 
 _OF_PYTHON = (
-    _State("the working directory", _working_directory, lambda before: os.chdir(before or ".")),
-    _State("sys.stdout", functools.partial(_stream, "stdout"), functools.partial(_put_stream, "stdout")),
-    _State("sys.stderr", functools.partial(_stream, "stderr"), functools.partial(_put_stream, "stderr")),
+    ("the working directory", _working_directory, lambda before: os.chdir(before or ".")),
+    ("sys.stdout", functools.partial(_stream, "stdout"), functools.partial(_put_stream, "stdout")),
+    ("sys.stderr", functools.partial(_stream, "stderr"), functools.partial(_put_stream, "stderr")),
 )
 _OF_SIGNALS = tuple(  # that only the main thread can set
-    _State(
-        f"the handler of {each.name}", functools.partial(signal.getsignal, each), functools.partial(signal.signal, each)
-    )
+    (f"the handler of {each.name}", functools.partial(signal.getsignal, each), functools.partial(signal.signal, each))
     for each in STOP_SIGNALS
 )
 
@@ -153,15 +149,13 @@ def _of_torch() -> tuple[_State, ...]:
     import torch
 
     return (
-        _State("whether torch computes gradients", torch.is_grad_enabled, torch.set_grad_enabled),
-        _State("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype),
+        ("whether torch computes gradients", torch.is_grad_enabled, torch.set_grad_enabled),
+        ("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype),
         # With None no function that makes tensors goes through a mode of torch; megarl sets no default device.
-        _State("torch's default device", torch.get_default_device, lambda _: torch.set_default_device(None)),
-        _State("torch's number of threads", torch.get_num_threads, torch.set_num_threads),
-        _State(
-            "torch's deterministic algorithms", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
-        ),
-        _State(
+        ("torch's default device", torch.get_default_device, lambda _: torch.set_default_device(None)),
+        ("torch's number of threads", torch.get_num_threads, torch.set_num_threads),
+        ("torch's deterministic algorithms", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+        (
             "torch's precision of matrix products",
             torch.get_float32_matmul_precision,
             torch.set_float32_matmul_precision,

@@ -203,38 +203,28 @@ def _requests(inputs: ReplayInputs, s: Settings) -> RoundRequests:
     return RoundRequests([prompt], s.seed, step, inputs.thinking, branching_of(s))
 
 
-class _Fork(NamedTuple):
-    """A saved response that goes on after a turn with another answer."""
-
-    turn: int
-    texts: list[str]
-    episodes: EpisodeRunner
-    player: Player
-    prompt: Prompt
-    task: Task
-
-
 def _fork(options: argparse.Namespace, inputs: ReplayInputs, episodes: EpisodeRunner, player: Player) -> list[str]:
     """Goes on after the turn of `--from-turn` with the given answer; returns what to print."""
     turn, (line, number) = options.from_turn - 1, inputs.saved.place
     prompt = inputs.prompts[line]
     task = episodes.task(_requests(inputs, episodes.settings), number, prompt)
-    fork = _Fork(turn, options.answer, episodes, player, prompt, task)
-    messages, lines = _fork_agent(fork) if player.saved.is_agent else _fork_environment(fork)
+    go_on = _fork_agent if player.saved.is_agent else _fork_environment
+    messages, lines = go_on(turn, options.answer, episodes, player, prompt, task)
     if not messages:
         return ["", f"fork: the agent has not come to turn {options.from_turn} again, or sent nothing after it", *lines]
     return ["", f"fork: after turn {options.from_turn} the policy reads", *saved_response.answer(messages), *lines]
 
 
-def _fork_environment(fork: _Fork) -> tuple[list[Message], list[str]]:
+def _fork_environment(
+    turn: int, texts: list[str], episodes: EpisodeRunner, player: Player, prompt: Prompt, task: Task
+) -> tuple[list[Message], list[str]]:
     """(the other answer, the lines of what follows)."""
-    turn, _, episodes, player, *_ = fork
     saved, client = player.saved, episodes.client
-    messages = other_answer(saved.observations[turn], fork.texts)
+    messages = other_answer(saved.observations[turn], texts)
     episode = player.forked(turn, episodes.turn_tokens.bridge(messages))
     seen: list[Observation] = []
     if client is not None:
-        go_on_after(turn, client, saved, fork.prompt, fork.task)
+        go_on_after(turn, client, saved, prompt, task)
     if episode.end is None:
         episode = player.play(episode, client)
     if client is not None:
@@ -245,20 +235,21 @@ def _fork_environment(fork: _Fork) -> tuple[list[Message], list[str]]:
     return messages, lines + [f"  {reason}" for reason in failures[-1:]]
 
 
-def _fork_agent(fork: _Fork) -> tuple[list[Message], list[str]]:
+def _fork_agent(
+    turn: int, texts: list[str], episodes: EpisodeRunner, player: Player, prompt: Prompt, task: Task
+) -> tuple[list[Message], list[str]]:
     """(the other answer, none if the agent did not come there, the lines of the whole episode)."""
-    episodes, player = fork.episodes, fork.player
     client, pool = None, None
     if episodes.client is not None:
         assert isinstance(episodes.client.pool, EnvironmentPool)  # a session is not played again
         options = episodes.client.pool.options
-        pool = ForkedPool(options, player.saved, fork.turn, fork.texts)
+        pool = ForkedPool(options, player.saved, turn, texts)
         limits, longest = episodes.limits, episodes.settings.max_prompt_length
         client = EnvironmentClient(options, episodes.turn_tokens, limits, longest, None, 0, 1, pool)
     try:
         episode = player.begun()
         if client is not None:
-            client.begin(episode.number, fork.prompt, episode.request, fork.task, None)
+            client.begin(episode.number, prompt, episode.request, task, None)
         episode = player.play(episode, client)
         episode.settle(None)
     finally:

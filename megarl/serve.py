@@ -12,7 +12,7 @@ from megarl.trainers.launch import launch
 
 def serve(config, timers):
     """Loads the policy and answers requests until a signal."""
-    from megarl.trainers.policy_server import serve  # after the flags: it imports torch and Megatron
+    from megarl.trainers.policy import serve  # after the flags: it imports torch and Megatron
 
     serve(config, timers)
 

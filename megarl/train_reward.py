@@ -12,7 +12,7 @@ from megarl.trainers.launch import launch
 def train(config, timers):
     """Each step: one mini-batch of pairs, their scores and loss, one update."""
     # After the flags: it imports torch and Megatron.
-    from megarl.trainers.reward_model_trainer import RewardModelTrainer
+    from megarl.trainers.preference_trainer import RewardModelTrainer
 
     RewardModelTrainer(config, timers).train()
 

@@ -26,8 +26,13 @@ import torch.distributed as dist
 
 from megarl.arguments import RunConfig, Settings
 from megarl.checkpoint import folders
-from megarl.checkpoint.factors import stored_factors
-from megarl.checkpoint.pretrained import CheckpointWeights, PretrainedWeights, factor_weights, folder_weights
+from megarl.checkpoint.pretrained import (
+    CheckpointWeights,
+    PretrainedWeights,
+    factor_weights,
+    folder_weights,
+    stored_factors,
+)
 from megarl.checkpoint.resume import holds_average
 from megarl.checkpoint.writer import CheckpointWriter
 from megarl.errors import UsageError

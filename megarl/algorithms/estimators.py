@@ -12,17 +12,19 @@ from typing import NamedTuple
 
 from megarl.algorithms.advantages import discounted_to_go, gae
 from megarl.algorithms.aggregation import local_moments, whiten
-from megarl.algorithms.group_advantages import grpo, opo, rloo, unequal_groups
-from megarl.algorithms.packed import broadcast_to_tokens
-from megarl.algorithms.position_baselines import (
+from megarl.algorithms.group_advantages import (
+    grpo,
     on_turns,
+    opo,
     returns_to_go,
+    rloo,
     token_baseline_advantages,
     turn_rloo,
     turn_sums,
+    unequal_groups,
 )
-from megarl.algorithms.preference_losses import PreferenceLoss, PreferenceOptions
-from megarl.algorithms.preference_pairs import best_and_worst, pair_gradient
+from megarl.algorithms.packed import broadcast_to_tokens
+from megarl.algorithms.preference_losses import PreferenceLoss, PreferenceOptions, best_and_worst, pair_gradient
 from megarl.deferred import Tensor, no_grad, torch
 
 NEEDS = frozenset({"values", "groups", "baselines", "parts"})  # of plug-ins; others are of built-in ones
@@ -183,12 +185,13 @@ def preference_advantages(step: StepData, options: AdvantageOptions) -> Advantag
 
 def measured_preference(step: StepData, options: AdvantageOptions) -> tuple[Advantages, dict[str, float]]:
     """`preference_advantages`, and `preference/…` of the pairs, at the policy before the update."""
-    pairs, (loss, its_options) = best_and_worst(step.raw_scores, step.groups), options.preference
+    (best, worst, ties), (loss, its_options) = best_and_worst(step.raw_scores, step.groups), options.preference
     by_chosen, by_rejected, metrics = pair_gradient(
-        pairs, step.logprobs, step.reference_logprobs, step.response_lengths, loss, its_options
+        best, worst, step.logprobs, step.reference_logprobs, step.response_lengths, loss, its_options
     )
+    metrics |= {"pairs": float(len(best)), "ties": float(ties)}
     advantages = torch.zeros_like(step.logprobs)
-    advantages[pairs.chosen], advantages[pairs.rejected] = -by_chosen, -by_rejected
+    advantages[best], advantages[worst] = -by_chosen, -by_rejected
     unchanged = dataclasses.replace(options, whiten=False)
     found = _on_tokens(step, unchanged, (step.response_lengths > 0).sum() * advantages)
     return found, {f"preference/{name}": value for name, value in metrics.items()}

@@ -53,29 +53,6 @@ class PolicyTokens:
         return (self.old_logprobs - self.logprobs).detach()
 
 
-class MinibatchTokens(NamedTuple):
-    """What is known of a mini-batch before its update: this rank's T tokens. Read at tokens of the mask only."""
-
-    logprobs: Tensor  # [T] log π_old
-    rollout_logprobs: Tensor  # [T] log μ
-    advantages: Tensor  # [T]
-    mask: Tensor  # [T] bool, the tokens with a loss
-    uniforms: Tensor  # [T] float64 in (0, 1), a random number of each token, whatever rank holds it
-    total: Callable[[Tensor], Tensor]  # sums a tensor over the ranks
-
-
-class MinibatchResponses(NamedTuple):
-    """What is known of a mini-batch before its update: this rank's N whole sequences, T tokens."""
-
-    log_ratios: Tensor  # [T] log π_θ/π_old of the policy that the update starts from
-    advantages: Tensor  # [T] of the estimator
-    mask: Tensor  # [T] bool, the tokens with a loss
-    cu_seqlens: Tensor  # [N+1]
-    groups: Tensor  # [N] int64 prompt that a response is to, from 0; the same numbers on all ranks
-    group_count: int  # of all ranks
-    total: Callable[[Tensor], Tensor]  # sums a tensor over the ranks
-
-
 class PolicyTerms(NamedTuple):
     """Per-token terms of a policy loss. Entries outside the response mask are undefined: the aggregation skips them."""
 
@@ -89,12 +66,15 @@ class PolicyLoss(NamedTuple):
 
     name: str
     function: Callable[..., PolicyTerms]
-    options: Any  # an instance of a frozen dataclass, the second argument of `function`
+    options: Any  # the second argument of `function`: an instance of a frozen dataclass, or None
     reads_rollout: bool = False  # its ratio is π_θ/μ, so that a weight π_old/μ would count twice
-    # (MinibatchTokens, options) -> `PolicyTokens.selected` of a whole mini-batch, on all ranks; None: it has none
+    # Both are asked before the update of a mini-batch, on all ranks, about this rank's tokens of it, of which those of
+    # the mask have a loss; `total` sums a tensor over the ranks.
+    # (PolicyTokens whose π_θ is π_old, options, [T] float64 in (0, 1): a random number of each token, whatever rank
+    # holds it, total) -> `PolicyTokens.selected`; None: it selects nothing
     select: Callable[..., Tensor] | None = None
-    # (MinibatchResponses, options) -> advantages [T] in the place of the estimator's, before each update, on all ranks;
-    # None: the estimator's
+    # (PolicyTokens, options, [N] int64 prompt that a response is to, from 0, the same numbers on all ranks, how many
+    # prompts all ranks have, total) -> advantages [T] in the place of the estimator's; None: the estimator's
     compare: Callable[..., Tensor] | None = None
 
     def flags(self) -> dict[str, dataclasses.Field]:
@@ -102,7 +82,7 @@ class PolicyLoss(NamedTuple):
 
         A field's flag is `<loss>-<field>`, unless `option` sets another one.
         """
-        fields = dataclasses.fields(self.options)
+        fields = () if self.options is None else dataclasses.fields(self.options)
         return {f.metadata.get("flag") or f"{self.name}-{f.name}".replace("_", "-"): f for f in fields}
 
     def with_options(self, values: dict[str, object]) -> "PolicyLoss":
@@ -129,11 +109,6 @@ def positive(default: float | None, text: str, flag: str | None = None):
 def positive_finite(default: float, text: str):
     """An `option` that is a finite number above 0."""
     return option(default, text, lambda value: 0 < value < math.inf, "a finite number above 0")
-
-
-@dataclasses.dataclass(frozen=True)
-class NoOptions:
-    """Options of a loss without options."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from megarl.algorithms.group_advantages import group_sizes
 from megarl.algorithms.packed import require_same_shape
 from megarl.deferred import Tensor, torch
 
@@ -189,3 +190,59 @@ def _smoothed(chosen: Tensor, rejected: Tensor, margin: Tensor, epsilon: float) 
 def _terms(loss: Tensor, chosen_reward: Tensor, rejected_reward: Tensor) -> PreferenceTerms:
     """The terms of a loss; rewards lose their gradients."""
     return PreferenceTerms(loss, chosen_reward.detach(), rejected_reward.detach())
+
+
+# -- online: the best and the worst response of each group are a pair, as in online DPO (2402.04792) ---------------
+# A preference loss depends on the policy by the log-probs of whole responses, so its gradient is Σ_i c_i · ∇ log π(y_i)
+# with c_i = ∂L/∂ log π(y_i). The plain policy gradient with the advantages −c_i is therefore the gradient of the loss,
+# at the policy whose log-probs the c_i are computed from: exact for the first update after them.
+
+
+def best_and_worst(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, int]:
+    """The pair of each group, from scores [S] and groups [S] as of `group_advantages`: indices [P] int64 of its best
+    response and of its worst one, the first where several are; the number of groups of several equal scores, which have
+    no pair."""
+    sizes, positions = group_sizes(scores, groups), torch.arange(len(scores), device=scores.device)
+    extremes, firsts = [], []
+    for kind, start in (("amax", -torch.inf), ("amin", torch.inf)):
+        extreme = scores.new_full(sizes.shape, start).scatter_reduce(0, groups, scores, kind)
+        candidates = torch.where(scores == extreme[groups], positions, len(scores))
+        firsts.append(positions.new_full(sizes.shape, len(scores)).scatter_reduce(0, groups, candidates, "amin"))
+        extremes.append(extreme)
+    differ = extremes[0] > extremes[1]
+    return firsts[0][differ], firsts[1][differ], int(((sizes > 1) & ~differ).sum())
+
+
+def pair_gradient(
+    best: Tensor,
+    worst: Tensor,
+    logprobs: Tensor,
+    reference: Tensor,
+    tokens: Tensor,
+    loss: PreferenceLoss,
+    options: PreferenceOptions,
+) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """The gradient [P] float64 of a preference loss, as a mean over the pairs, by the Σ log π of the chosen and of the
+    rejected response; and means of `PAIR_METRICS`, without pairs none.
+
+    Args:
+        best, worst: [P] int64 the pairs, as of `best_and_worst`.
+        logprobs: [S] float64 Σ log π over the tokens of each response.
+        reference: [S] float64 Σ log π_ref; not read by losses without a reference.
+        tokens: [S] int64 tokens of each response; at least 1 in a pair.
+    """
+    with torch.enable_grad():
+        chosen, rejected = (logprobs[at].detach().requires_grad_() for at in (best, worst))
+        of_pairs = PairLogprobs(
+            chosen=chosen,
+            rejected=rejected,
+            chosen_tokens=tokens[best].double(),
+            rejected_tokens=tokens[worst].double(),
+            reference_chosen=reference[best],
+            reference_rejected=reference[worst],
+            margin=torch.zeros_like(chosen),
+        )
+        terms = loss.function(of_pairs, options)
+        by_chosen, by_rejected = torch.autograd.grad(terms.loss.sum() / max(len(best), 1), (chosen, rejected))
+    means = torch.stack(pair_metrics(of_pairs, terms)).mean(1).tolist() if len(best) else []
+    return by_chosen, by_rejected, dict(zip(PAIR_METRICS, means, strict=False))

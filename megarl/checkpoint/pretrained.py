@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.arguments import RoleSettings
-from megarl.checkpoint import factors, folders
+from megarl.checkpoint import folders
 from megarl.data import node_files
 from megarl.errors import UsageError
-from megarl.mcore.lora.targets import LoRASettings
+from megarl.mcore.lora.targets import LoRASettings, factor_shapes
 from megarl.mcore.lora.transfer import load_factors
 from megarl.mcore.model.weight_table import weight_shapes
 from megarl.mcore.weights import dist_checkpoint
@@ -19,6 +19,7 @@ from megarl.mcore.weights.hf.folder_weights import import_weights
 from megarl.mcore.weights.hf.weight_map import WeightMap, weight_map_of
 
 BASES = ("actor", "reward")  # roles whose weights may be under factors
+ENTRY = "lora"  # of the manifest: for each role with factors their settings, and where the weights under them come from
 POLICIES = ("actor", average_of("actor"))  # whose weights have no scalar head
 
 
@@ -58,6 +59,16 @@ class FactorWeights(NamedTuple):
         elif self.base is not None:
             self.base.load(stages, pg_collection)
         load_factors(self.folder, self.source, self.lora, stages, self.role.megatron, pg_collection, is_frozen)
+
+
+class StoredFactors(NamedTuple):
+    """What a manifest says about a role's factors, and where the weights under them come from: a checkpoint, a Hugging
+    Face folder, or the seed."""
+
+    lora: LoRASettings
+    pretrained_checkpoint: str | None
+    hf_model: str | None
+    seed: int
 
 
 class FolderWeights(NamedTuple):
@@ -165,7 +176,7 @@ def checkpoint_weights(
         kinds = {"actor": "a policy (of train_sft or train_rl)", "reward": "a reward model (of train_reward)"}
         allowed = " or ".join(kinds[name] for name in sources)
         raise UsageError(f"{flag} {path}: holds {kinds[source]}; {role.name} starts from {allowed}")
-    stored = factors.stored_factors(folder, flag, source)
+    stored = stored_factors(folder, flag, source)
     if stored is not None:
         return factor_weights(folder, flag, role, vocab_size, source, stored)
     shapes = weight_shapes(source, role.megatron, vocab_size, value_head=source == "reward")
@@ -174,17 +185,17 @@ def checkpoint_weights(
 
 
 def factor_weights(
-    folder: Path, flag: str, role: RoleSettings, vocab_size: int, source: str, stored: factors.StoredFactors
+    folder: Path, flag: str, role: RoleSettings, vocab_size: int, source: str, stored: StoredFactors
 ) -> FactorWeights:
     """The factors of the role `source` in a checkpoint, of which it says `stored`, with the weights under them."""
-    shapes = factors.checkpoint_shapes(source, role.megatron, stored.lora, value_head=source not in POLICIES)
+    shapes = checkpoint_shapes(source, role.megatron, stored.lora, value_head=source not in POLICIES)
     folders.check_weights(folder, flag, role.name, shapes)
-    base = _base(folder, flag, role, vocab_size, stored.base)
+    base = _base(folder, flag, role, vocab_size, stored)
     return FactorWeights(folder, source, stored.lora, role, base)
 
 
 def _base(
-    folder: Path, flag: str, role: RoleSettings, vocab_size: int, stored: factors.BaseSource
+    folder: Path, flag: str, role: RoleSettings, vocab_size: int, stored: StoredFactors
 ) -> PretrainedWeights | None:
     """The weights under the factors of a checkpoint."""
     given = role.megatron.pretrained_checkpoint
@@ -201,3 +212,62 @@ def _base(
             f"{role.megatron.seed}"
         )
     return None
+
+
+# -- low-rank factors ----------------------------------------------------------------------------------------------
+
+# Checkpoints of low-rank factors: which factors and which weights under them, and a check that both are the run's.
+
+
+def manifest_entry(roles: dict[str, RoleSettings]) -> dict:
+    """The manifest's entry about all roles with factors; {} if there are none."""
+    found = {}
+    for role in (role for role in roles.values() if role.lora and role.name != "rollout"):
+        checkpoint, hf_model = role.megatron.pretrained_checkpoint, role.hf_model
+        if checkpoint:
+            checkpoint = str(folders.find(checkpoint, "--pretrained-checkpoint").resolve())
+        folder = str(hf_model.folder.path.resolve()) if hf_model else None
+        base = {"pretrained_checkpoint": checkpoint, "hf_model": folder, "seed": role.megatron.seed}
+        found[role.name] = {"factors": role.lora.values(), "base": base}
+    return {ENTRY: found} if found else {}
+
+
+def stored_factors(folder: Path, flag: str, role: str) -> StoredFactors | None:
+    """What a checkpoint says about a role's factors; None: it holds all weights of the role."""
+    entry = folders.read_manifest(folder, flag).get(ENTRY, {}).get(role)
+    if entry is None:
+        return None
+    try:
+        return StoredFactors(LoRASettings.from_values(entry["factors"]), **entry["base"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{flag} {folder}: manifest.json is damaged ({ENTRY}: {error!r})") from None
+
+
+def check_factors(path: str, roles: list[RoleSettings]):
+    """UsageError unless a checkpoint to resume from has exactly the factors that the roles' flags describe."""
+    folder = folders.find(path, "--load")
+    for role in roles:
+        stored, given = stored_factors(folder, "--load", role.name), role.lora
+        if bool(stored) != bool(given):
+            has, said = ("low-rank factors", "no --lora-rank") if stored else ("no low-rank factors", "--lora-rank")
+            raise UsageError(f"--load {path}: has {has} of the {role.name}, whose flags give {said}")
+        for name, value in stored.lora.values().items() if stored else ():
+            if (now := given.values()[name]) != value:
+                raise UsageError(
+                    f"--load {path}: the factors of the {role.name} have {name} {value}; the flags give {now}"
+                )
+
+
+def checkpoint_shapes(source: str, args, lora: LoRASettings, value_head: bool) -> dict[str, tuple[int, ...]]:
+    """Global shapes by key that a role's factors, and its scalar head if it has one, must have in a checkpoint."""
+    shapes = factor_shapes(args, lora) | ({"output_layer.weight": (1, args.hidden_size)} if value_head else {})
+    return {f"{source}.{key}": shape for key, shape in shapes.items()}
+
+
+def resume_shapes(role: RoleSettings, tokens: int) -> dict[str, tuple[int, ...] | None]:
+    """Global shapes that a role's checkpoint must have to resume, as for `folders.check_weights`. `tokens`: of the
+    run's tokenizer."""
+    if role.lora:
+        return checkpoint_shapes(role.name, role.megatron, role.lora, role.has_scalar_head)
+    vocab_size = role.model_vocab_size(tokens)
+    return weight_shapes(role.name, role.megatron, vocab_size, resumes=True, value_head=role.has_scalar_head)

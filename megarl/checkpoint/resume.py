@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megarl import bundled
 from megarl.arguments import RoleSettings, RunConfig, Settings
-from megarl.checkpoint import folders
+from megarl.checkpoint import folders, pretrained
 from megarl.checkpoint import manifest as manifests
 from megarl.comm.role_mesh import RoleMesh
 from megarl.data.chat import NO_OPTIONS
@@ -145,16 +145,20 @@ def check_data(manifest: dict, settings: Settings, data: dict[str, dict[str, str
             )
 
 
-def check_resume(program: str, config: RunConfig, data: dict, expected: dict[str, dict]) -> tuple[Path, dict]:
+def check_resume(
+    program: str, config: RunConfig, data: dict, roles: list[RoleSettings], tokens: int
+) -> tuple[Path, dict]:
     """(the checkpoint of `--load` to resume from, its manifest), checked before any work starts. UsageError for no
     readable checkpoint of this program, these models, data and schedules, or no steps left to do.
 
     Args:
         program: module name of the program.
         data: `data_fingerprints` of the run.
-        expected: role -> global shapes of its weights according to the flags, as for `folders.check_weights`.
+        roles: those whose weights the checkpoint has.
+        tokens: of the run's tokenizer.
     """
     path, train_iters = config.settings.load, config.settings.train_iters
+    pretrained.check_factors(path, roles)
     folder = folders.find(path, "--load")
     manifest = folders.read_manifest(folder, "--load")
     if manifest["program"] != program:
@@ -167,11 +171,11 @@ def check_resume(program: str, config: RunConfig, data: dict, expected: dict[str
             "allowed is more"
         )
     check_data(manifest, config.settings, data)
-    for role, shapes in expected.items():
-        held = folders.frozen_folder(folder, manifest, role, "--load")
+    for role in roles:
+        held = folders.frozen_folder(folder, manifest, role.name, "--load")
         if held != folder:
             folders.check(held, "--load")
-        folders.check_weights(held, "--load", role, shapes)
+        folders.check_weights(held, "--load", role.name, pretrained.resume_shapes(role, tokens))
     check_schedules(manifest, config)
     return folder, manifest
 

@@ -5,63 +5,63 @@ can write to it, so messages are plain JSON.
 """
 
 import json
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
+from megarl.arguments import Settings
+from megarl.groups import PromptGroups
 
-class _Queue:
-    def __init__(self, name: str):
-        """`name`: unique in the program."""
+
+class Announcements:
+    """A queue from which each receiver takes every message, in the order of sending."""
+
+    def __init__(self, name: str, sender: int | None = None, receivers: Collection[int] | None = None):
+        """`name`: unique in the program; `sender`: world rank, None: any rank sends; `receivers`: world ranks, None:
+        one, which any rank may be."""
         self._prefix, self._store = f"megarl/{name}", dist.distributed_c10d._get_default_store()
-        self._count = 0  # messages that this rank has taken, or as their only sender sent
-
-    def has_next(self) -> bool:
-        """Whether `take` would return at once. For receivers."""
-        return self._store.check([self._key(self._count + 1)])
-
-    def wait(self):
-        """Waits for the next message. DistStoreError if none comes within the store's time-out. For receivers."""
-        self._store.wait([self._key(self._count + 1)])
-
-    def _take(self) -> tuple[str, dict[str, Any]]:
-        """(key, content) of the next message; waits for it. RuntimeError: it is damaged."""
-        self.wait()
-        self._count += 1
-        key = self._key(self._count)
-        try:
-            return key, json.loads(self._store.get(key))
-        except (ValueError, RecursionError) as error:
-            raise RuntimeError(f"the message {key} is damaged: {error}") from None
-
-    def _key(self, number: int) -> str:
-        return f"{self._prefix}/{number}"
-
-
-class Announcements(_Queue):
-    """A queue with one sender, from which each receiver takes every message, in order."""
-
-    def __init__(self, name: str, sender: int, receivers: Collection[int]):
-        """`name`: unique in the program; `sender`, `receivers`: world ranks."""
-        super().__init__(name)
-        self._receivers = len(receivers)
-        self.sends = dist.get_rank() == sender and len(receivers) > 0  # whether `send` does anything on this rank
+        self._receivers = 1 if receivers is None else len(receivers)
+        # Whether `send` does anything on this rank.
+        self.sends = sender in (None, dist.get_rank()) and self._receivers > 0
+        self._taken = 0  # messages that this rank has taken
         self._progress_key = f"{self._prefix}/progress"
 
     def send(self, message: dict[str, Any]):
-        """Sends a message; other ranks than the sender return at once, and so does a sender without receivers."""
+        """Sends a message, which the store refuses above 8 MiB; other ranks than the sender return at once, and so does
+        a sender without receivers."""
         if self.sends:
-            self._count += 1
-            self._store.set(self._key(self._count), json.dumps(message))
+            number = self._store.add(f"{self._prefix}/sent", 1)
+            self._store.set(self._key(number), json.dumps(message, separators=(",", ":")))
+
+    def has_next(self) -> bool:
+        """Whether `take` would return at once. For receivers."""
+        return self._store.check([self._key(self._taken + 1)])
+
+    def wait(self):
+        """Waits for the next message. DistStoreError if none comes within the store's time-out. For receivers."""
+        self._store.wait([self._key(self._taken + 1)])
 
     def take(self) -> dict[str, Any]:
         """The next message, for receivers; waits for it. Errors as of `wait`, and RuntimeError: it is damaged."""
-        key, message = self._take()
-        if self._store.add(f"{key}/taken", 1) == self._receivers:
+        self.wait()
+        self._taken += 1
+        key = self._key(self._taken)
+        try:
+            message = json.loads(self._store.get(key))
+        except (ValueError, RecursionError) as error:
+            raise RuntimeError(f"the message {key} is damaged: {error}") from None
+        if self._receivers == 1:
+            self._store.delete_key(key)
+        elif self._store.add(f"{key}/taken", 1) == self._receivers:
             self._store.delete_key(key)
             self._store.delete_key(f"{key}/taken")
         return message
+
+    def close(self):
+        """Removes the queue from the store; its receiver calls it after the last message that anyone sends."""
+        self._store.delete_key(f"{self._prefix}/sent")
 
     def set_progress(self, number: int):
         """Says how far the sender is, ahead of the next message; other ranks than the sender return at once."""
@@ -72,21 +72,80 @@ class Announcements(_Queue):
         """How far the sender is by now; waits until it has said so."""
         return int(self._store.get(self._progress_key))
 
+    def _key(self, number: int) -> str:
+        return f"{self._prefix}/{number}"
 
-class MessageQueue(_Queue):
-    """A queue with any number of senders and one receiver, which takes each message once, in the order of sending."""
 
-    def send(self, message: dict[str, Any]):
-        """Sends a message. The store refuses one of more than 8 MiB."""
-        number = self._store.add(f"{self._prefix}/sent", 1)
-        self._store.set(self._key(number), json.dumps(message, separators=(",", ":")))
+# -- early responses -----------------------------------------------------------------------------------------------
 
-    def take(self) -> dict[str, Any]:
-        """The next message; waits for it. RuntimeError: it is damaged."""
-        key, message = self._take()
-        self._store.delete_key(key)
-        return message
+# Responses that a judge on other ranks reads as soon as each has ended, while the rollout still generates others.
+#
+# They go through the store, from the leaders of the rollout to those of the judge, as tokens: the batch brings them to
+# the judge's ranks once more, and nothing but the time of judging depends on what came before. The groups of a round go
+# to the judge's replicas round-robin, as `load_balance.round_robin_assignment` says.
 
-    def close(self):
-        """Removes the queue from the store; the receiver calls it after the last message that anyone sends."""
-        self._store.delete_key(f"{self._prefix}/sent")
+
+MAX_TOKENS = 1_000_000  # of a response: as JSON they are less than the 8 MiB of a store's value
+POLL_SECONDS = 0.01
+
+
+def judges_early(settings: Settings, has_judge: bool, reward: range, rollout: range) -> bool:
+    """Whether responses are judged while others are generated: a judge has ranks beside those of the rollout. `reward`,
+    `rollout`: ranks of the roles. With over-sampling it is known only at the end of a round which groups it keeps, and
+    a response's number in the step decides on the random numbers of its judgement."""
+    s = settings
+    is_beside = set(reward).isdisjoint(rollout) and not s.debug_train_only
+    return has_judge and is_beside and s.over_sampling == 1 and s.max_response_length <= MAX_TOKENS
+
+
+def _name(step: int, number: int, dp_rank: int) -> str:
+    return f"responses/{step}/{number}/{dp_rank}"
+
+
+class ResponseSender:
+    """Sends the responses of a round, on a leader of the rollout."""
+
+    def __init__(self, step: int, number: int, groups: PromptGroups, replicas: int):
+        """`number`: of the round in the step; `groups`: of the round; `replicas`: of the judge."""
+        self._dp_ranks, self._sent = groups.round_robin(replicas).tolist(), set[int]()
+        self._queues = [Announcements(_name(step, number, dp_rank)) for dp_rank in range(replicas)]
+
+    def send(self, sequence: int, tokens: Sequence[int] | None):
+        """Sends a response, unless it was sent. `tokens`: without the prompt's; None if its environment failed."""
+        if sequence not in self._sent:
+            self._sent.add(sequence)
+            queue = self._queues[self._dp_ranks[sequence]]
+            queue.send({"sequence": sequence, "tokens": None if tokens is None else [*tokens]})
+
+
+class ResponseReceiver:
+    """Receives those responses of a round that a replica of the judge reads, on its leader."""
+
+    def __init__(self, step: int, number: int, groups: PromptGroups, replicas: int, dp_rank: int):
+        """`dp_rank`: the judge's; the others as of `ResponseSender`."""
+        self._queue = Announcements(_name(step, number, dp_rank))
+        self._missing = int((groups.round_robin(replicas) == dp_rank).sum())
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all responses have been received."""
+        return not self._missing
+
+    def receive(self) -> list[tuple[int, list[int] | None]]:
+        """(sequence, tokens) of the responses that have come since the last call."""
+        found = []
+        while self._missing and self._queue.has_next():
+            message = self._queue.take()
+            found.append((message["sequence"], message["tokens"]))
+            self._missing -= 1
+            if self.is_done:
+                self._queue.close()
+        return found
+
+    def wait(self, seconds: float | None = None):
+        """Waits for the next response, at most so long."""
+        if seconds is None:
+            return self._queue.wait()
+        deadline = time.monotonic() + seconds
+        while not self._queue.has_next() and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
-from typing import Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -15,12 +15,6 @@ from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
 
 ROLLOUT = "rollout"  # the role that generates
-
-
-class Role(Protocol):
-    """A role of the run, as far as its data move."""
-
-    name: str
 
 
 @dataclass(eq=False, repr=False)
@@ -58,12 +52,12 @@ class StepBatch:
                 fields = fields_sent(self.settings, self.sources, role)
                 self._batches[role] = self._send(self._closest_copy(role), role, fields)
 
-    def gather(self, *producers: Role):
-        """Collects on the actor the fields that other roles have computed for it."""
+    def gather(self, *producers: Any):
+        """Collects on the actor the fields that other roles, which say their `name`, have computed for it."""
         for role in producers:
             self.pass_on(role.name, ACTOR)
 
-    def scatter(self, role: Role):
+    def scatter(self, role: Any):
         """Sends a role the fields that are computed for it on the actor's ranks."""
         self.pass_on(ACTOR, role.name)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl import bundled, probe
+from megarl import bundled, plain_files
 from megarl.data.arrow_values import Converters, features_of, holds_bytes, is_json
 from megarl.data.content_limit import ContentLimit, compressed_buffers, decoded_bytes, parquet_columns
 from megarl.data.sources import printable
@@ -149,12 +149,13 @@ def check_footers(paths: Sequence[str], flag: str):
 
 
 def _check_footers(paths: Sequence[str], flag: str):
-    if probe.ends(lambda: [_read_footer(path) for path in paths]):
+    if plain_files.ends_in_child(lambda: [_read_footer(path) for path in paths]):
         return
     for path in paths:
-        if not probe.ends(functools.partial(_read_footer, path)):
+        if not plain_files.ends_in_child(functools.partial(_read_footer, path)):
             raise UsageError(
-                f"{flag} {path}: cannot be read: the footer is damaged, or takes more than {probe.limits()}, to read"
+                f"{flag} {path}: cannot be read: the footer is damaged, or takes more than "
+                f"{plain_files.child_limits()}, to read"
             )
 
 

@@ -12,7 +12,7 @@ import jinja2.ext
 import jinja2.sandbox
 import jinja2.utils
 
-from megarl import probe
+from megarl import plain_files
 from megarl.data import messages
 from megarl.data.images.book import Images
 from megarl.data.images.names import MARK as IMAGE_MARK
@@ -273,8 +273,8 @@ def probed(
             [{"role": "user", "content": "a"}], add_generation_prompt=True
         )
 
-    if not probe.ends(render):
-        raise UsageError(f"{flag}: the template takes more than {probe.limits()}, for one message")
+    if not plain_files.ends_in_child(render):
+        raise UsageError(f"{flag}: the template takes more than {plain_files.child_limits()}, for one message")
     return ChatTemplate(source, tokenizer, flag, options, images)
 
 

@@ -13,8 +13,7 @@ from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.estimators import NO_ADVANTAGE
 from megarl.algorithms.kl import IN_LOSS, KL_KINDS
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.algorithms.rejection import parse_bounds
-from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS
+from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS, parse_bounds
 from megarl.flags.conditions import TRAINED, Broken, Condition, FlagContext, on
 from megarl.flags.fields import flag, fraction, not_negative, one_of, parses, positive
 

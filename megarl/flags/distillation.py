@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.algorithms.divergence import DIVERGENCES, JSD
 from megarl.algorithms.estimators import NO_ADVANTAGE
+from megarl.algorithms.kl import DIVERGENCES, JSD
 from megarl.errors import UsageError
 from megarl.flags.conditions import TRAINED, Broken, FlagContext, on
 from megarl.flags.fields import flag, not_negative, one_of, parses, positive

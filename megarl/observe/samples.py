@@ -19,7 +19,7 @@ def write_samples(directory: Path, step: int, rows: list[dict]) -> None:
     `correct` (bool or null), `length` (response tokens), `finished` (bool; false when the length limit cut it);
     with an environment also `turns` (as `Sample.turns`), and `failed` (true) if the environment failed; with a judge
     `judgements`, each its `text` and `number` (null if it has none).
-    For a row of tokens/ see `megarl.trainers.sample_rows`.
+    For a row of tokens/ see `megarl.trainers.step_reports`.
     Text is UTF-8, not escaped; NaN and infinities are null. The writes are atomic.
     """
     for folder, has_tokens in (("samples", False), ("tokens", True)):

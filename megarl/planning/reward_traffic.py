@@ -4,7 +4,7 @@ import dataclasses
 import functools
 
 from megarl.comm import load_balance
-from megarl.comm.early_responses import judges_early
+from megarl.comm.announcements import judges_early
 from megarl.flags.settings import group_sizes
 from megarl.planning.traffic import StepSizes, step_sizes
 from megarl.rewards.chosen_verifiers import needs_whole_groups

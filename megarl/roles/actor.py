@@ -7,12 +7,15 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.packed import token_sequences
-from megarl.algorithms.policy_loss import MinibatchResponses, MinibatchTokens, PolicyLoss
-from megarl.algorithms.rejection import kept_tokens, parse_bounds, rejection_report, rejection_sums
+from megarl.algorithms.policy_loss import PolicyLoss, PolicyTokens
 from megarl.algorithms.rollout_correction import (
     correction_report,
     correction_sums,
+    kept_tokens,
+    parse_bounds,
     proximal_logprobs,
+    rejection_report,
+    rejection_sums,
     staleness_maxima,
     staleness_report,
     staleness_sums,
@@ -31,7 +34,7 @@ from megarl.observe.timers import Timers
 from megarl.roles.actor_loss import PPO_KL, ActorLoss
 from megarl.roles.loss_mask import actor_mask, is_all_masked
 from megarl.roles.passes import policy_scores
-from megarl.roles.teacher_output import TeacherOutput
+from megarl.roles.teacher import TeacherOutput
 from megarl.roles.trainable_model import TrainableModel, Update
 from megarl.router_replay.router_state import logprob_gaps, probed_ids
 
@@ -199,15 +202,16 @@ class Actor:
         keys = stream_keys(self.settings.seed, step, stream, part.sequence_ids)
         sequences = token_sequences(part.response_mask, part.cu_seqlens)
         places = torch.arange(len(sequences), device=sequences.device) - part.cu_seqlens[sequences]
-        tokens = MinibatchTokens(
+        tokens = PolicyTokens(
             logprobs=part.logprobs,
-            rollout_logprobs=part.rollout_logprobs,
+            old_logprobs=part.logprobs,
             advantages=part.advantages,
-            mask=actor_mask(part, self.settings),
-            uniforms=uniforms(keys[sequences], places),
-            total=self.role_groups.dp_all_reduce,
+            response_mask=actor_mask(part, self.settings),
+            cu_seqlens=part.cu_seqlens,
+            rollout_logprobs=part.rollout_logprobs,
         )
-        selected = loss.select(tokens, loss.options)
+        drawn = uniforms(keys[sequences], places)
+        selected = loss.select(tokens, loss.options, drawn, self.role_groups.dp_all_reduce)
         batch.selected = torch.zeros_like(batch.response_mask)
         batch.selected[batch.token_positions(positions)] = selected
 
@@ -222,26 +226,23 @@ class Actor:
             is_first: it is the step's first update, in which the policy is still the one before the step.
         """
         loss, at = self.loss.policy_loss, batch.token_positions(positions)
-        log_ratios = torch.zeros_like(batch.rollout_logprobs)
+        old = present = torch.zeros_like(batch.rollout_logprobs)  # equal: the ratio is 1
         if not is_first or self.settings.old_logprobs != RECOMPUTE:
-            present = batch.only("tokens")
-            results = self.trainable_model.forward_only(
-                self.trainable_model.microbatches(batch, positions), self._forward
-            )
-            mb.write_back(present, "logprobs", [(scores.logprobs, where) for scores, where in results])
-            log_ratios = present.logprobs - batch.logprobs
+            scored, microbatches = batch.only("tokens"), self.trainable_model.microbatches(batch, positions)
+            results = self.trainable_model.forward_only(microbatches, self._forward)
+            mb.write_back(scored, "logprobs", [(scores.logprobs, where) for scores, where in results])
+            old, present = batch.logprobs, scored.logprobs
         part = batch.only("response_mask", "finished", "kept").select(positions)
-        responses = MinibatchResponses(
-            log_ratios=log_ratios[at],
+        tokens = PolicyTokens(
+            logprobs=present[at],
+            old_logprobs=old[at],
             advantages=advantages[at],
-            mask=actor_mask(part, self.settings),
+            response_mask=actor_mask(part, self.settings),
             cu_seqlens=part.cu_seqlens,
-            groups=groups.of(part.sequence_ids),
-            group_count=len(groups),
-            total=self.role_groups.dp_all_reduce,
         )
+        numbers, total = groups.of(part.sequence_ids), self.role_groups.dp_all_reduce
         compared = torch.zeros_like(advantages)
-        compared[at] = loss.compare(responses, loss.options)
+        compared[at] = loss.compare(tokens, loss.options, numbers, len(groups), total)
         return compared
 
     def _run_epochs(self, step_batch: StepBatch, kl_coefficient: float):

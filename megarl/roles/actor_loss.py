@@ -13,7 +13,7 @@ from megarl.batch import Batch
 from megarl.flags.distillation import LOSS
 from megarl.mcore.model.forward_pass import TokenScores
 from megarl.roles.loss_mask import actor_mask
-from megarl.roles.teacher_output import DISTILL_NAMES, masks_by_teacher, measured_apart, names_by_teacher, token_counts
+from megarl.roles.teacher import DISTILL_NAMES, masks_by_teacher, measured_apart, names_by_teacher, token_counts
 
 PPO_KL = "actor/ppo_kl"
 METRIC_NAMES = ("actor/loss", "actor/entropy", PPO_KL, "actor/clip_fraction", "actor/kl_loss")

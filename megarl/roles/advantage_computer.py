@@ -19,7 +19,7 @@ from megarl.observe.timers import Timers
 from megarl.rewards import expression
 from megarl.roles.loss_mask import masked_tokens
 from megarl.roles.reward_metrics import step_metrics
-from megarl.roles.teacher_output import masks_by_teacher, measured_apart
+from megarl.roles.teacher import masks_by_teacher, measured_apart
 
 
 class AdvantageComputer:

@@ -27,13 +27,28 @@ class FrozenModel:
     """A role's frozen model on this rank; on the host between passes if the role is offloaded."""
 
     def __init__(
-        self, role: RoleSettings, role_groups: RoleGroups, vocab_size: int, timers: Timers, value_head: bool = False
+        self,
+        role: RoleSettings,
+        role_groups: RoleGroups,
+        vocab_size: int,
+        timers: Timers,
+        trained: TrainableModel | None = None,
     ):
-        """Builds the model. Arguments as of `TrainableModel`. A collective of the role."""
-        self.role, self.role_groups = role, role_groups
-        self.model = gpt.build_frozen_model(role.megatron, vocab_size, role_groups.pg_collection, value_head)
-        self.router_state = RouterState(role, role_groups, self.model)
-        self.offload = offload.offload_frozen(self.model) if role.offload else offload.Offload({})
+        """Builds the model, with a scalar head if the role has one. Arguments as of `TrainableModel`. A collective of
+        the role.
+
+        `trained`: a model in this role's layout; the frozen one is then the weights under its low-rank factors, which
+        need no second model.
+        """
+        self.role, self.role_groups, self._trained = role, role_groups, trained
+        if trained is None:
+            pg_collection, has_scalar_head = role_groups.pg_collection, role.has_scalar_head
+            self.model = gpt.build_frozen_model(role.megatron, vocab_size, pg_collection, has_scalar_head)
+        else:
+            self.role_groups, self.model = trained.role_groups, trained.model
+        self.router_state = RouterState(role, self.role_groups, self.model)
+        is_moved = role.offload and trained is None
+        self.offload = offload.offload_frozen(self.model) if is_moved else offload.Offload({})
         self.offload.timed = functools.partial(timers.phase, role.name, "offload")
 
     def load_pretrained(self, weights: PretrainedWeights):
@@ -45,26 +60,15 @@ class FrozenModel:
         """Runs `forward(chunk, micro-batch)` over the replica's batch: [(result, positions)] on each of its ranks."""
         microbatches = mb.role_microbatches(batch, torch.arange(len(batch)), self.role, self.role_groups)
         self.router_state.attach(batch, microbatches)
-        with self.offload.present("weights"):
+        with contextlib.ExitStack() as stack:
+            if self._trained is None:
+                stack.enter_context(self.offload.present("weights"))
+            else:
+                stack.enter_context(self._trained.offload.present("weights"))
+                stack.enter_context(adapter.base_weights(self.model))
             results = forward_only(self.model, microbatches, forward, self.role_groups.pg_collection)
         self.router_state.add_statistics(microbatches, trained=False)
         return results
-
-
-class BaseModel(FrozenModel):
-    """The weights under a trained model's low-rank factors: they need no second model."""
-
-    def __init__(self, role: RoleSettings, trained: TrainableModel):
-        """`trained`: the model with the factors, in this role's layout."""
-        self.role, self.role_groups = role, trained.role_groups
-        self.model = trained.model
-        self.router_state = RouterState(role, self.role_groups, self.model)
-        self.offload, self._offload_of_trained = offload.Offload({}), trained.offload
-
-    def forward_only(self, batch: Batch, forward) -> list:
-        """Same as of `FrozenModel`, to the last bit."""
-        with self._offload_of_trained.present("weights"), adapter.base_weights(self.model):
-            return super().forward_only(batch, forward)
 
 
 class WeightRefresh:

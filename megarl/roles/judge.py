@@ -2,7 +2,6 @@
 
 import functools
 from statistics import fmean
-from typing import NamedTuple
 
 import torch
 
@@ -35,15 +34,9 @@ ALONE = 0.5  # share of wins of the only response to a prompt
 _SHOWN = 80  # characters of a judgement in a reason
 
 
-class JudgedResponse(NamedTuple):
-    """What the judge says about a response: its mean number, and a row for each judgement about it.
-
-    `number` is None if no judgement has one; `problem` then says why.
-    """
-
-    rows: list[dict]
-    number: float | None
-    problem: str | None = None
+# What the judge says about a response: a row for each judgement about it, and its mean number; None if no judgement has
+# one, and why.
+JudgedResponse = tuple[list[dict], float | None, str]
 
 
 class Judge:
@@ -159,16 +152,16 @@ class Judge:
         try:
             with activity.limited():
                 read = functools.partial(self.config.numbers, count=count)
-                return Judgement(text, guard.call(read, text, self.settings.reward_timeout))
+                return text, guard.call(read, text, self.settings.reward_timeout)
         except TimeoutError:  # a regular expression that backtracks without end
-            return Judgement(text, None)
+            return text, None
 
     def _count(self, answers: list[JudgeAnswer]):
         every = [judgement for answer in answers for judgement in answer.judgements]
         self._counts[0] += len(every)
-        self._counts[1] += sum(judgement.numbers is not None for judgement in every)
+        self._counts[1] += sum(numbers is not None for _, numbers in every)
         if self.config.mode == "pair":
-            last = [answer.judgements[-1].numbers if answer.judgements else None for answer in answers]
+            last = [answer.judgements[-1][1] if answer.judgements else None for answer in answers]
             questions = [answer.question for answer in answers]
             self._counts[5:] += torch.tensor(order_agreement(questions, last), dtype=torch.float64)
 
@@ -192,16 +185,14 @@ class Judge:
     def _mean(self, rows: list[dict], problems: list[str]) -> JudgedResponse:
         numbers = [row["number"] for row in rows if row["number"] is not None]
         if numbers:
-            return JudgedResponse(rows, fmean(numbers))
+            return rows, fmean(numbers), ""
         if not rows and not problems:  # the only response to its prompt
-            return JudgedResponse([], ALONE)
+            return [], ALONE, ""
         if problems:
-            return JudgedResponse(rows, None, problems[0])
+            return rows, None, problems[0]
         last = rows[-1]["text"]
         shown = repr(last if len(last) <= _SHOWN else last[: _SHOWN - 3] + "...")
-        return JudgedResponse(
-            rows, None, f"no number from {self.config.low:g} to {self.config.high:g} in the judgement {shown}"
-        )
+        return (rows, None, f"no number from {self.config.low:g} to {self.config.high:g} in the judgement {shown}")
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the step's training responses, on replica leaders, and of memory. A collective of the leaders."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from megarl.algorithms.token_sampling import stream_keys
-from megarl.comm.early_responses import ResponseReceiver
+from megarl.comm.announcements import ResponseReceiver
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.prompt import Prompt
 from megarl.errors import UsageError
@@ -30,15 +30,12 @@ class JudgedText(NamedTuple):
     text: str
 
 
+# One text of the judge, with the numbers of the responses that it is about; None: it has none.
+Judgement = tuple[str, list[float] | None]
+
+
 def _identity(response: JudgedText) -> tuple[int, int, str]:
     return response.sequence, response.prompt.index, response.text
-
-
-class Judgement(NamedTuple):
-    """One text of the judge, with the numbers of the responses that it is about; None: it has none."""
-
-    text: str
-    numbers: list[float] | None
 
 
 class JudgeAnswer:
@@ -215,5 +212,5 @@ class JudgeRequests:
         answer = self.answers[key]
         judgement = self._read_numbers(self.prompts.text(completion.tokens), len(answer.read))
         answer.judgements.append(judgement)
-        if judgement.numbers is None and attempt < self.config.retries:
+        if judgement[1] is None and attempt < self.config.retries:
             self._ready.append((key, attempt + 1))

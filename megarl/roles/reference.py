@@ -9,7 +9,7 @@ from megarl.mcore.config import kernel_rules, supported_flags
 from megarl.mcore.model.forward_pass import TokenScores
 from megarl.mcore.weights import dist_checkpoint
 from megarl.observe.timers import Timers
-from megarl.roles.frozen_model import BaseModel, FrozenModel, WeightRefresh
+from megarl.roles.frozen_model import FrozenModel, WeightRefresh
 from megarl.roles.passes import policy_scores
 from megarl.roles.trainable_model import TrainableModel
 
@@ -54,10 +54,8 @@ class Reference:
         self.step = 0  # whose weights it has
         self._refresh: WeightRefresh | None = None
         self.frozen_model: FrozenModel | None = None
-        if self.is_shared:
-            self.frozen_model = BaseModel(role, policy)
-        elif role_groups.is_member:
-            self.frozen_model = FrozenModel(role, role_groups, vocab_size, timers)
+        if self.is_shared or role_groups.is_member:
+            self.frozen_model = FrozenModel(role, role_groups, vocab_size, timers, trained=policy)
 
     def logprobs(self, step_batch: StepBatch):
         """Fills `reference_logprobs`, at the rollout's temperature."""

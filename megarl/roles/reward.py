@@ -10,26 +10,26 @@ from torch import Tensor
 from megarl.algorithms.score_shaping import RunningMoments, clip, combine, overlong_penalty
 from megarl.arguments import Settings
 from megarl.batch import Batch
-from megarl.comm.early_responses import ResponseReceiver
+from megarl.comm.announcements import ResponseReceiver
 from megarl.comm.load_balance import positions_by_group
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
+from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import warn
 from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
 from megarl.rewards.base import Sample, Score, failure
-from megarl.rewards.composition import SHAPING, Shaped, compose, fail_unscored
-from megarl.rewards.expression import ADAPTIVE, ENVIRONMENT, INFALLIBLE, JUDGE, MODEL, Term
+from megarl.rewards.composition import SHAPING, Shaped, compose, fail_unscored, parse_cosine, shaping_scores
+from megarl.rewards.expression import ADAPTIVE, ENVIRONMENT, INFALLIBLE, JUDGE, MODEL, Term, expressions_of
 from megarl.rewards.verifiers import VerifierSet
 from megarl.roles.judge import Judge, JudgedResponse
 from megarl.roles.judge_requests import ArrivingResponses
 from megarl.roles.loss_mask import valid_sequences
-from megarl.roles.reward_expressions import Part, RewardExpressions
 from megarl.roles.reward_metrics import FailureWindow, RewardStatistics
 from megarl.roles.reward_model import RewardModel
-from megarl.roles.scored import ReadResponses, Scored, failed_rows, in_order, no_rows, score_fields
+from megarl.roles.scored import Scored, failed_rows, in_order, no_rows, read_responses, score_fields
 
 
 class Reward:
@@ -51,8 +51,10 @@ class Reward:
         """`tokenizer`: the policy's. `model`: on the role's ranks, if `terms` have one. `compares`: the judge reads
         several responses to a prompt together."""
         self.settings, self.terms = settings, terms
-        self._expressions = RewardExpressions(settings, role_groups)
-        self.needs_whole_groups = verifiers.needs_whole_groups or compares or self._expressions.has(ADAPTIVE)
+        # The terms of --reward and of the files of a mixture by their text, in the same order on all ranks.
+        self._expressions = expressions_of(settings)
+        is_adaptive = any(_has(terms, ADAPTIVE) for terms in self._expressions.values())
+        self.needs_whole_groups = verifiers.needs_whole_groups or compares or is_adaptive
         self.drops = settings.reward_failure == "drop" and any(term.name not in INFALLIBLE for term in terms)
         self.role_groups, self.timers = role_groups, timers
         self.tokenizer, self.verifiers = tokenizer, verifiers
@@ -80,11 +82,11 @@ class Reward:
         """Encodes prompts for the reward model in advance; dedicated reward ranks do this during generation."""
         if self.reward_model:
             with self.timers.phase(self.name, "read"):
-                of_lines = [line for line in lines if MODEL in self._expressions.of_line(prompts, line).names]
+                of_lines = [line for line in lines if _has(self._terms_of(prompts, line), MODEL)]
                 self.reward_model.prepare([prompts[line] for line in of_lines])
 
     def judge_early(self, prompts: PromptSet, lines: list[int], step: int, number: int):
-        """Judges the responses to a round's prompts while the rollout generates them (`comm.early_responses`).
+        """Judges the responses to a round's prompts while the rollout generates them (`comm.announcements`).
 
         `lines`: of the prompts; `number`: of the round in the step. A collective of the role; other ranks return at
         once.
@@ -95,8 +97,7 @@ class Reward:
         if groups.is_leader:
             of_round = PromptGroups(prompts.group_sizes(lines, self.settings.samples_per_prompt))
             receiver = ResponseReceiver(step, number, of_round, len(groups.replicas), groups.dp_rank)
-            are_judged = (JUDGE in self._expressions.of_line(prompts, line).names for line in lines)
-            of_lines = [prompts[line] if is_judged else None for line, is_judged in zip(lines, are_judged, strict=True)]
+            of_lines = [prompts[line] if _has(self._terms_of(prompts, line), JUDGE) else None for line in lines]
             decode, compares = self.tokenizer.decode, self.judge.config.compares
             arrivals = ArrivingResponses(receiver, of_lines, of_round, decode, compares)
         self.judge.judge_early(arrivals, step)
@@ -122,9 +123,9 @@ class Reward:
                 scored = batch.select(valid.nonzero().flatten())
             found = no_rows(len(batch), self.settings, batch.tokens.device)
             places, self.running, step_batch.rows = valid.nonzero().flatten(), step_batch, []
-            for part in self._expressions.parts(scored, step_batch.prompts, step_batch.count):
-                own = scored if len(part.positions) == len(scored) else scored.select(part.positions)
-                found[places[part.positions]] = self._score_part(part, own, step_batch, for_training)
+            for terms, positions, total in self._parts(scored, step_batch.prompts, step_batch.count):
+                own = scored if len(positions) == len(scored) else scored.select(positions)
+                found[places[positions]] = self._score_part(terms, total, own, step_batch, for_training)
             if self.judge and for_training:
                 self.judge.forget_early()
             if self.role_groups.is_leader:
@@ -132,30 +133,59 @@ class Reward:
             Scored.of_rows(self.role_groups.broadcast(found)).fill(batch, self.drops)
             self.running = None
 
-    def _score_part(self, part: Part, batch: Batch, step_batch: StepBatch, for_training: bool) -> Tensor:
+    def _text_of(self, prompts: PromptSet, line: int) -> str:
+        """The reward of the responses to a prompt, a key of `_expressions`."""
+        return prompts.entry_of(line).reward or self.settings.reward
+
+    def _terms_of(self, prompts: PromptSet, line: int) -> tuple[Term, ...]:
+        return self._expressions[self._text_of(prompts, line)]
+
+    def _parts(self, batch: Batch, prompts: PromptSet, count: int) -> list[tuple[tuple[Term, ...], Tensor, int]]:
+        """[(terms of a reward, positions [n] int64 in this replica's batch of the responses that it scores, their
+        number on all replicas)], without rewards that score no response. A collective of the role.
+
+        `count`: sequences on all replicas, of which some may have failed.
+        """
+        whole, device = torch.arange(len(batch), device=batch.tokens.device), batch.tokens.device
+        texts = list(self._expressions) if prompts.entries else [self.settings.reward]
+        if len(texts) == 1 and self.settings.environment is None:
+            return [(self._expressions[texts[0]], whole, count)]
+        own = [texts.index(self._text_of(prompts, line)) for line in batch.prompt_ids.tolist()]
+        numbers = torch.tensor(own, dtype=torch.int64, device=device)
+        counts = self.role_groups.dp_all_reduce(torch.bincount(numbers, minlength=len(texts))).tolist()
+        found = [
+            (self._expressions[text], (numbers == number).nonzero().flatten(), n)
+            for number, (text, n) in enumerate(zip(texts, counts, strict=True))
+            if n
+        ]
+        return found or [(self._expressions[texts[0]], whole, 0)]
+
+    def _score_part(
+        self, terms: tuple[Term, ...], total: int, batch: Batch, step_batch: StepBatch, for_training: bool
+    ) -> Tensor:
         """`Scored.rows` of the responses to a part of the prompts, on the leader; zeros on other ranks. Adds to the
-        step batch's `rows`. A collective of the role."""
-        model_scores = judged = read = texts = None
+        step batch's `rows`. A collective of the role. `total`: responses of the part on all replicas."""
+        model_scores = judged = texts = samples = rows = None
         if self.role_groups.is_leader:
-            read = self._read(batch, step_batch.prompts)
-            texts = read.texts
-        if self.reward_model and MODEL in part.expression.names:
+            texts, samples, rows = self._read(batch, step_batch.prompts)
+        if self.reward_model and _has(terms, MODEL):
             with self.timers.phase(self.name, MODEL):
                 model_scores = self._model_scores(texts, batch, step_batch.count, for_training)
-        if self.judge and JUDGE in part.expression.names:
+        if self.judge and _has(terms, JUDGE):
             numbers = batch.sequence_ids.tolist()
             groups = positions_by_group(numbers, step_batch.groups)
             judged = self.judge.judge(texts, numbers, groups, step_batch.step, for_training)
         if not self.role_groups.is_leader:
             return no_rows(len(batch), self.settings, batch.tokens.device)
         before = step_batch.rows
-        step_batch.rows = before + read.rows  # a verifier that ends the run leaves them
-        scored, rows = self._scores(part, read, model_scores, judged, batch, step_batch, for_training)
+        step_batch.rows = before + rows  # a verifier that ends the run leaves them
+        of_models = model_scores, judged
+        scored, rows = self._scores(terms, total, samples, rows, of_models, batch, step_batch, for_training)
         step_batch.rows = before + rows
         return scored.rows().to(batch.tokens.device)
 
-    def _read(self, batch: Batch, prompts: PromptSet) -> ReadResponses:
-        return ReadResponses.of(batch, prompts, self.tokenizer, has_turns=self.settings.environment is not None)
+    def _read(self, batch: Batch, prompts: PromptSet) -> tuple[list[tuple[Prompt, str]], list[Sample], list[dict]]:
+        return read_responses(batch, prompts, self.tokenizer, has_turns=self.settings.environment is not None)
 
     def _model_scores(self, texts, batch: Batch, count: int, for_training: bool) -> Tensor:
         """[2, N] reward-model scores of the replica's responses: raw, and normalized and clipped. Collective."""
@@ -177,12 +207,15 @@ class Reward:
         return scores[is_scored > 0]
 
     def _scores(
-        self, part: Part, read: ReadResponses, model_scores: Tensor | None, judged: list[JudgedResponse] | None,
-        batch: Batch, step_batch: StepBatch, for_training: bool,
+        self, terms: tuple[Term, ...], total: int, samples: list[Sample], rows: list[dict],
+        of_models: tuple[Tensor | None, list[JudgedResponse] | None], batch: Batch, step_batch: StepBatch,
+        for_training: bool,
     ) -> tuple[Scored, list[dict]]:  # fmt: skip
-        """(scores of the responses, on the host; their rows of the samples file). A collective of the replica
-        leaders."""
-        (_, samples, rows), (terms, names, shaping) = read, part.expression
+        """(scores of the responses, on the host; their rows of the samples file). A collective of the replica leaders.
+
+        `samples`, `rows`: of the responses; `of_models`: of `_model_scores` and `Judge.judge`.
+        """
+        (model_scores, judged), names = of_models, frozenset(term.name for term in terms)
         groups = positions_by_group(batch.sequence_ids.tolist(), step_batch.groups)
         columns, failures = self.verifiers.score(samples, groups, names), self.verifiers.failures
         reasons = self.verifiers.reasons
@@ -199,7 +232,7 @@ class Reward:
         if ENVIRONMENT in names:
             columns[ENVIRONMENT] = _environment_scores(batch)
         self._warn(failures, len(samples), drops=self.drops and for_training)
-        self._statistics.check_failures(failures, self.verifiers.timeouts, part.total, self._failure_windows)
+        self._statistics.check_failures(failures, self.verifiers.timeouts, total, self._failure_windows)
         values = {name: list(map(_value, column)) for name, column in columns.items()}
         if model_scores is not None:
             values[MODEL], normalized = model_scores.tolist()
@@ -208,7 +241,8 @@ class Reward:
         counted = [not self.drops or reason is None for reason in reasons]
         if not names.isdisjoint(SHAPING):
             members = [[i for i in group if counted[i]] for group in groups]
-            shaped = shaping(self._shaped(batch, step_batch.prompts), columns, members)
+            cosine, ngram = parse_cosine(self.settings.reward_cosine), self.settings.reward_ngram
+            shaped = shaping_scores(terms, cosine, ngram, self._shaped(batch, step_batch.prompts), columns, members)
             columns |= shaped
             values |= {name: list(map(_value, column)) for name, column in shaped.items()}
         if for_training:
@@ -220,14 +254,7 @@ class Reward:
         parts = self._parts_of(terms, columns, penalties, len(batch))
         if penalties is not None:
             weighted = (self.settings.overlong_penalty * penalties).tolist()
-            scores = [
-                dataclasses.replace(
-                    score,
-                    reward=score.reward + lost,
-                    parts=(score.parts or {"reward": score.reward}) | {"overlong": lost},
-                )
-                for score, lost in zip(scores, weighted, strict=True)
-            ]
+            scores = [_with_penalty(score, lost) for score, lost in zip(scores, weighted, strict=True)]
         given = [{name: column[i] for name, column in values.items()} for i in positions]
         rows = [row | score_fields(score, of_terms) for row, score, of_terms in zip(rows, scores, given, strict=True)]
         rewards = torch.tensor([score.reward for score in scores], dtype=torch.float64)
@@ -240,21 +267,20 @@ class Reward:
     ) -> tuple[list[Score], list[str | None]]:
         """The judge's scores, and why it has none; its judgements are added to `rows`."""
         scores, reasons = [], []
-        for row, sample, response in zip(rows, samples, judged, strict=True):
-            row["judgements"] = response.rows
-            reasons.append(None if response.number is not None else failure(JUDGE, sample, response.problem))
-            if response.number is None:
+        for row, sample, (judgements, number, problem) in zip(rows, samples, judged, strict=True):
+            row["judgements"] = judgements
+            reasons.append(None if number is not None else failure(JUDGE, sample, problem))
+            if number is None:
                 scores.append(Score(self.settings.reward_fallback, False))
             else:
-                is_correct = response.number >= self.judge.config.correct_from
-                scores.append(Score(response.number, is_correct, {JUDGE: response.number}))
+                scores.append(Score(number, number >= self.judge.config.correct_from, {JUDGE: number}))
         return scores, reasons
 
     def unscored_rows(self, batch: Batch, prompts: PromptSet) -> list[dict]:
         """Rows of responses that this rank holds, without scores; for the samples of a step that failed."""
         valid = valid_sequences(batch, self.settings)
-        read = self._read(batch.select(valid.nonzero().flatten()), prompts)
-        return in_order(read.rows + failed_rows(batch, valid, prompts))
+        *_, rows = self._read(batch.select(valid.nonzero().flatten()), prompts)
+        return in_order(rows + failed_rows(batch, valid, prompts))
 
     def _warn(self, failures: dict[str, list[str]], count: int, drops: bool):
         """Says once for each verifier and the judge that it failed, where, and what becomes of such responses."""
@@ -301,6 +327,15 @@ class Reward:
         written = batch.tokens[batch.response_mask].cpu().split(batch.response_lengths.tolist())
         columns = zip(shares, batch.finished.tolist(), (tokens.tolist() for tokens in written), strict=True)
         return [Shaped(share, finished, tokens) for share, finished, tokens in columns]
+
+
+def _with_penalty(score: Score, lost: float) -> Score:
+    parts = (score.parts or {"reward": score.reward}) | {"overlong": lost}
+    return dataclasses.replace(score, reward=score.reward + lost, parts=parts)
+
+
+def _has(terms: tuple[Term, ...], name: str) -> bool:
+    return any(term.name == name for term in terms)
 
 
 def _value(score: Score) -> float | None:

@@ -37,7 +37,7 @@ class RewardModel:
         self.members: list[FrozenModel] = []
         vocab_size = role.model_vocab_size(encoder.tokenizer.vocab_size)
         for of_member in weights:
-            member = FrozenModel(role, role_groups, vocab_size, timers, value_head=True)
+            member = FrozenModel(role, role_groups, vocab_size, timers)
             member.load_pretrained(of_member)
             self.members.append(member)
 

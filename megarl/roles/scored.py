@@ -60,32 +60,27 @@ def no_rows(count: int, settings: Settings, device) -> Tensor:
     return torch.zeros(count, 3 + len(settings.part_weights), dtype=torch.float64, device=device)
 
 
-class ReadResponses(NamedTuple):
-    """The responses of a batch as text."""
-
-    texts: list[tuple[Prompt, str]]  # prompt and whole text, for a reward model or a judge
-    samples: list[Sample]  # for verifiers
-    rows: list[dict]  # of the samples file, without scores
-
-    @classmethod
-    def of(cls, batch: Batch, prompts: PromptSet, tokenizer: Tokenizer, has_turns: bool) -> "ReadResponses":
-        """`has_turns`: they are episodes of an environment."""
-        sequences = zip(batch.tokens.cpu().split(batch.lengths.tolist()), batch.prompt_lengths.tolist(), strict=True)
-        responses = [tokenizer.decode(tokens[start:].tolist()) for tokens, start in sequences]
-        # A prompt of its own for each response: a verifier may change its metadata.
-        texts = list(zip((prompts[line] for line in batch.prompt_ids.tolist()), responses, strict=True))
-        turns = turns_of(batch, tokenizer) if has_turns else [only_turn(response) for response in responses]
-        columns = zip(texts, turns, batch.finished.tolist(), batch.response_lengths.tolist(), strict=True)
-        images_of = functools.cache(prompts.images_of)
-        samples = [
-            sample_of(prompt, of_response, ends, tokens, images_of(prompt.index))
-            for (prompt, _), of_response, ends, tokens in columns
-        ]
-        rows = [_row(number, each) for number, each in zip(batch.sequence_ids.tolist(), samples, strict=True)]
-        if has_turns:
-            for row, sample, response in zip(rows, samples, responses, strict=True):
-                row |= {"response": response, "turns": sample.turns}
-        return cls(texts, samples, rows)
+def read_responses(
+    batch: Batch, prompts: PromptSet, tokenizer: Tokenizer, has_turns: bool
+) -> tuple[list[tuple[Prompt, str]], list[Sample], list[dict]]:
+    """The responses of a batch as text: prompts and whole texts, for a reward model or a judge; samples, for verifiers;
+    and rows of the samples file, without scores. `has_turns`: they are episodes of an environment."""
+    sequences = zip(batch.tokens.cpu().split(batch.lengths.tolist()), batch.prompt_lengths.tolist(), strict=True)
+    responses = [tokenizer.decode(tokens[start:].tolist()) for tokens, start in sequences]
+    # A prompt of its own for each response: a verifier may change its metadata.
+    texts = list(zip((prompts[line] for line in batch.prompt_ids.tolist()), responses, strict=True))
+    turns = turns_of(batch, tokenizer) if has_turns else [only_turn(response) for response in responses]
+    columns = zip(texts, turns, batch.finished.tolist(), batch.response_lengths.tolist(), strict=True)
+    images_of = functools.cache(prompts.images_of)
+    samples = [
+        sample_of(prompt, of_response, ends, tokens, images_of(prompt.index))
+        for (prompt, _), of_response, ends, tokens in columns
+    ]
+    rows = [_row(number, each) for number, each in zip(batch.sequence_ids.tolist(), samples, strict=True)]
+    if has_turns:
+        for row, sample, response in zip(rows, samples, responses, strict=True):
+            row |= {"response": response, "turns": sample.turns}
+    return texts, samples, rows
 
 
 def in_order(rows: list[dict]) -> list[dict]:

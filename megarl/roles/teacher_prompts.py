@@ -7,7 +7,6 @@ prompt, and so does one whose prompt would be too long.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,25 +25,22 @@ from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.rewards.expression import terms_of_run
 
-
-class TeacherPrompts(NamedTuple):
-    """What a teacher reads before the responses of a batch."""
-
-    tokens: list[Sequence[int] | None]  # [N]; None: the policy's prompt
-    ids: Tensor  # [N] int64 on the host: the same number only for the same prompt
+# What a teacher reads before the N responses of a batch, None: the policy's prompt; and [N] int64 on the host, the same
+# number only for the same prompt.
+TeacherPrompts = tuple[list[Sequence[int] | None], Tensor]
 
 
 def prompts_of_lines(batch: Batch, prompts: Ragged) -> TeacherPrompts:
     """The prompts of the batch's lines. `prompts`: tokens by line; a line without any keeps the policy's."""
     lines = batch.prompt_ids.cpu()
-    return TeacherPrompts([prompts[line] or None for line in lines.tolist()], lines)
+    return [prompts[line] or None for line in lines.tolist()], lines
 
 
 def with_prompts(batch: Batch, prompts: TeacherPrompts) -> tuple[Batch, Tensor, Tensor]:
     """The sequences of a batch after other prompts; and where the tokens after the prompts are, in `batch` and in the
     result: both [R] int64, in the same order."""
-    lengths, old = batch.lengths.cpu(), batch.prompt_lengths.cpu()
-    sizes = [own if tokens is None else len(tokens) for tokens, own in zip(prompts.tokens, old.tolist(), strict=True)]
+    (of_rows, ids), lengths, old = prompts, batch.lengths.cpu(), batch.prompt_lengths.cpu()
+    sizes = [own if tokens is None else len(tokens) for tokens, own in zip(of_rows, old.tolist(), strict=True)]
     starts, new, rest = batch.cu_seqlens.cpu()[:-1], torch.tensor(sizes, dtype=torch.int64), lengths - old
     read_starts = (new + rest).cumsum(0) - (new + rest)
     own = expand_ranges(starts + old, rest).to(batch.tokens.device)
@@ -56,14 +52,14 @@ def with_prompts(batch: Batch, prompts: TeacherPrompts) -> tuple[Batch, Tensor, 
     if batch.row_starts is not None:  # the first row alone has the prompt that changes
         row_starts = torch.zeros_like(mask)
         row_starts[read] = batch.row_starts[own]
-    spans = zip(prompts.tokens, *(x.tolist() for x in (starts, old, read_starts)), strict=True)
+    spans = zip(of_rows, *(x.tolist() for x in (starts, old, read_starts)), strict=True)
     for prompt, start, length, at in spans:
         source = batch.tokens[start : start + length] if prompt is None else torch.tensor(prompt).to(tokens)
         tokens[at : at + len(source)] = source
     others = {name: getattr(batch, name) for name in ("sequence_ids", "finished", "solved", "teacher_ids")}
     read_batch = Batch(
         **others,
-        prompt_ids=prompts.ids.to(batch.prompt_ids),
+        prompt_ids=ids.to(batch.prompt_ids),
         lengths=(new + rest).to(batch.lengths),
         prompt_lengths=new.to(batch.lengths),
         tokens=tokens,
@@ -92,7 +88,7 @@ class SiblingContext:
         """
         siblings, is_scored = self._siblings(batch, groups)
         starts, prompt_lengths = batch.cu_seqlens.tolist(), batch.prompt_lengths.tolist()
-        sequences, tokens, numbers = batch.tokens.cpu(), list(own.tokens), {}
+        sequences, tokens, numbers = batch.tokens.cpu(), list(own[0]), {}
         contexts: dict[int, list[int]] = {}  # by position of the sibling
         keys, too_long = [], 0
         for position, (line, sibling) in enumerate(zip(batch.prompt_ids.tolist(), siblings, strict=True)):
@@ -109,7 +105,7 @@ class SiblingContext:
         ids = [numbers.setdefault(key, len(numbers)) for key in keys]
         read = sum(sibling is not None for _, sibling in keys)
         self._counts = torch.tensor([read, too_long, int(is_scored.sum())])
-        return TeacherPrompts(tokens, torch.tensor(ids, dtype=torch.int64))
+        return tokens, torch.tensor(ids, dtype=torch.int64)
 
     def metrics(self, role_groups: RoleGroups) -> dict[str, float]:
         """Metrics of the last batch, of all replicas; says once that some responses have no context. A collective of

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch, generated_fields
-from megarl.comm.announcements import Announcements
-from megarl.comm.early_responses import ResponseSender
+from megarl.comm.announcements import Announcements, ResponseSender
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
 from megarl.data.order import DifficultyPools, MixtureOrder

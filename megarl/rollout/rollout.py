@@ -12,7 +12,7 @@ from torch import Tensor
 from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch
-from megarl.comm.early_responses import ResponseSender
+from megarl.comm.announcements import ResponseSender
 from megarl.comm.role_mesh import RoleMesh
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer

@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm import load_balance
-from megarl.comm.early_responses import judges_early
+from megarl.comm.announcements import judges_early
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT, StepBatch
 from megarl.data.prompts import PromptSet

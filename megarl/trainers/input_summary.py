@@ -5,7 +5,7 @@ from itertools import groupby
 from typing import Any
 
 from megarl.arguments import RoleSettings, RunConfig
-from megarl.comm.early_responses import judges_early
+from megarl.comm.announcements import judges_early
 from megarl.data.conversations import Encoder
 from megarl.data.images.book import Images
 from megarl.data.images.names import row_of

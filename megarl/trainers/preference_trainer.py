@@ -1,9 +1,11 @@
-"""Training of a policy on preferences: pairs (DPO and its relatives), or single responses with a label each (KTO)."""
+"""Training on preferences: of a policy on pairs (DPO and its relatives) or on single responses with a label each (KTO),
+and of a reward model on pairs."""
 
+import abc
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,25 +13,71 @@ from torch import Tensor
 from megarl.algorithms import PREFERENCE_LOSSES
 from megarl.algorithms.aggregation import masked_sum
 from megarl.algorithms.packed import response_counts, sums_by_sequence
-from megarl.algorithms.preference_losses import PAIR_METRICS, PairLogprobs, kto, mismatched_divergence, pair_metrics
+from megarl.algorithms.preference_losses import (
+    PAIR_METRICS,
+    PairLogprobs,
+    bradley_terry,
+    kto,
+    mismatched_divergence,
+    pair_metrics,
+)
 from megarl.arguments import RunConfig
 from megarl.batch import Batch
 from megarl.checkpoint import resume
 from megarl.data.columns import LABELLED, REWARD
 from megarl.data.conversations import Encoder
-from megarl.data.examples import Examples, LabelledResponses, response_pairs
+from megarl.data.examples import Examples, LabelledResponses, preference_pairs, response_pairs
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError, flag_of
 from megarl.flags.preferences import preference_options
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
+from megarl.mcore.model.gpt import value_head_of
 from megarl.mcore.weights.checkpoint_files import load_plain
-from megarl.observe.terminal import PREFERENCE_FIELDS
-from megarl.roles.passes import policy_scores
+from megarl.observe.terminal import PREFERENCE_FIELDS, REWARD_FIELDS
+from megarl.roles.passes import policy_scores, sequence_scores
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS
-from megarl.trainers.supervised_trainer import ExampleBatch, PairwiseTrainer, SupervisedInputs, SupervisedTrainer
+from megarl.trainers.supervised_trainer import ExampleBatch, SupervisedInputs, SupervisedTrainer
 
 REFERENCE_FILE = "reference_logprobs.pt"  # in a checkpoint
+
+
+class PairwiseTrainer(SupervisedTrainer):
+    """Trains on pairs of a chosen and a rejected response, whose sequences are adjacent in a micro-batch."""
+
+    sequences_together = 2
+
+    @abc.abstractmethod
+    def _known(self, pairs: ExampleBatch, set_name: str) -> Tensor:
+        """What the loss reads of each pair besides the model's output, by the pair's number in the batch."""
+
+    @abc.abstractmethod
+    def _measure(self, scores: Any, microbatch: Batch, known: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum of the pairs' losses, float64 sums of `metric_names`) of a micro-batch. `known`: of `_known`."""
+
+    def _margins(self, pairs: ExampleBatch, dtype: torch.dtype) -> Tensor:
+        """[P] by number in the batch."""
+        margins = pairs.source.margins[list(pairs.lines)] + self.settings.preference_margin
+        return torch.from_numpy(margins).to(device.device(), dtype)
+
+    def loss_of(self, examples: ExampleBatch, tokens: Tensor) -> Callable:
+        """The mean loss of the pairs."""
+        known = self._known(examples, PROMPTS)
+
+        def loss(scores, microbatch):
+            total, sums = self._measure(scores, microbatch, known)
+            return total / examples.count, (sums / examples.count,)
+
+        return loss
+
+    def evaluate_batch(self, examples: ExampleBatch) -> dict[str, float]:
+        """The metrics of `metric_names` of held-out pairs. Collective."""
+        sums = torch.zeros(len(self.metric_names), dtype=torch.float64, device=device.device())
+        known = self._known(examples, EVAL_PROMPTS)
+        for scores, part in self.outputs(examples.batch):
+            sums += self._measure(scores, part, known)[1]
+        means = (self.role_groups.dp_all_reduce(sums) / examples.count).tolist()
+        return {f"eval/{name}": mean for name, mean in zip(self.metric_names, means, strict=True)}
 
 
 class PreferenceTrainer(SupervisedTrainer):
@@ -262,3 +310,49 @@ def _counts(labels: Tensor) -> Tensor:
 
 def _part(batch: Batch, which: int) -> Batch:
     return batch.select((batch.sequence_ids % 2 == which).nonzero().flatten())
+
+
+# -- reward models -------------------------------------------------------------------------------------------------
+
+# Reward model training on preference pairs: Bradley-Terry loss, accuracy on held-out pairs.
+
+
+class RewardModelTrainer(PairwiseTrainer):
+    """Trains a language model with a scalar head to score the chosen response above the rejected one."""
+
+    program, trained_role, sources = "train_reward", "reward", ("actor", "reward")
+    purpose, sequence_names = REWARD, ("chosen", "rejected")
+    metric_names = ("loss", "accuracy", "margin", "mean")  # means over pairs, in the order of `_measure`
+    fields = REWARD_FIELDS
+
+    @staticmethod
+    def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> Examples:
+        max_length = config.roles["reward"].megatron.seq_length
+        return preference_pairs(prompts, encoder, max_length, config.settings.filter_long_prompts)
+
+    def prepare(self):
+        for chunk in self.trainable_model.model:
+            if (head := value_head_of(chunk)) is not None:
+                head.trains_bias = self.settings.centring_coefficient > 0
+
+    def _forward(self, chunk, microbatch) -> Tensor:
+        return sequence_scores(chunk, microbatch)
+
+    def _known(self, pairs: ExampleBatch, set_name: str) -> Tensor:
+        return self._margins(pairs, torch.float32)
+
+    def _measure(self, scores: Tensor, microbatch: Batch, known: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum of the pairs' losses, float64 [4] sums of `metric_names`) of a micro-batch.
+
+        Args:
+            scores: [N] of its sequences; those of a pair are adjacent.
+            known: [P] margins of the batch's pairs.
+        """
+        chosen, rejected = scores.view(-1, 2).unbind(1)
+        last_tokens = microbatch.cu_seqlens[1:] - 1
+        is_pair = microbatch.response_mask[last_tokens].view(-1, 2)[:, 0]  # False in a padding micro-batch
+        margin = known[microbatch.sequence_ids[::2] // 2]
+        terms = bradley_terry(chosen, rejected, margin, self.settings.centring_coefficient)
+        chosen, rejected = chosen.detach().double(), rejected.detach().double()
+        measured = (terms.detach().double(), (chosen > rejected).double(), chosen - rejected, (chosen + rejected) / 2)
+        return masked_sum(terms, is_pair), torch.stack([masked_sum(values, is_pair) for values in measured])

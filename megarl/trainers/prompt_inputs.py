@@ -12,7 +12,7 @@ from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
 from megarl.observe.terminal import printable
 from megarl.plain_files import parse_named_paths
-from megarl.trainers import first_prompts
+from megarl.trainers import environment_inputs
 
 _FLAGS = {PROMPTS: "--prompts", EVAL_PROMPTS: "--eval-prompts"}
 
@@ -68,7 +68,7 @@ def read_encoded_prompts(settings: Settings, encoder: Encoder) -> tuple[dict[str
         else:
             tokens[name] = found.encode(encoder, settings.max_prompt_length)
         if settings.environment is not None:
-            prompts[name], tokens[name] = first_prompts.fitting(settings, encoder, prompts[name], tokens[name])
+            prompts[name], tokens[name] = environment_inputs.fitting(settings, encoder, prompts[name], tokens[name])
     return prompts, tokens
 
 

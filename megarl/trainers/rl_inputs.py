@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megarl.arguments import RoleSettings, RunConfig, Settings
-from megarl.checkpoint import factors, folders, resume
+from megarl.checkpoint import folders, resume
 from megarl.checkpoint.pretrained import PretrainedWeights, checkpoint_weights, find_pretrained, with_stored_factors
 from megarl.data.places import read_context_template
 from megarl.errors import UsageError
@@ -66,12 +66,7 @@ class RLInputs:
         is_compared = s.load or s.save or s.load_rollouts or s.replay_schedule
         self.data = resume.data_fingerprints(encoder, s, self.prompt_sets) if is_compared else {}
         if s.load:
-            factors.check_factors(s.load, saved)
-            shapes = {
-                role.name: factors.resume_shapes(role, role.model_vocab_size(tokens), role.has_scalar_head)
-                for role in saved
-            }
-            self.resume, self.manifest = resume.check_resume("train_rl", config, self.data, shapes)
+            self.resume, self.manifest = resume.check_resume("train_rl", config, self.data, saved, tokens)
             if self.images is not None:
                 self.images.check_resumed(self.manifest, s.load)
             _check_stored_reference(s, config.roles, self.manifest)

@@ -16,8 +16,7 @@ from megarl.roles.actor import Actor
 from megarl.roles.advantage_computer import AdvantageComputer
 from megarl.roles.critic import Critic
 from megarl.roles.reference import Reference, shares_base
-from megarl.roles.teacher import Teachers
-from megarl.roles.teacher_output import TeacherOutput
+from megarl.roles.teacher import TeacherOutput, Teachers
 from megarl.roles.teacher_prompts import SiblingContext
 from megarl.roles.trainable_model import TrainableModel
 from megarl.rollout import waiting_groups
@@ -29,14 +28,12 @@ from megarl.rollout.rollout_files import RolloutWriter
 from megarl.router_replay.route_exchange import RoutingReplay
 from megarl.trainers.environment_inputs import open_sessions
 from megarl.trainers.evaluator import ACCURACY, Evaluations
-from megarl.trainers.exports import export
+from megarl.trainers.events import export
 from megarl.trainers.generation_lag import leading_ranks
-from megarl.trainers.policy import load_policy
-from megarl.trainers.policy_server import PolicyService
+from megarl.trainers.policy import PolicyService, load_policy
 from megarl.trainers.rl_inputs import RLInputs, saves_reference
-from megarl.trainers.sample_rows import TokenSamples, rows_so_far
 from megarl.trainers.setup import read_inputs
-from megarl.trainers.step_reports import StepRecord, StepRecords
+from megarl.trainers.step_reports import StepRecord, StepRecords, TokenSamples, rows_so_far
 from megarl.trainers.trainer import Trainer
 
 SAMPLES_PER_FILE = 64  # responses of a step in its samples file

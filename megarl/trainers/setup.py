@@ -33,7 +33,7 @@ from megarl.observe.profiler import StepProfiler
 from megarl.observe.timers import Timers
 from megarl.observe.trackers import check_installed
 from megarl.planning.parameters import check_patterns
-from megarl.trainers.exports import check_exports
+from megarl.trainers.events import check_exports
 from megarl.trainers.prompt_inputs import print_notes
 
 Inputs = TypeVar("Inputs")

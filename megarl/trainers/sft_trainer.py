@@ -19,10 +19,10 @@ from megarl.mcore import device
 from megarl.mcore.model import forward_pass
 from megarl.observe.terminal import SFT_FIELDS
 from megarl.roles.passes import policy_scores
-from megarl.roles.teacher import Teachers
-from megarl.roles.teacher_output import (
+from megarl.roles.teacher import (
     DISTILL_NAMES,
     TeacherOutput,
+    Teachers,
     masks_by_teacher,
     measured_apart,
     names_by_teacher,

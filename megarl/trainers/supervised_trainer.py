@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.arguments import RunConfig
 from megarl.batch import Batch, common_prefix_lengths
-from megarl.checkpoint import factors, resume
+from megarl.checkpoint import resume
 from megarl.checkpoint.pretrained import find_pretrained
 from megarl.comm import load_balance
 from megarl.data.conversations import Encoder
@@ -21,7 +21,7 @@ from megarl.mcore import device
 from megarl.observe.timers import Timers
 from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers import setup
-from megarl.trainers.exports import export
+from megarl.trainers.events import export
 from megarl.trainers.image_inputs import RunImages
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS, read_prompts
 from megarl.trainers.teacher_inputs import find_teachers, teachers_of_lines
@@ -226,44 +226,6 @@ class SupervisedTrainer(Trainer, abc.ABC):
         self.trainable_model.restore(loaded[self.trained_role])
 
 
-class PairwiseTrainer(SupervisedTrainer):
-    """Trains on pairs of a chosen and a rejected response, whose sequences are adjacent in a micro-batch."""
-
-    sequences_together = 2
-
-    @abc.abstractmethod
-    def _known(self, pairs: ExampleBatch, set_name: str) -> Tensor:
-        """What the loss reads of each pair besides the model's output, by the pair's number in the batch."""
-
-    @abc.abstractmethod
-    def _measure(self, scores: Any, microbatch: Batch, known: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum of the pairs' losses, float64 sums of `metric_names`) of a micro-batch. `known`: of `_known`."""
-
-    def _margins(self, pairs: ExampleBatch, dtype: torch.dtype) -> Tensor:
-        """[P] by number in the batch."""
-        margins = pairs.source.margins[list(pairs.lines)] + self.settings.preference_margin
-        return torch.from_numpy(margins).to(device.device(), dtype)
-
-    def loss_of(self, examples: ExampleBatch, tokens: Tensor) -> Callable:
-        """The mean loss of the pairs."""
-        known = self._known(examples, PROMPTS)
-
-        def loss(scores, microbatch):
-            total, sums = self._measure(scores, microbatch, known)
-            return total / examples.count, (sums / examples.count,)
-
-        return loss
-
-    def evaluate_batch(self, examples: ExampleBatch) -> dict[str, float]:
-        """The metrics of `metric_names` of held-out pairs. Collective."""
-        sums = torch.zeros(len(self.metric_names), dtype=torch.float64, device=device.device())
-        known = self._known(examples, EVAL_PROMPTS)
-        for scores, part in self.outputs(examples.batch):
-            sums += self._measure(scores, part, known)[1]
-        means = (self.role_groups.dp_all_reduce(sums) / examples.count).tolist()
-        return {f"eval/{name}": mean for name, mean in zip(self.metric_names, means, strict=True)}
-
-
 class SupervisedInputs:
     """Examples and checkpoints of a supervised run, read and checked before the process group exists."""
 
@@ -289,9 +251,8 @@ class SupervisedInputs:
             self.pretrained = find_pretrained(role, self.vocab_size, trainer.sources, role.has_scalar_head)
         self.data = resume.data_fingerprints(encoder, s, self.prompt_sets) if s.load or s.save else {}
         if s.load:
-            factors.check_factors(s.load, [role])
-            shapes = {role.name: factors.resume_shapes(role, self.vocab_size, role.has_scalar_head)}
-            self.resume, self.manifest = resume.check_resume(trainer.program, config, self.data, shapes)
+            tokens = encoder.tokenizer.vocab_size
+            self.resume, self.manifest = resume.check_resume(trainer.program, config, self.data, [role], tokens)
             trainer.check_resumed(config, self)
             if self.images is not None:
                 self.images.check_resumed(self.manifest, s.load)

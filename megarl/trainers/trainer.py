@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.arguments import RunConfig
-from megarl.checkpoint import commit, earlier_run, factors, resume
+from megarl.checkpoint import commit, earlier_run, pretrained, resume
 from megarl.checkpoint.writer import CheckpointWriter, layout_of
 from megarl.comm.role_mesh import NO_LIMIT, RoleMesh
 from megarl.data.order import MixtureOrder, PromptOrder
@@ -208,7 +208,7 @@ class Trainer(abc.ABC):
             "layout": layout_of(self.config.roles),
             "best": self.best.state_dict(),
             "kept_for": "interval" if is_due else "best",
-            **factors.manifest_entry(self.config.roles),
+            **pretrained.manifest_entry(self.config.roles),
             **({} if self.images is None or self.mesh.rank else {resume.IMAGES: self.images.facts()}),
         }
 

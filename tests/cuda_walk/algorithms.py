@@ -48,7 +48,7 @@ def _advantages(walk: Walk, groups) -> dict:
 def _losses(walk: Walk) -> dict:
     from megarl.algorithms.aggregation import AGGREGATIONS, local_counts
     from megarl.algorithms.kl import KL_KINDS
-    from megarl.algorithms.policy_loss import MinibatchTokens
+    from megarl.algorithms.policy_loss import PolicyTokens
     from megarl.algorithms.policy_losses import POLICY_LOSSES
     from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS, correction_sums
     from megarl.flags.settings import Settings
@@ -65,11 +65,12 @@ def _losses(walk: Walk) -> dict:
                             max_response_length=8, mask_truncated_responses=True)  # fmt: skip
         batch = _scored_batch()
         logprobs, entropy = (x.clone().requires_grad_() for x in (batch.logprobs, batch.entropy))
+        columns = batch.advantages, batch.response_mask, batch.cu_seqlens, batch.rollout_logprobs
         walk.clear()
         if (select := POLICY_LOSSES[name].select) is not None:
-            columns = batch.logprobs, batch.rollout_logprobs, batch.advantages, batch.response_mask
+            tokens = PolicyTokens(batch.logprobs, batch.logprobs, *columns)
             drawn = batch.logprobs.detach().double().exp()
-            batch.selected = select(MinibatchTokens(*columns, drawn, lambda x: x), POLICY_LOSSES[name].options)
+            batch.selected = select(tokens, POLICY_LOSSES[name].options, drawn, lambda x: x)
         counts = local_counts(batch.response_mask, batch.cu_seqlens)
         loss = ActorLoss(settings, POLICY_LOSSES[name])
         value, sums = loss(TokenScores(logprobs, entropy), batch, batch.logprobs, counts, 0.1)

@@ -34,8 +34,8 @@ LATE_IMPORTS = (
     "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
     "megarl.mcore.model.layer_specs.local", "megarl.train_rl", "megarl.train_sft", "megarl.train_reward",
     "megarl.train_preference", "megarl.trainers.rl_trainer", "megarl.trainers.sft_trainer",
-    "megarl.trainers.reward_model_trainer", "megarl.trainers.preference_trainer", "megarl.trainers.evaluation_program",
-    "megarl.trainers.policy_server", "transformers.models.auto.configuration_auto",
+    "megarl.trainers.preference_trainer", "megarl.trainers.evaluation_program", "megarl.trainers.policy",
+    "transformers.models.auto.configuration_auto",
     "transformers.models.llama.configuration_llama",  # with what configurations of all models import
 )  # fmt: skip
 

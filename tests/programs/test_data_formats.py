@@ -117,7 +117,7 @@ def test_a_filtered_run_resumes_with_the_same_prompts_only(filtered_run, folder)
 @pytest.mark.parametrize("name, unit, longer", [("sft", "examples", "6 + 4"), ("reward", "pairs", "10")])
 def test_supervised_programs_drop_what_is_too_long(name, unit, longer, folder):
     """Their examples, held-out ones, notes and fingerprints are those of the lines that are left."""
-    from megarl.trainers.reward_model_trainer import RewardModelTrainer
+    from megarl.trainers.preference_trainer import RewardModelTrainer
     from megarl.trainers.sft_trainer import SFTTrainer
     from megarl.trainers.supervised_trainer import SupervisedInputs
 

@@ -51,7 +51,7 @@ def assert_same_text(found: Path, expected: Path):
 
 
 def test_a_check_measures_prompts_with_what_their_environments_add(tmp_path):
-    """Others are in tests/unit/trainers/test_first_prompts.py."""
+    """Others are in tests/unit/trainers/test_environment_inputs.py."""
     flags = f"--environment {GREETS} --max-turns 2 --max-tokens-per-microbatch 500"
     (note,) = (line for line in accepted(rl_argv(tmp_path, f"{flags} --max-prompt-length 200")) if "at most" in line
                and "--environment" in line)  # fmt: skip

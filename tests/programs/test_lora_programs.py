@@ -76,7 +76,7 @@ def test_a_rollout_in_its_own_layout_gets_the_factors(run, tmp_path):
 
 
 def test_other_factors_are_refused(run, tmp_path):
-    """Other differences are in tests/unit/checkpoint/test_factors.py."""
+    """Other differences are in tests/unit/checkpoint/test_pretrained.py."""
     from megarl.trainers.rl_trainer import RLInputs
 
     flags = f"{GRADED} {STEPS} --lora-rank 4 --lora-alpha 8 --load {folders.step_folder(run, 1)}"

@@ -55,7 +55,7 @@ def chunked(hidden, weight, targets):
 
 def divergence(hidden, weight, targets):
     """The divergence from a teacher of the same size, in place of both scores."""
-    from megarl.algorithms.divergence import Divergence
+    from megarl.algorithms.kl import Divergence
     from megarl.mcore.kernels.head import HeadOptions
     from megarl.mcore.kernels.head_divergence import TeacherHead, head_divergence
 

@@ -1,7 +1,7 @@
 """Losses that treat a few tokens of a mini-batch apart, and how these are found: M2PO, Clip-Cov and KL-Cov.
 
 Such tokens cannot be chosen in a micro-batch: the choice would depend on the layout. So they are chosen before the
-update, from what is known then (`MinibatchTokens`), by sums over ranks: a radix search finds the place at which the
+update, from what is known then, by sums over ranks: a radix search finds the place at which the
 sorted tokens of all ranks are cut, without gathering them, in eight sums of 512 numbers.
 """
 
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from megarl.algorithms.policy_loss import (
     LOG_RATIO_LIMIT,
     ClipOptions,
-    MinibatchTokens,
     PolicyTerms,
     PolicyTokens,
     bounded_ratio,
@@ -75,43 +74,41 @@ def kl_cov(tokens: PolicyTokens, options: KlCovOptions) -> PolicyTerms:
     return PolicyTerms(loss, torch.zeros_like(tokens.response_mask), -log_ratio.detach())
 
 
-def farthest_from_rollout(tokens: MinibatchTokens, options: M2poOptions) -> Tensor:
+def farthest_from_rollout(tokens: PolicyTokens, options: M2poOptions, uniforms: Tensor, total: Callable) -> Tensor:
     """[T] bool: the fewest tokens with the largest (log π_old − log μ)² without which its mean is below τ."""
-    squares = (tokens.logprobs.double() - tokens.rollout_logprobs.double()).square()
+    mask, squares = tokens.response_mask, (tokens.old_logprobs.double() - tokens.rollout_logprobs.double()).square()
 
-    def fits(number: Tensor, total: Tensor) -> Tensor:
-        return (total < options.threshold * number) | (number == 0)
+    def fits(number: Tensor, sums: Tensor) -> Tensor:
+        return (sums < options.threshold * number) | (number == 0)
 
-    squares = torch.where(tokens.mask, squares, 0.0)
-    kept = lowest_that_fit(sort_keys(squares, tokens.uniforms), squares, tokens.mask, fits, tokens.total)
-    return tokens.mask & ~kept
+    squares = torch.where(mask, squares, 0.0)
+    return mask & ~lowest_that_fit(sort_keys(squares, uniforms), squares, mask, fits, total)
 
 
-def random_by_covariance(tokens: MinibatchTokens, options: ClipCovOptions) -> Tensor:
+def random_by_covariance(tokens: PolicyTokens, options: ClipCovOptions, uniforms: Tensor, total: Callable) -> Tensor:
     """[T] bool: a random share of the mini-batch's tokens, of those whose covariance is between the bounds."""
-    covariance, number = covariances(tokens)
-    can_be = tokens.mask & (covariance > options.least) & (covariance < options.most)
+    covariance, number = covariances(tokens, total)
+    can_be = tokens.response_mask & (covariance > options.least) & (covariance < options.most)
     count = (options.share * number).floor().clamp(min=1)
-    keys = random_keys(tokens.uniforms)
-    return lowest_that_fit(keys, torch.zeros_like(covariance), can_be, lambda n, _: n <= count, tokens.total)
+    keys = random_keys(uniforms)
+    return lowest_that_fit(keys, torch.zeros_like(covariance), can_be, lambda n, _: n <= count, total)
 
 
-def largest_covariance(tokens: MinibatchTokens, options: KlCovOptions) -> Tensor:
+def largest_covariance(tokens: PolicyTokens, options: KlCovOptions, uniforms: Tensor, total: Callable) -> Tensor:
     """[T] bool: the share of the mini-batch's tokens with the largest covariance."""
-    covariance, number = covariances(tokens)
+    (covariance, number), mask = covariances(tokens, total), tokens.response_mask
     rest = number - (options.share * number).floor().clamp(min=1)
-    keys = sort_keys(covariance, tokens.uniforms)
-    nothing = torch.zeros_like(covariance)
-    others = lowest_that_fit(keys, nothing, tokens.mask, lambda n, _: n <= rest.clamp(min=0), tokens.total)
-    return tokens.mask & ~others
+    keys, nothing = sort_keys(covariance, uniforms), torch.zeros_like(covariance)
+    return mask & ~lowest_that_fit(keys, nothing, mask, lambda n, _: n <= rest.clamp(min=0), total)
 
 
-def covariances(tokens: MinibatchTokens) -> tuple[Tensor, Tensor]:
+def covariances(tokens: PolicyTokens, total: Callable) -> tuple[Tensor, Tensor]:
     """(c, n): [T] float64 each token's share c = (A − mean A)·(log π − mean log π) of their covariance, with means over
     the n tokens of the mini-batch. Tokens with a large share lower the entropy most (arXiv 2505.22617, eq. 10, with
     π_old for π)."""
-    columns = [torch.where(tokens.mask, x.double(), 0.0) for x in (tokens.advantages, tokens.logprobs)]
-    sums = tokens.total(torch.stack([tokens.mask.sum().double(), *(column.sum() for column in columns)]))
+    mask = tokens.response_mask
+    columns = [torch.where(mask, x.double(), 0.0) for x in (tokens.advantages, tokens.old_logprobs)]
+    sums = total(torch.stack([mask.sum().double(), *(column.sum() for column in columns)]))
     means = sums[1:] / sums[0].clamp(min=1)
     advantages, logprobs = (column - mean for column, mean in zip(columns, means, strict=True))
     return advantages * logprobs, sums[0]

@@ -10,7 +10,6 @@ from megarl.algorithms.advantages import discounted_sums
 from megarl.algorithms.policy_loss import (
     ClipOptions,
     ClipRange,
-    NoOptions,
     PolicyTerms,
     PolicyTokens,
     bounded_ratio,
@@ -36,7 +35,7 @@ def ppo_clip(tokens: PolicyTokens, clip: ClipOptions) -> PolicyTerms:
     return PolicyTerms(loss, clipped, -log_ratio.detach())
 
 
-def reinforce(tokens: PolicyTokens, options: NoOptions) -> PolicyTerms:
+def reinforce(tokens: PolicyTokens, options: None) -> PolicyTerms:
     """−A·log π_θ (Williams, 1992): no ratio, no clipping. For a single update per step."""
     loss = -tokens.advantages.detach() * tokens.logprobs
     return PolicyTerms(loss, torch.zeros_like(tokens.response_mask), tokens.approx_kl)

@@ -4,13 +4,12 @@ The number is a ratio, an importance weight, or the advantage that REAL gives a 
 """
 
 import dataclasses
+from collections.abc import Callable
 
 from megarl.algorithms.packed import broadcast_to_tokens, response_counts, sums_by_sequence
 from megarl.algorithms.policy_loss import (
     LOG_RATIO_LIMIT,
     ClipRange,
-    MinibatchResponses,
-    NoOptions,
     PolicyTerms,
     PolicyTokens,
     clipped_surrogate,
@@ -138,10 +137,12 @@ class RealOptions:
 
 def real(tokens: PolicyTokens, options: RealOptions) -> PolicyTerms:
     """−A·log π_θ with the advantages of `real_advantages`: under `seq-mean-token-mean` the gradient is REAL's."""
-    return reinforce(tokens, NoOptions())
+    return reinforce(tokens, None)
 
 
-def real_advantages(responses: MinibatchResponses, options: RealOptions) -> Tensor:
+def real_advantages(
+    tokens: PolicyTokens, options: RealOptions, groups: Tensor, group_count: int, total: Callable[[Tensor], Tensor]
+) -> Tensor:
     """[T] A = ±(G/τ)·e^{∓s/τ} / (1 + Σ e^{∓s/τ}), + for good responses, − for bad ones, Σ over those of the same kind.
 
     The gradient of the mean over groups of log(1 + Σ₊ e^{−s/τ}) + log(1 + Σ₋ e^{s/τ}), s the mean of log π_θ/π_old
@@ -150,15 +151,15 @@ def real_advantages(responses: MinibatchResponses, options: RealOptions) -> Tens
     is the number of the group's responses with tokens. As in the paper's code, a group without both kinds has no
     gradient, but counts in the mean.
     """
-    mask, cu_seqlens = responses.mask, responses.cu_seqlens
-    counts = response_counts(mask, cu_seqlens)
-    means = [sums_by_sequence(x.double(), mask, cu_seqlens) / counts.clamp(min=1) for x in responses[:2]]
+    mask, cu_seqlens = tokens.response_mask, tokens.cu_seqlens
+    fields, counts = (tokens.logprobs - tokens.old_logprobs, tokens.advantages), response_counts(mask, cu_seqlens)
+    means = [sums_by_sequence(x.double(), mask, cu_seqlens) / counts.clamp(min=1) for x in fields]
     scores, signs = means[0] / options.tau, means[1].sign()
     weights = (-signs * scores).clamp(-_REAL_LIMIT, _REAL_LIMIT).exp()
     kinds = torch.stack([signs > 0, signs < 0, counts > 0]).double()
     columns = torch.cat([kinds, kinds[:2] * weights])
-    table = columns.new_zeros(len(columns), responses.group_count).index_add_(1, responses.groups, columns)
-    good, bad, size, sum_of_good, sum_of_bad = responses.total(table)[:, responses.groups]
+    table = columns.new_zeros(len(columns), group_count).index_add_(1, groups, columns)
+    good, bad, size, sum_of_good, sum_of_bad = total(table)[:, groups]
     sums = torch.where(signs > 0, sum_of_good, sum_of_bad)
     factors = torch.where((good > 0) & (bad > 0), size / options.tau * weights / (1 + sums), 0.0)
-    return broadcast_to_tokens(signs * factors, mask, cu_seqlens).to(responses.advantages.dtype)
+    return broadcast_to_tokens(signs * factors, mask, cu_seqlens).to(tokens.advantages.dtype)

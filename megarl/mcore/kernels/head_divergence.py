@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megarl.algorithms.divergence import Divergence, center_of, divergence_sums, logit_gradient, value_of
+from megarl.algorithms.kl import Divergence, center_of, divergence_sums, logit_gradient, value_of
 from megarl.mcore.kernels import linear, with_gradient
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.head import MAX_KEPT, Head, HeadGradients, HeadOptions, at_least_fp32, row_chunks

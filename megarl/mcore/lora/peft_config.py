@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from megarl import probe
+from megarl import plain_files
 from megarl.errors import UsageError
 from megarl.mcore.lora.peft_modules import PeftModule
 from megarl.mcore.lora.targets import LoRASettings
@@ -93,10 +93,10 @@ def check_patterns(config: dict, modules: list[PeftModule], error: Callable[[str
     """UsageError for a pattern that is no regular expression, or takes too long to match."""
     for entry in PATTERNS:
         patterns = config.get(entry) or {}
-        if not probe.ends(
+        if not plain_files.ends_in_child(
             lambda patterns=patterns: [_matches(p, n) for p in patterns for m in modules for n in m.names()]
         ):
-            raise error(f"{CONFIG}: {entry} takes more than {probe.limits()}, to match")
+            raise error(f"{CONFIG}: {entry} takes more than {plain_files.child_limits()}, to match")
         for pattern in patterns:
             try:
                 _matches(pattern, "")

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from megarl.comm.early_responses import ResponseSender
+from megarl.comm.announcements import ResponseSender
 from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore.inference.engine import RequestSource
 from megarl.mcore.inference.generation import Completion, GenerationRequest

@@ -13,7 +13,7 @@ from megarl.algorithms.token_sampling import stream_keys
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.checkpoint import folders
-from megarl.comm.early_responses import ResponseSender
+from megarl.comm.announcements import ResponseSender
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.conversations import Encoder
 from megarl.data.detokenizer import StopMatcher

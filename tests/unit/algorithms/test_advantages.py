@@ -235,17 +235,6 @@ def test_unchanged_values_give_the_plain_gradient():
     assert torch.equal(values.grad, (values - returns).detach())
 
 
-def test_value_loss_gradcheck():
-    generator = torch.Generator().manual_seed(2)
-    values, old, returns = (torch.randn(200, generator=generator, dtype=torch.float64) for _ in range(3))
-    held = values.clamp(old - 0.5, old + 0.5)
-    at_border = (values - old).abs().sub(0.5).abs() < 1e-3
-    at_switch = (held != values) & ((held - returns).abs() - (values - returns).abs()).abs().lt(1e-3)
-    smooth = ~at_border & ~at_switch
-    values, old, returns = values[smooth].requires_grad_(), old[smooth], returns[smooth]
-    assert torch.autograd.gradcheck(lambda x: clipped_value_loss(x, old, returns, 0.5).loss, values)
-
-
 def test_bad_values_are_rejected_and_targets_are_constants():
     ones = torch.ones(2)
     with pytest.raises(ValueError, match="one shape"):

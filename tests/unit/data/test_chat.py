@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl import probe
+from megarl import plain_files
 from megarl.data.chat import ChatTemplate, load_template
 from megarl.data.conversations import build_encoder
 from megarl.data.prompt import Prompt
@@ -90,7 +90,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_one_line(name, tokenizer, tmp_path, monkeypatch):
     source, expected = HOSTILE[name]
-    monkeypatch.setattr(probe, "SECONDS", 1)
+    monkeypatch.setattr(plain_files, "CHILD_SECONDS", 1)
     (tmp_path / "t.jinja").write_text(source)
     said = refusal(build_encoder, tokenizer, str(tmp_path / "t.jinja"))
     assert expected in said

@@ -32,7 +32,6 @@ NEW_LOSS = PolicyLoss("new-loss", penalised, Options())
 '''
 PLUG_IN = """
 import dataclasses
-from megarl.algorithms.policy_loss import NoOptions
 from megarl.algorithms.policy_losses.single_tokens import reinforce
 
 @dataclasses.dataclass
@@ -44,7 +43,7 @@ class Options:
             raise ValueError(f"a scale of {self.scale} is too much")
 
 def scaled(tokens, options):
-    terms = reinforce(tokens, NoOptions())
+    terms = reinforce(tokens, None)
     return terms._replace(loss=options.scale * terms.loss)
 scaled.options = Options
 

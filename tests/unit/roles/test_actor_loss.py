@@ -10,9 +10,9 @@ import torch
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.kl import KL_KINDS
 from megarl.algorithms.packed import broadcast_to_tokens
-from megarl.algorithms.policy_loss import MinibatchResponses
+from megarl.algorithms.policy_loss import PolicyTokens
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.algorithms.rejection import kept_tokens, parse_bounds
+from megarl.algorithms.rollout_correction import kept_tokens, parse_bounds
 from megarl.mcore.model.forward_pass import TokenScores
 from megarl.roles.actor_loss import ActorLoss
 from tests.helpers.models.role_stubs import PLAIN, LocalStepBatch, experience, role_of
@@ -154,9 +154,9 @@ def compared(rank: int, parsed) -> tuple:
     role.update(LocalStepBatch(actor=batch), 0.0)
     found = role._compare(batch, positions, LocalStepBatch.groups, batch.advantages, False)
     role.old_logprobs(LocalStepBatch(actor=batch))
-    columns = batch.advantages, batch.response_mask, batch.cu_seqlens, batch.sequence_ids // 2, len(batch) // 2
-    inputs = (MinibatchResponses(x, *columns, lambda x: x) for x in (batch.logprobs - old, torch.zeros_like(old)))
-    return found, *(loss.compare(responses, loss.options) for responses in inputs)
+    columns, groups = (batch.advantages, batch.response_mask, batch.cu_seqlens), batch.sequence_ids // 2
+    inputs = (PolicyTokens(x, old, *columns) for x in (batch.logprobs, old))
+    return found, *(loss.compare(tokens, loss.options, groups, len(batch) // 2, lambda x: x) for tokens in inputs)
 
 
 def test_responses_are_compared_by_the_policy_before_the_update(folder):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megarl.comm.early_responses import ResponseSender
+from megarl.comm.announcements import ResponseSender
 from megarl.data.prompt import Prompt
 from megarl.errors import UsageError
 from megarl.groups import PromptGroups
@@ -178,7 +178,7 @@ def requests_of(folder: Path, mode: str) -> JudgeRequests:
     config = read_config(str(write(folder / "judge.yaml", **{"samples": 1, "retries": 1, **changes})))
 
     def read(text: str, count: int) -> Judgement:
-        return Judgement(text, config.numbers(text, count))
+        return text, config.numbers(text, count)
 
     return JudgeRequests(config, Words(), Alone(), read, seed=1, step=2, timers=Timers())
 
@@ -206,7 +206,7 @@ def test_a_judgement_without_a_number_is_asked_for_again_as_soon_as_there_is_roo
     requests.ended(third, written("still none"))
     assert not requests.take(8) and requests.is_empty()
     found = list(requests.answers.values())
-    assert [[each.numbers for each in answer.judgements] for answer in found] == [[None, None], [[5.0]], []]
+    assert [[numbers for _, numbers in answer.judgements] for answer in found] == [[None, None], [[5.0]], []]
     assert [answer.problem for answer in found] == [None, None, "nothing to read"] and requests.tokens == 1 + 4 + 10
 
 

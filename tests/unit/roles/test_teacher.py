@@ -1,10 +1,12 @@
-"""Several teachers in one run: each sequence has the numbers of its teacher alone, in any layout."""
+"""Distillation: several teachers in one run, each sequence with the numbers of its own alone, in any layout; the
+loss from whole logits, a policy that is its own teacher, and wrong input."""
 
 import functools
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from megarl.arguments import RunConfig
 from megarl.data.columns import SFT, Columns
@@ -14,8 +16,10 @@ from megarl.planning.parameters import parameter_totals
 from megarl.trainers import input_summary
 from megarl.trainers.rl_inputs import RLInputs
 from tests.helpers.folders import hf_folders
-from tests.helpers.forked_programs import refusal
+from tests.helpers.forked_programs import accepted, refusal
 from tests.helpers.programs import (
+    GRADED,
+    assert_close,
     in_world,
     inputs,
     metrics,
@@ -214,28 +218,7 @@ def test_the_host_has_the_models_that_wait(folder, tmp_path):
     assert sorted(sent.fields) == ["teacher_ids", "teacher_states"]
 
 
-# -- wrong input -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name, in_turn, flags, message", [
-    ("rl", ("math", "code"), "{math}", "code-train.jsonl:2: teacher 'code' is not in --teachers; allowed: math"),
-    ("sft", ("math", "code"), "{math}", "code-train.jsonl:2: teacher 'code' is not in --teachers; allowed: math"),
-    ("rl", ("math", None), "{math}", "None-train.jsonl:2: teacher is missing, and --teachers has none called default"),
-    ("rl", ("math",), "{math} --teacher-num-layers 3", "--teacher-num-layers: not allowed with --teachers"),
-    ("rl", ("math",), "--teachers math", "--teachers math: allowed is NAME=FOLDER"),
-    ("rl", ("math",), "{math} --teacher-expert-model-parallel-size 2", "(--teachers math="),
-    ("rl", ("math",), "{math} --teacher-tokenizer-model {other}", "token 4 is "),
-    ("rl", ("math",), "{both} --teacher-max-tokens-per-microbatch 5", "--teacher-max-tokens-per-microbatch 5: must"),
-])  # fmt: skip
-def test_wrong_input(folder, tmp_path, name, in_turn, flags, message):
-    other = tmp_path / "other.model"
-    other.write_bytes(train_tokenizer(["ab", "ba", "cd", "dc", "ef", "xyz"], 16, False))
-    both = teachers(folder, math="math", code="code") if "{both}" in flags else ""
-    flags = flags.format(math=teachers(folder, math="math"), both=both, other=other)
-    argv = argv_of(folder, tmp_path, f"--distill loss {flags}", in_turn)
-    if name == "sft":
-        argv = sft_argv(tmp_path, f"--distill loss {flags} --prompts {lines(folder, in_turn)}")
-    assert message in refusal(argv, name)
+# -- what is said before any work -----------------------------------------------------------------------------------
 
 
 def checked(argv: list[str]) -> tuple[RunConfig, RLInputs]:
@@ -264,3 +247,227 @@ def test_a_table_may_have_a_column_of_teachers(tmp_path):
     rows = [{"conversations": messages, "teacher": "math"}]
     (found,) = load_prompts(str(write_lines(tmp_path / "b.jsonl", rows)), "--prompts", Columns(SFT))
     assert found.teacher == "math"
+
+
+# -- one teacher: the loss, a policy that is its own teacher ----------------------------------------
+
+
+TAU = 0.9  # of the policy; the teacher's is 1
+COMPARED = ["distill/divergence", "distill/forward_kl", "distill/reverse_kl", "distill/top1_agreement",
+            "teacher/logprob"]  # fmt: skip
+MOE = "--actor-num-experts 4 --actor-moe-router-topk 2 --actor-moe-ffn-hidden-size 32"
+
+
+def argv_of_one(folder: Path, save: Path, flags: str) -> list[str]:
+    """Command line of a run that only distils, from a wider teacher; `flags` win over the defaults."""
+    own = f"{ONLY_DISTILS} --minibatch-size 12 --temperature {TAU}"
+    return rl_argv(save, f"{own} {single(folder, 'math')} {flags}")
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------
+
+
+def logits_alone(model, sequence, vocab: int):
+    """[T, V] float64 logits before each token of a sequence that is alone in its batch."""
+    from megarl.mcore.model.forward_pass import inference_mode, token_states
+
+    with inference_mode(model):
+        states = token_states(model[0], sequence, torch.tensor([len(sequence)]))
+    head = model[0].output_layer.weight  # None: tied
+    head = model[0].embedding.word_embeddings.weight if head is None else head
+    return states.double() @ head.detach()[:vocab].double().T
+
+
+def watched_logits(rank: int, parsed) -> list[dict]:
+    """For each step the metrics, and the same from whole logits, sequence by sequence."""
+    from megarl.trainers import rl_trainer
+
+    seen = []
+
+    class Watched(rl_trainer.RLTrainer):
+        def dispatch(self, batch):
+            super().dispatch(batch)
+            own, shared = batch["actor"], []
+            spans = zip(
+                own.tokens.split(own.lengths.tolist()), own.response_mask.split(own.lengths.tolist()), strict=True
+            )
+            vocab, rows = self.tokenizer.vocab_size, []
+            for (tokens, mask), line, start in zip(spans, own.prompt_ids, own.prompt_lengths, strict=True):
+                student = (logits_alone(self.actor.trainable_model.model, tokens, vocab) / TAU).log_softmax(-1)[mask]
+                text = self.inputs.prompts[int(line)].teacher_prompt
+                prompt = tokens[:start] if text is None else torch.tensor(self.tokenizer.encode(text))
+                read = torch.cat([prompt, tokens[start:]])
+                other = logits_alone(self.teacher.frozen_models[0].model, read, vocab)[len(prompt) :]
+                other = other.log_softmax(-1)[mask[start:]]
+                forward = (other.exp() * (other - student)).sum(-1)
+                reverse = (student.exp() * (student - other)).sum(-1)
+                agrees = (student.argmax(-1) == other.argmax(-1)).double()
+                chosen = other.gather(-1, tokens[mask].unsqueeze(-1)).squeeze(-1)
+                rows.append(torch.stack([reverse, forward, reverse, agrees, chosen], dim=1))
+            seen.append(dict(zip(COMPARED, torch.cat(rows).mean(0).tolist(), strict=True)))
+            positions = torch.arange(len(own))
+            shared = [m.host_metadata.shared for m, _ in self.actor.trainable_model.microbatches(own, positions)]
+            seen[-1]["shared"] = any(each is not None for each in shared)
+
+        def log(self, step):
+            super().log(step)
+            seen[-1] = (self._metrics, seen[-1])
+
+    rl_trainer.RLTrainer = Watched
+    in_world(rank, "rl", parsed)
+    return seen
+
+
+def hinted_prompts(folder: Path) -> Path:
+    """Prompts, of which every second one has another prompt for the teacher: with a worked sum before it."""
+    rows = [json.loads(line) for line in (inputs() / "train.jsonl").read_text().splitlines()[:40]]
+    hints = [row | {"teacher_prompt": f"1+{i}={i + 1}{row['prompt']}"} for i, row in enumerate(rows[::2])]
+    return write_lines(folder / "hinted.jsonl", [row for pair in zip(rows[1::2], hints, strict=True) for row in pair])
+
+
+@pytest.mark.parametrize("has_hints", [long(False), True])
+def test_the_loss_is_the_divergence_of_whole_logits_sequence_by_sequence(folder, tmp_path, has_hints):
+    flags = "--distill loss --train-iters 2 --distill-coefficient 0.5"
+    if has_hints:
+        flags += f" --teacher-max-prompt-length 14 --prompts {hinted_prompts(folder)}"
+    argv = argv_of_one(folder, tmp_path, flags)
+    for row, exact in run_world(watched_logits, 1, program("rl", argv, 1))[0]:
+        assert exact.pop("shared")  # prompts of a group are computed once
+        assert row["actor/loss"] == pytest.approx(0.5 * exact["distill/reverse_kl"], rel=1e-4)
+        assert_close(row, exact, COMPARED, 1e-4)
+
+
+@pytest.mark.parametrize("divergence", ["forward", "jsd"])
+def test_a_policy_that_is_its_own_teacher_learns_nothing_to_the_bit(folder, tmp_path, divergence):
+    flags = f"--distill loss --distill-divergence {divergence} --teacher self --teacher-temperature {TAU}"
+    train("rl", without_teacher(argv_of_one(folder, tmp_path, f"{flags} --train-iters 3 --weight-decay 0"), folder))
+    for row in list(metrics(tmp_path).values()):
+        assert [row[name] for name in COMPARED[:4]] == [0, 0, 0, 1] and row["teacher/logprob"] < 0
+        assert row["actor/loss"] == row["actor/grad_norm"] == row["rollout/logprob_gap_max"] == 0
+
+
+def without_teacher(argv: list[str], folder: Path) -> list[str]:
+    """The command line without the flags of the wider teacher."""
+    start = argv.index("--teacher-num-layers")
+    return argv[:start] + argv[start + len(single(folder, "math").split()) :]
+
+
+def of_average(rank: int, parsed) -> list[bool]:
+    """For each step: whether the teacher's weights are those of the policy's moving average, and not the policy's."""
+    from megarl.trainers import rl_trainer
+
+    same = []
+
+    class Watched(rl_trainer.RLTrainer):
+        def dispatch(self, batch):
+            super().dispatch(batch)
+            actor, frozen = self.actor.trainable_model, self.teacher.frozen_models[0]
+            own = [parameter.clone() for parameter in actor.model.parameters()]
+            with actor.averaged():
+                average = list(map(torch.clone, actor.model.parameters()))
+            found = list(frozen.model.parameters())
+            same.append((all(map(torch.equal, average, found)), all(map(torch.equal, own, found))))
+
+    rl_trainer.RLTrainer = Watched
+    in_world(rank, "rl", parsed)
+    return same
+
+
+FOLLOWS = f"--distill loss --teacher ema --ema-decay 0.5 {GRADED} --advantage grpo --train-iters 3"
+
+
+def test_a_teacher_follows_the_average(folder, tmp_path):
+    argv = without_teacher(argv_of_one(folder, tmp_path, f"{FOLLOWS} --teacher-temperature {TAU}"), folder)
+    assert run_world(of_average, 1, program("rl", argv, 1))[0] == [(True, True), (True, False), (True, False)]
+    rows = metrics(tmp_path)
+    assert rows[1]["distill/divergence"] == 0 < rows[3]["distill/divergence"]
+
+
+def test_rewards_of_the_teacher_are_samples_of_the_reverse_divergence(folder, tmp_path):
+    train("rl", argv_of_one(folder, tmp_path, "--distill reward --train-iters 2 --distill-coefficient 2"))
+    for row in metrics(tmp_path).values():
+        # On policy the ratio is 1: the loss is minus the mean advantage.
+        assert (
+            row["actor/loss"] == pytest.approx(2 * row["distill/reverse_kl"], rel=1e-4) and row["actor/grad_norm"] > 0
+        )
+        assert "critic/loss" not in row and "kl/reference" not in row
+
+
+def test_a_start_that_is_drawn_from_the_seed_can_be_the_teacher(folder):
+    first = sft_run(folder, "--teacher self --distill-sft-coefficient 0 --seed 7", is_wide=False)[1]
+    assert [first[name] for name in COMPARED[:3]] == [0, 0, 0] and first["sft/grad_norm"] == 0
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def sft_run(folder: Path, flags: str = "", size: int = 1, is_wide: bool = True) -> dict[int, dict]:
+    save = folder / f"sft{size}{flags}".replace("/", "")[:200].strip()
+    own = "--distill loss --distill-divergence forward --distill-sft-coefficient 0.3 --train-iters 3 --eval-interval 3"
+    train(
+        "sft",
+        sft_argv(save, f"{own} --eval-prompts {inputs()}/heldout.jsonl {flags} {single(folder, 'math') * is_wide}"),
+        size,
+    )
+    return metrics(save)
+
+
+@pytest.mark.parametrize("flags", [
+    "--lora-rank 4", long(MOE), long("--reward exact-match --advantage grpo"),
+    long("--bf16 --teacher-bf16"), long("--ppo-epochs 2 --minibatch-size 4 --kl-in loss --kl-coefficient 0.1"),
+    long("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+])  # fmt: skip
+def test_beside_other_features(flags, folder):
+    flags = f"--distill loss {flags}"
+    argv = argv_of_one(folder, folder / flags.replace("/", "")[:80], f"{flags} --train-iters 2")
+    if "experts" in flags:
+        argv[argv.index("--pretrained-checkpoint") : argv.index("--pretrained-checkpoint") + 2] = []
+    if "--reward exact-match" in flags:
+        argv.remove("--advantage"), argv.remove("none")
+    train("rl", argv)
+    for row in metrics(folder / flags.replace("/", "")[:80]).values():
+        assert row["distill/divergence"] > 0 and row["actor/grad_norm"] > 0 and row["actor/updates"] > 0
+
+
+# -- wrong input -------------------------------------------------------------------------------------------------
+
+NO_TEACHER = "needs a teacher: another --teacher-hf-model or --teacher-pretrained-checkpoint than the policy's, or"
+MIXED = ("math", "code")
+
+
+@pytest.mark.parametrize("name, in_turn, flags, message", [
+    ("rl", MIXED, "{math}", "code-train.jsonl:2: teacher 'code' is not in --teachers; allowed: math"),
+    ("sft", MIXED, "{math}", "code-train.jsonl:2: teacher 'code' is not in --teachers; allowed: math"),
+    ("rl", ("math", None), "{math}", "None-train.jsonl:2: teacher is missing, and --teachers has none called default"),
+    ("rl", ("math",), "{math} --teacher-num-layers 3", "--teacher-num-layers: not allowed with --teachers"),
+    ("rl", ("math",), "--teachers math", "--teachers math: allowed is NAME=FOLDER"),
+    ("rl", ("math",), "{math} --teacher-expert-model-parallel-size 2", "(--teachers math="),
+    ("rl", ("math",), "{math} --teacher-tokenizer-model {other}", "token 4 is "),
+    ("rl", ("math",), "{both} --teacher-max-tokens-per-microbatch 5", "--teacher-max-tokens-per-microbatch 5: must"),
+    ("rl", None, "", NO_TEACHER),
+    ("sft", None, "", NO_TEACHER),
+    ("rl", None, "--distill reward --teacher self {wide}", "--teacher self: the teacher has the"),
+    ("rl", None, "--teacher ema --ema-decay 0.5 --teacher-num-layers 3", "num-layers is 3"),
+    ("rl", None, "{wide} --teacher-tokenizer-model {other}", "token 4 is "),
+    ("rl", None, "{wide} --role-map actor=0;reward=0;teacher=1", "rank 1 of teacher"),
+    ("rl", None, "{wide} --prompts {hinted}", "hinted.jsonl:2: teacher_prompt has "),
+    ("rl", None, "{wide} --teacher-max-prompt-length 90 --teacher-max-tokens-per-microbatch 93",
+     "microbatch 93: must hold one sequence of --teacher-max-prompt-length + --max-response-length = 94 tokens"),
+    ("rl", None, "{wide} --teacher-hidden-size 40", "the flags of teacher describe"),
+])  # fmt: skip
+def test_wrong_input(folder, tmp_path, name, in_turn, flags, message):
+    other = tmp_path / "other.model"
+    other.write_bytes(train_tokenizer(["ab", "ba", "cd", "dc", "ef", "xyz"], 16, False))
+    values = {"math": lambda: teachers(folder, math="math"), "both": lambda: teachers(folder, math="math", code="code"),
+              "wide": lambda: single(folder, "math"), "hinted": lambda: hinted_prompts(folder)}  # fmt: skip
+    flags = flags.format(other=other, **{name: value() for name, value in values.items() if f"{{{name}}}" in flags})
+    flags = f"--distill loss {f'--prompts {lines(folder, in_turn)}' if in_turn else ''} {flags}"
+    argv = rl_argv(tmp_path, f"{ONLY_DISTILS} {flags}") if name == "rl" else sft_argv(tmp_path, flags)
+    assert message in refusal(argv, name)
+
+
+def test_check_names_the_teacher(folder, tmp_path):
+    argv = argv_of_one(folder, tmp_path, "--distill loss")
+    assert "teacher" in "\n".join(accepted(argv))
+    assert program("rl", argv, 1).megarl_settings()["distill"] == "loss"

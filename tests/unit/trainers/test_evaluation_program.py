@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.algorithms.pass_at_k import maj_at_k, pass_at_k
 from megarl.errors import UsageError
+from megarl.trainers.evaluator import maj_at_k, pass_at_k
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.forked_programs import launch
 from tests.helpers.programs import (

@@ -69,11 +69,11 @@ def own_means(network, pairs, lines, margin: float, centring: float) -> list[flo
 
 def watched(rank: int, parsed) -> list[tuple[list, list]]:
     """(own, recorded) means of each step and, last, of the evaluation."""
-    from megarl.trainers import reward_model_trainer
+    from megarl.trainers import preference_trainer
 
     seen, options = [], (parsed.settings.preference_margin, parsed.settings.centring_coefficient)
 
-    class Watched(reward_model_trainer.RewardModelTrainer):
+    class Watched(preference_trainer.RewardModelTrainer):
         def next_batch(self):
             lines = self.order.indices(self.order.position, self.role.megatron.global_batch_size)
             drawn = super().next_batch()
@@ -88,7 +88,7 @@ def watched(rank: int, parsed) -> list[tuple[list, list]]:
                 own = own_means(self.trainable_model.model[0], self.inputs.held_out, range(5), *options)
                 seen.append((own, [self.metrics[name] for name in EVALUATED]))
 
-    reward_model_trainer.RewardModelTrainer = Watched
+    preference_trainer.RewardModelTrainer = Watched
     in_world(rank, "reward", parsed)
     return seen
 
@@ -157,7 +157,7 @@ def started(rank: int, parsed, pairs):
 
 @pytest.mark.parametrize("size, flags", [long((1, "")), (2, "--tensor-model-parallel-size 2"), long((1, "--bf16"))])
 def test_the_critic_starts_as_the_reward_model(size, flags, tmp_path):
-    from megarl.trainers.reward_model_trainer import RewardModelTrainer
+    from megarl.trainers.preference_trainer import RewardModelTrainer
     from megarl.trainers.supervised_trainer import SupervisedInputs
 
     pairs = SupervisedInputs(program("reward", reward_argv(tmp_path, held_out()), 1), RewardModelTrainer).held_out

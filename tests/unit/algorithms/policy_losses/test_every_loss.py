@@ -9,8 +9,6 @@ import torch
 from megarl.algorithms.aggregation import AGGREGATIONS, aggregate, local_counts
 from megarl.algorithms.policy_loss import (
     ClipOptions,
-    MinibatchResponses,
-    MinibatchTokens,
     PolicyTokens,
 )
 from megarl.algorithms.policy_losses import POLICY_LOSSES
@@ -68,22 +66,20 @@ def _prepared(name, tokens, options):
     """The tokens with what a loss selects, or the advantages by which it compares, in a mini-batch of their own."""
     select, compare = POLICY_LOSSES[name].select, POLICY_LOSSES[name].compare
     if compare is not None:
-        columns = tokens.logprobs - tokens.old_logprobs, tokens.advantages, tokens.response_mask, tokens.cu_seqlens
         groups = torch.zeros(len(tokens.cu_seqlens) - 1, dtype=torch.int64)
-        found = compare(MinibatchResponses(*columns, groups, 1, lambda x: x), options)
-        return dataclasses.replace(tokens, advantages=found)
+        return dataclasses.replace(tokens, advantages=compare(tokens, options, groups, 1, lambda x: x))
     if select is None:
         return tokens
     drawn = torch.rand(len(tokens.logprobs), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    columns = tokens.old_logprobs, 0.5 * tokens.old_logprobs, tokens.advantages, tokens.response_mask
-    return dataclasses.replace(tokens, selected=select(MinibatchTokens(*columns, drawn, lambda x: x), options))
+    before = dataclasses.replace(tokens, logprobs=tokens.old_logprobs, rollout_logprobs=0.5 * tokens.old_logprobs)
+    return dataclasses.replace(tokens, selected=select(before, options, drawn, lambda x: x))
 
 
 @EVERY_LOSS
 def test_every_option_is_read(name):
     """Each one changes the loss."""
     function, default = POLICY_LOSSES[name].function, options_of(name)
-    for field in dataclasses.fields(POLICY_LOSSES[name].options):
+    for field in POLICY_LOSSES[name].flags().values():
         other, changed = dataclasses.replace(default, **{field.name: OTHERS[field.name]}), False
         for batch in ragged_batches()[:20]:
             old = batch.normal()

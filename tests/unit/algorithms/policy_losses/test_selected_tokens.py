@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from megarl.algorithms.policy_loss import ClipOptions, MinibatchTokens
+from megarl.algorithms.policy_loss import ClipOptions, PolicyTokens
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.policy_losses.selected_tokens import (
     ClipCovOptions,
@@ -32,13 +32,18 @@ def alone(tensor):
     return tensor
 
 
-def minibatch(batch, total=alone) -> MinibatchTokens:
-    """A mini-batch whose policies differ by rounding, a little and much; NaN at prompts."""
+def minibatch(batch) -> tuple[PolicyTokens, torch.Tensor]:
+    """A mini-batch whose policies differ by rounding, a little and much, and its random numbers; NaN at prompts."""
     old, nothing = -batch.normal().abs(), torch.tensor(float("nan"), dtype=torch.float64)
     rollout = old + batch.normal(0.2) * (batch.normal() > 0)
-    columns = [torch.where(batch.mask, field, nothing) for field in (old, rollout, batch.normal())]
+    old, rollout, advantages = (torch.where(batch.mask, field, nothing) for field in (old, rollout, batch.normal()))
     drawn = torch.rand(len(old), generator=batch.generator, dtype=torch.float64)
-    return MinibatchTokens(*columns, batch.mask, drawn, total)
+    return PolicyTokens(old, old, advantages, batch.mask, batch.cu_seqlens, rollout), drawn
+
+
+def selected_by(name: str, options, of_minibatch: tuple[PolicyTokens, torch.Tensor], total=alone) -> torch.Tensor:
+    tokens, drawn = of_minibatch
+    return POLICY_LOSSES[name].select(tokens, options, drawn, total)
 
 
 def test_the_lowest_that_fit_are_those_of_a_sort():
@@ -69,22 +74,25 @@ def test_the_lowest_that_fit_are_those_of_a_sort():
 def test_nothing_to_choose_from():
     keys, values = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
     assert not len(lowest_that_fit(keys, values, keys.bool(), lambda n, _: n <= 1, alone))
-    empty = minibatch(ragged_batches()[0])._replace(mask=torch.zeros_like(ragged_batches()[0].mask))
+    tokens, drawn = minibatch(ragged_batches()[0])
+    empty = dataclasses.replace(tokens, response_mask=torch.zeros_like(tokens.response_mask))
     for name, options in SELECTING.items():
-        assert not POLICY_LOSSES[name].select(empty, options).any()
+        assert not selected_by(name, options, (empty, drawn)).any()
 
 
 @pytest.mark.parametrize("name", SELECTING)
 def test_ranks_choose_what_one_rank_chooses(name):
     """The tokens are dealt to two ranks, whose sums meet round by round."""
-    select, options, some = POLICY_LOSSES[name].select, SELECTING[name], 0
+    options, some = SELECTING[name], 0
     for case, batch in enumerate(ragged_batches()[:40]):
-        whole, draw = minibatch(batch), random.Random(case)
-        expected = select(whole, options)
+        (whole, drawn), draw = minibatch(batch), random.Random(case)
+        expected = selected_by(name, options, (whole, drawn))
         on_first = torch.tensor([draw.random() < (0.0, 0.5, 1.0)[case % 3] for _ in whole.logprobs])
-        parts = [
-            whole._replace(**{n: getattr(whole, n)[at] for n in whole._fields[:-1]}) for at in (on_first, ~on_first)
-        ]
+        fields = {name: x for name, x in vars(whole).items() if x is not None and name != "cu_seqlens"}
+        parts = []
+        for at in (on_first, ~on_first):
+            borders = torch.tensor([0, int(at.sum())])
+            parts.append((PolicyTokens(**{n: x[at] for n, x in fields.items()}, cu_seqlens=borders), drawn[at]))
         sums = []
 
         def recorded(part, sums=sums, parts=parts):
@@ -97,7 +105,7 @@ def test_ranks_choose_what_one_rank_chooses(name):
                 known = next(given, None)
                 return x if known is None else known
 
-            return select(part._replace(total=total), options), asked
+            return selected_by(name, options, part, total), asked
 
         for number in itertools.count():
             asked = [recorded(part)[1] for part in parts]
@@ -115,8 +123,8 @@ def test_m2po_masks_until_the_mean_of_the_rest_is_below_its_bound():
     """As AReaL has it: the first place in the descending order whose rest has a mean below τ."""
     masked = 0
     for case, batch in enumerate(ragged_batches()):
-        tokens, threshold = minibatch(batch), (0.001, 0.02, 0.2)[case % 3]
-        selected = POLICY_LOSSES["m2po"].select(tokens, M2poOptions(threshold=threshold))
+        (tokens, drawn), threshold = minibatch(batch), (0.001, 0.02, 0.2)[case % 3]
+        selected = selected_by("m2po", M2poOptions(threshold=threshold), (tokens, drawn))
         squares = (tokens.logprobs - tokens.rollout_logprobs).square()[batch.mask]
         descending, order = squares.sort(descending=True)
         rest = descending.flip(0).cumsum(0).flip(0) / torch.arange(len(squares), 0, -1)
@@ -131,10 +139,10 @@ def test_m2po_masks_until_the_mean_of_the_rest_is_below_its_bound():
 
 def policies(batch, shift):
     """The trained policy is the old one but for a shift: covariances of both are equal, and ratios are not 1."""
-    tokens = minibatch(batch)
+    tokens, drawn = minibatch(batch)
     old, advantages = (torch.where(batch.mask, x, 0.0) for x in (tokens.logprobs, tokens.advantages))
     logprobs = (old + shift).requires_grad_()
-    return tokens, policy_tokens(batch, logprobs, old, advantages)
+    return (tokens, drawn), policy_tokens(batch, logprobs, old, advantages)
 
 
 def assert_same(ours, theirs, logprobs, mask):
@@ -146,8 +154,8 @@ def assert_same(ours, theirs, logprobs, mask):
 def test_kl_cov_equals_verl():
     for case, batch in enumerate(ragged_batches()):
         options = KlCovOptions(share=(0.0002, 0.1, 0.5)[case % 3], coefficient=(1.0, 0.3)[case % 2])
-        minibatch_tokens, tokens = policies(batch, 0.1)
-        selected = POLICY_LOSSES["kl-cov"].select(minibatch_tokens, options)
+        before, tokens = policies(batch, 0.1)
+        selected = selected_by("kl-cov", options, before)
         number = int(batch.mask.sum())
         assert int(selected.sum()) == max(int(options.share * number), 1)
         settings = types.SimpleNamespace(kl_cov_ratio=options.share, ppo_kl_coef=options.coefficient)
@@ -161,15 +169,15 @@ def test_clip_cov_equals_verl():
     for case, batch in enumerate(ragged_batches()):
         least, most = ((0.0, 5.0), (-0.2, 0.3))[case % 2]
         options = ClipCovOptions(0.2, 0.28, share=1.0, least=least, most=most)
-        minibatch_tokens, tokens = policies(batch, 0.1)
-        selected = POLICY_LOSSES["clip-cov"].select(minibatch_tokens, options)
+        before, tokens = policies(batch, 0.1)
+        selected = selected_by("clip-cov", options, before)
         settings = types.SimpleNamespace(clip_cov_ratio=1.0, clip_cov_lb=least, clip_cov_ub=most)
         theirs, metrics = verl_loss("clip_cov", batch, tokens, ClipOptions(0.2, 0.28), policy_loss=settings)
         terms = masked_ppo_clip(policy_tokens_with(tokens, selected), options)
         assert_same(terms.loss, theirs, tokens.logprobs, batch.mask)
         assert float(selected[batch.mask].double().mean()) == pytest.approx(metrics["actor/pg_clipfrac"], abs=1e-7)
         assert torch.equal(terms.clipped[batch.mask], selected[batch.mask])
-        some = POLICY_LOSSES["clip-cov"].select(minibatch_tokens, ClipCovOptions(share=0.1, least=least, most=most))
+        some = selected_by("clip-cov", ClipCovOptions(share=0.1, least=least, most=most), before)
         assert int(some.sum()) == min(max(int(0.1 * int(batch.mask.sum())), 1), int(selected.sum()))
         assert not (some & ~selected).any()
         left_out += int(selected.sum())

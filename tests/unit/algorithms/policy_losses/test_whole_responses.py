@@ -11,7 +11,7 @@ import torch
 
 from megarl.algorithms.aggregation import aggregate, local_counts
 from megarl.algorithms.packed import broadcast_to_tokens
-from megarl.algorithms.policy_loss import ClipOptions, MinibatchResponses, PolicyTokens
+from megarl.algorithms.policy_loss import ClipOptions, PolicyTokens
 from megarl.algorithms.policy_losses.whole_responses import RealOptions, gmpo, gspo, gspo_token, real, real_advantages
 from tests.references.ragged import ragged_batches, ragged_steps
 from tests.references.verl_policy_losses import policy_tokens, verl_loss
@@ -135,32 +135,6 @@ def test_observation_tokens_have_no_effect(loss):
         assert torch.equal(*gradients) and not gradients[1][~batch.mask].any()
 
 
-@pytest.mark.parametrize("loss", [gspo, gspo_token, gmpo])
-def test_two_turns_are_one_response(loss):
-    """prompt, turn, observation, turn: the same as without the observation."""
-    logprobs, old = torch.tensor([-9.0, -1.0, -0.5, -7.0, -2.0]), torch.tensor([-3.0, -1.2, -0.4, -1.0, -1.9])
-    mask = torch.tensor([False, True, True, False, True])
-    advantages, clip = torch.full((5,), -0.7), ClipOptions(0.5, 0.5)
-    whole = loss(PolicyTokens(logprobs, old, advantages, mask, torch.tensor([0, 5])), clip)
-    kept = [field[mask] for field in (logprobs, old, advantages, mask)]
-    parts = loss(PolicyTokens(*kept, torch.tensor([0, 3])), clip)
-    assert torch.equal(whole.loss[mask], parts.loss)
-    torch.testing.assert_close(parts.loss, torch.full((3,), 0.7 * math.exp((0.2 - 0.1 - 0.1) / 3)))
-
-
-def test_gspo_known_gradient():
-    """s·(−A)/n on every token of the response, none where s is clipped."""
-    logprobs = torch.tensor([0.1, 0.2, 0.5, 0.7], dtype=torch.float64, requires_grad=True)
-    mask, borders = torch.ones(4, dtype=torch.bool), torch.tensor([0, 2, 4])
-    advantages = torch.tensor([2.0, 2.0, 1.0, 1.0], dtype=torch.float64)
-    tokens = PolicyTokens(logprobs, torch.zeros(4, dtype=torch.float64), advantages, mask, borders)
-    terms = gspo(tokens, ClipOptions(0.2, 0.3))
-    assert terms.clipped.tolist() == [False, False, True, True]
-    aggregate(terms.loss, mask, borders, "seq-mean-token-sum", torch.tensor([4.0, 2.0])).backward()
-    expected = -2.0 * math.exp(0.15) / 2
-    torch.testing.assert_close(logprobs.grad, torch.tensor([expected, expected, 0.0, 0.0], dtype=torch.float64))
-
-
 def test_a_long_float32_response_keeps_its_ratio():
     """A mean over 20,000 tokens: summed in float32, log s would be wrong in the sixth digit."""
     generator = torch.Generator().manual_seed(0)
@@ -212,19 +186,18 @@ def of_ranks(step, log_ratios, advantages, is_on_first):
     tokens, lengths = on_first.repeat_interleave(torch.tensor(step.batch.lengths)), torch.tensor(step.batch.lengths)
     for its_tokens, its in ((tokens, on_first), (~tokens, ~on_first)):
         borders = torch.cat([torch.zeros(1, dtype=torch.int64), lengths[its].cumsum(0)])
-        columns = log_ratios[its_tokens], advantages[its_tokens], step.batch.mask[its_tokens], borders
-        yield its_tokens, MinibatchResponses(*columns, step.groups[its], int(step.groups.max()) + 1, lambda x: x)
+        ratios, mask = log_ratios[its_tokens], step.batch.mask[its_tokens]
+        of_rank = PolicyTokens(ratios, torch.zeros_like(ratios), advantages[its_tokens], mask, borders)
+        yield its_tokens, (of_rank, step.groups[its], int(step.groups.max()) + 1)
 
 
 def test_the_gradient_is_that_of_the_classification():
     compared = 0
     for step, old, start, advantages, tau in comparisons():
         batch, groups = step.batch, int(step.groups.max()) + 1
-        inputs = MinibatchResponses(
-            start - old, advantages, batch.mask, batch.cu_seqlens, step.groups, groups, lambda x: x
-        )
         logprobs = start.clone().requires_grad_()
-        found = real_advantages(inputs, RealOptions(tau))
+        tokens = PolicyTokens(start, old, advantages, batch.mask, batch.cu_seqlens)
+        found = real_advantages(tokens, RealOptions(tau), step.groups, groups, lambda x: x)
         losses = real(policy_tokens(batch, logprobs, old, found), RealOptions(tau)).loss
         where = batch.mask, batch.cu_seqlens
         total = aggregate(losses, *where, "seq-mean-token-mean", local_counts(*where), 1.0)
@@ -242,11 +215,12 @@ def test_ranks_compare_as_one_rank():
         count, generator = len(step.batch.lengths), torch.Generator().manual_seed(case)
         is_on_first = (torch.rand(count, generator=generator) < (0.0, 0.5, 1.0)[case % 3]).tolist()
         (both, whole), _ = of_ranks(step, logprobs - old, advantages, [True] * count)
-        expected, ranks, tables = real_advantages(whole, RealOptions(tau)), [], []
-        for _, part in of_ranks(step, logprobs - old, advantages, is_on_first):
-            real_advantages(part._replace(total=lambda x: tables.append(x) or x), RealOptions(tau))
-        for at, part in of_ranks(step, logprobs - old, advantages, is_on_first):
-            ranks.append((at, real_advantages(part._replace(total=lambda _: sum(tables)), RealOptions(tau))))
+        ranks, tables, options = [], [], RealOptions(tau)
+        expected = real_advantages(whole[0], options, *whole[1:], lambda x: x)
+        for _, (tokens, *of_groups) in of_ranks(step, logprobs - old, advantages, is_on_first):
+            real_advantages(tokens, options, *of_groups, lambda x: tables.append(x) or x)
+        for at, (tokens, *of_groups) in of_ranks(step, logprobs - old, advantages, is_on_first):
+            ranks.append((at, real_advantages(tokens, options, *of_groups, lambda _: sum(tables))))
         found = torch.zeros_like(expected)
         for at, its in ranks:
             found[at] = its
@@ -257,6 +231,6 @@ def test_ranks_compare_as_one_rank():
 def test_extreme_ratios_compare_finitely(scale):
     log_ratios, mask = torch.tensor([scale, -scale, scale, -scale]), torch.ones(4, dtype=torch.bool)
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0])
-    where = mask, torch.arange(5), torch.zeros(4, dtype=torch.int64), 1
-    found = real_advantages(MinibatchResponses(log_ratios, advantages, *where, lambda x: x), RealOptions(0.01))
+    tokens = PolicyTokens(log_ratios, torch.zeros(4), advantages, mask, torch.arange(5))
+    found = real_advantages(tokens, RealOptions(0.01), torch.zeros(4, dtype=torch.int64), 1, lambda x: x)
     assert found.isfinite().all() and found.tolist() == pytest.approx([0.0, 400.0, -400.0, 0.0])

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import kl_div
 
-from megarl.algorithms.divergence import DIVERGENCES, JSD, Divergence
+from megarl.algorithms.kl import DIVERGENCES, JSD, Divergence
 from megarl.mcore.kernels import head_divergence as kernel
 from megarl.mcore.kernels.head import HeadOptions
 from megarl.mcore.kernels.head_divergence import DistillScores, TeacherHead, head_divergence

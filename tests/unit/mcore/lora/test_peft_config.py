@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megarl import probe
+from megarl import plain_files
 from megarl.errors import UsageError
 from megarl.mcore.lora.peft_config import CONFIG, read_config, stored_settings
 from tests.helpers.folders import hf_folders
@@ -105,7 +105,7 @@ def model_folder(tmp_path_factory):
 def test_damaged_adapters_are_refused_in_one_line(damage, model_folder, tmp_path, monkeypatch):
     change, says = DAMAGES[damage]
     if damage == "an endless pattern":
-        monkeypatch.setattr(probe, "SECONDS", 1)
+        monkeypatch.setattr(plain_files, "CHILD_SECONDS", 1)
     config = PLAIN | {"r": 4, "target_modules": ["q_proj"]} | (change if isinstance(change, dict) else {})
     (tmp_path / CONFIG).write_text(json.dumps(config))
     tensors = {Q: torch.randn(4, 64), Q.replace("lora_A", "lora_B"): torch.randn(64, 4)}
