@@ -42,7 +42,8 @@ class GradientBuffer(NamedTuple):
 
     def _edges(self) -> np.ndarray:
         """[buckets, ranks + 1] borders of the ranks' shares of each bucket."""
-        return np.linspace(*self.buckets.T, self.ranks + 1, dtype=np.int64, axis=1)
+        first, last = self.buckets.T
+        return np.linspace(first, last, self.ranks + 1, dtype=np.int64, axis=1)
 
 
 def _round_up(value, multiple: int):

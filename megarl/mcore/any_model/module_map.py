@@ -123,7 +123,7 @@ class Group(NamedTuple):
         """The weights by name. `read`: the tensor of a name."""
         own = copy.deepcopy(self.conversion)
         for name, pattern in self.sources.items():
-            own.add_tensor(self.first, name, pattern, read(name))
+            own.add_tensor(self.first, name, pattern, read(name))  # type: ignore[arg-type]  # it takes tensors, too
         made = own.convert(self.first, model=module, config=module.config)
         return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
 

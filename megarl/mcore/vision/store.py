@@ -62,8 +62,9 @@ class ImageCounts(NamedTuple):
         read: dict[int, tuple[int, bool]] = {}
         for key, (rows, was_here) in itertools.chain.from_iterable(each.read.items() for each in ranks):
             read[key] = rows, was_here and read.get(key, (rows, True))[1]
-        counts = [len(read), sum(rows for rows, _ in read.values()), sum(was_here for _, was_here in read.values())]
-        counts.append(max(each.seconds for each in ranks))
+        hits = sum(was_here for _, was_here in read.values())
+        seconds = max(each.seconds for each in ranks)
+        counts = [len(read), sum(rows for rows, _ in read.values()), hits, seconds]
         summed = role_groups.dp_all_reduce(torch.tensor(counts, dtype=torch.float64, device=device.device())).tolist()
         names = ("images/count", "images/tokens", "images/cache_hits")
         return dict(zip(names, map(int, summed[:3]), strict=True)) | {"time/tower_s": summed[3]}
