@@ -57,6 +57,14 @@ def ask(module: str, name: str, request: dict) -> dict:
     return reply
 
 
+def begin(module: str, name: str):
+    """Starts the process that `ask` of this name will use, unless it is there: it imports while this process works."""
+    with _lock:
+        waiting = _idle.setdefault((os.getpid(), name), [])
+        if not waiting:
+            waiting.append(_Process(module, name))
+
+
 class _Process:
     """A process that works for one thread at a time; it ends with its connection, so when this process does.
 

@@ -3,7 +3,8 @@
 `python -m megarl.rewards.isolated FD DOOR NAME` is the warm process of the verifier NAME.
 """
 
-import importlib
+import importlib.util
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from types import ModuleType
 
@@ -11,10 +12,20 @@ from megarl.confine import warm_process
 from megarl.measurements import parts_of, value_of
 from megarl.rewards.base import Sample, Score, ScoringError, reference_sample
 
-# Verifier -> its module, which only the warm process imports. In it `score_inside(sample)` scores in the child, and
-# `prepare(metadata)` runs before the fork, without the response. It returns None if the verifier parses the response;
-# if it only compares its text, responses share a child, and the result changes with what the children inherit.
-_MODULES = {"math-verify": "megarl.rewards.mathematics", "reasoning-gym": "megarl.rewards.tasks"}
+# Verifier -> its package, and its module, which only the warm process imports. In it `score_inside(sample)` scores in
+# the child, and `prepare(metadata)` runs before the fork, without the response. It returns None if the verifier parses
+# the response; if it only compares its text, responses share a child, and the result changes with what they inherit.
+_MODULES = {
+    "math-verify": ("math_verify", "megarl.rewards.mathematics"),
+    "reasoning-gym": ("reasoning_gym", "megarl.rewards.tasks"),
+}
+
+
+def begin(verifiers: Iterable[str]):
+    """Starts the processes of those of the verifiers that have one and can be imported, which takes seconds."""
+    for name in sorted(_MODULES.keys() & set(verifiers)):
+        if importlib.util.find_spec(_MODULES[name][0]) is not None:
+            warm_process.begin(__spec__.name, name)
 
 
 class Isolated:
@@ -37,7 +48,7 @@ class Isolated:
 
     def _ask(self, request: dict) -> dict:
         try:
-            return warm_process.ask("megarl.rewards.isolated", self._name, request)
+            return warm_process.ask(__spec__.name, self._name, request)
         except warm_process.NoAnswer as error:
             raise ScoringError(str(error)) from None
 
@@ -96,4 +107,4 @@ class Scorer:
 
 
 if __name__ == "__main__":
-    warm_process.main(lambda name: Scorer(importlib.import_module(_MODULES[name])))
+    warm_process.main(lambda name: Scorer(importlib.import_module(_MODULES[name][1])))

@@ -23,6 +23,7 @@ from megarl.flags.fields import TRAINING
 from megarl.launcher import ATTEMPT
 from megarl.observe import samples
 from megarl.observe.timers import Timers
+from megarl.rewards import isolated
 
 REPORT_FIRST = 10.0  # seconds
 
@@ -54,6 +55,8 @@ def launch(train, program: str):
             os.environ[last_line.SAVE] = save
         _write(FOLDER_FILE, rank, save)
         warn_as_first(config.warnings)
+        if config.rewards and rank in {0, *config.roles["reward"].ranks}:
+            isolated.begin(term.name for term in config.rewards)  # they import while this process does
         from megarl.mcore import cuda_environment  # after the flags, since it imports torch
 
         cuda_environment.choose(role.megatron for role in config.roles.values() if rank in role.ranks)

@@ -63,6 +63,14 @@ def test_each_process_has_one_of_its_own_and_one_that_died_is_replaced():
     assert is_answered()
 
 
+def test_a_process_that_was_begun_answers_the_first_request(monkeypatch):
+    for _ in range(2):
+        warm_process.begin(MODULE, NAME)
+    (begun,) = warm_process._idle[os.getpid(), NAME]
+    monkeypatch.setattr(warm_process, "_start", None)
+    assert is_answered() and warm_process._idle[os.getpid(), NAME] == [begun]
+
+
 def test_threads_share_one_warm_process(monkeypatch):
     started, start = [], warm_process._start
     monkeypatch.setattr(warm_process, "_start", lambda module, name: started.append(name) or start(module, name))
