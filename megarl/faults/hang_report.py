@@ -25,6 +25,11 @@ from megarl.observe.terminal import ranges_text, table
 COMPUTING = frozenset(
     {"advantages", "judge", "logprobs", "offload", "probe", "read", "rollout", "score", "update", "values"}
 )
+# Of these the phases that are made of many like pieces, so that one silence tells how long another may be.
+REGULAR = frozenset({"logprobs", "rollout", "update", "values"})
+KNOWN = 2  # steps in which such a phase must have ended before its silences are known: the first compiles and connects
+USUAL = 20  # times the longest silence so far: no progress for so long is a hang
+SHORTEST = 50.0  # seconds that a silence may always last
 COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 MAX_ROWS = 64  # of the table
 
@@ -57,6 +62,10 @@ class Watch:
     def __init__(self, limit: float, now: float):
         """`limit`: seconds without progress; `now`: of a monotonic clock."""
         self._limit, self._now, self._start = limit, now, now
+        self._skipped = 0.0
+        self._longest: dict[tuple[str, str], float] = {}  # silence in a regular phase of a role
+        self._steps: defaultdict[tuple[str, str], set[int]] = defaultdict(set)  # the first in which such a phase ended
+        self._warned: set[tuple[str, str, int]] = set()
         self._states: dict[int, dict] = {}
         self._heard: dict[int, float] = {}  # when the rank's heartbeat came
         self._progressed: dict[int, float] = {}
@@ -64,14 +73,33 @@ class Watch:
 
     def update(self, states: dict[int, dict], now: float):
         """Takes new states by rank."""
-        self._now = now
+        self._now = now = now - self._skipped
         for rank, state in states.items():
             known = self._states.get(rank, {})
             if state["beat"] != known.get("beat"):
                 self._heard[rank] = now
             if (state["progress"], state["done"]) != (known.get("progress"), known.get("done")):
+                if known.get("phase") in REGULAR:
+                    self._learn(known, state, self._seconds(rank))
                 self._progressed[rank] = now
             self._states[rank] = state
+
+    def skip(self, seconds: float):
+        """Takes seconds off the clock in which this process was stopped: a scheduler that suspends a job stops all."""
+        self._skipped += seconds
+
+    def _learn(self, before: dict, after: dict, silence: float):
+        """Takes note of a silence of `silence` seconds that has ended in, or with, a regular phase."""
+        phase = before["role"], before["phase"]
+        self._longest[phase] = max(silence, self._longest.get(phase, 0.0))
+        if phase != (after["role"], after["phase"]) and len(self._steps[phase]) < KNOWN:
+            self._steps[phase].add(before["step"])
+
+    def _limit_of(self, phase: tuple[str, str]) -> float:
+        """Seconds that all ranks of a role in a computing phase may be silent."""
+        if len(self._steps[phase]) < KNOWN:
+            return self._limit
+        return min(self._limit, max(SHORTEST, USUAL * self._longest[phase]))
 
     def is_done(self, rank: int) -> bool:
         """Whether a rank has ended its work."""
@@ -95,16 +123,37 @@ class Watch:
         busy = [rank for rank in ranks if not self.is_done(rank)]
         if busy and all(map(self._is_stuck, busy)):
             return f"no rank has made progress for {min(map(self._seconds, busy)):.0f} s{self._suspects(busy)}"
-        computing = defaultdict(list)
-        for rank in busy:
+        for phase, members in self._computing(busy).items():
+            seconds, limit = min(map(self._seconds, members)), self._limit_of(phase)
+            if seconds >= limit:
+                usual = f" (the longest silence there was {self._longest[phase]:.1f} s)" if limit < self._limit else ""
+                return f"{self._silent(phase, seconds)}{usual}{self._suspects(members)}"
+        return None
+
+    def warnings(self, ranks: Iterable[int]) -> list[str]:
+        """A line for each role that has been silent for half of its limit, once in a step, if that is below the limit
+        of all phases."""
+        lines = []
+        for phase, members in self._computing(rank for rank in ranks if not self.is_done(rank)).items():
+            seconds, limit = min(map(self._seconds, members)), self._limit_of(phase)
+            key = *phase, self._states[members[0]]["step"]
+            if limit < self._limit and seconds >= limit / 2 and key not in self._warned:
+                self._warned.add(key)
+                lines.append(f"{self._silent(phase, seconds)}; the run ends if none does within {limit:.0f} s")
+        return lines
+
+    def _computing(self, ranks: Iterable[int]) -> dict[tuple[str, str], list[int]]:
+        """The ranks by role and phase, of those that compute."""
+        found = defaultdict(list)
+        for rank in ranks:
             state = self._states.get(rank)
             if state and state["phase"] in COMPUTING:
-                computing[state["role"], state["phase"]].append(rank)
-        for (role, phase), members in computing.items():
-            if all(map(self._is_stuck, members)):
-                seconds = min(map(self._seconds, members))
-                return f"no rank in {role}/{phase} has made progress for {seconds:.0f} s{self._suspects(members)}"
-        return None
+                found[state["role"], state["phase"]].append(rank)
+        return found
+
+    @staticmethod
+    def _silent(phase: tuple[str, str], seconds: float) -> str:
+        return f"no rank in {'/'.join(phase)} has made progress for {seconds:.0f} s"
 
     def table(self, ranks: Iterable[int]) -> list[str]:
         """A line per rank: role and phase, step, seconds without progress, collectives so far and position.

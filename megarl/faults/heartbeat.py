@@ -7,6 +7,9 @@ limit (`role_mesh.NO_LIMIT`). A run is hung when, for `--distributed-timeout-min
 - no rank of a role that computes (`COMPUTING`) has made progress: there its ranks wait for nobody but each other; or
 - no rank of the world has made progress.
 
+Phases made of many like pieces, such as decode steps, have a shorter limit once they are known: `USUAL` times the
+longest silence so far (`hang_report.REGULAR`).
+
 Then a table of all ranks is printed, every rank writes its stacks and last collectives (`hang_report`) and ends with
 status 1. Rank 0 watches all ranks, all ranks watch rank 0. A thread does this with a store client of its own and no
 collective. In each interval (a twentieth of the limit, at most 30 s) a rank sends one `set` and one `get`, rank 0 one
@@ -31,6 +34,7 @@ from megarl.observe.timers import Timers
 
 MAX_INTERVAL = 30.0  # seconds between two heartbeats
 INTERVALS = 20  # heartbeats in the limit
+MAX_LOOK = 5.0  # seconds that a heartbeat may take; if it took longer, this process was stopped
 STATUS_INTERVAL = 2.0  # seconds at least between two versions of status.json
 STATUS_RANKS = 64  # whose states rank 0 reads a second for it
 IO_BYTES = 1 << 20  # read or written: progress, e.g. of a checkpoint
@@ -116,7 +120,10 @@ class Heartbeat:
 
     def _run(self):
         try:
+            began = time.monotonic()
             while not self._finished.wait(self.interval):
+                began, before = time.monotonic(), began
+                self._watch.skip(max(0.0, began - before - 2 * self.interval - MAX_LOOK))
                 self._publish()
                 self._look()
                 self._answered = time.monotonic()
@@ -152,6 +159,8 @@ class Heartbeat:
                 self.end_status(status_file.HUNG, problem)  # first: other ranks end the run when they read the verdict
                 self._publish(problem)
                 self._stop(problem, self._watch.table(everyone), self._answering(everyone))
+            for line in self._watch.warnings(everyone):
+                print(f"megarl: warning: {line}", file=sys.stderr, flush=True)
             return
         if any(states.get(rank, {}).get("verdict") for rank in REPORTING_RANKS):
             self._follow()  # that rank has said why

@@ -55,7 +55,7 @@ def launch(train, program: str):
             os.environ[last_line.SAVE] = save
         _write(FOLDER_FILE, rank, save)
         warn_as_first(config.warnings)
-        if config.rewards and rank in {0, *config.roles["reward"].ranks}:
+        if "reward" in config.roles and rank in {0, *config.roles["reward"].ranks}:
             isolated.begin(term.name for term in config.rewards)  # they import while this process does
         from megarl.mcore import cuda_environment  # after the flags, since it imports torch
 

@@ -55,6 +55,42 @@ def test_a_role_without_progress_is_found_while_another_works():
     assert found == ("no rank in actor/update has made progress for 600 s; not in a collective: rank 2 (actor/update)")
 
 
+def regular(silence: float, steps: int) -> Watch:
+    """A watch of two ranks that have ended rollouts in so many steps after such silences; another begins at 0 s."""
+    history, now = [], -2 * steps * silence
+    for number in range(2 * steps + 1):
+        phase, step = "actor/exchange" if number % 2 else "rollout/rollout", number // 2
+        history.append((now + number * silence, {rank: state(number, number, phase, step=step) for rank in range(2)}))
+    seen = Watch(LIMIT, now)
+    for when, states in history:
+        seen.update(states, when)
+    return seen
+
+
+@pytest.mark.parametrize("silence, steps, limit", [(0.5, 2, 50.0), (4.0, 2, 80.0), (40.0, 2, LIMIT), (0.5, 1, LIMIT)])
+def test_a_regular_phase_ends_long_before_the_limit_once_it_is_known(silence, steps, limit):
+    seen, ranks = regular(silence, steps), range(2)
+    for when in (limit / 2 - 0.1, limit / 2, limit - 0.1):
+        seen.update({rank: state(100 + when, 2 * steps, "rollout/rollout") for rank in ranks}, when)
+        warnings, is_short = seen.warnings(ranks), limit < LIMIT
+        assert warnings == [
+            f"no rank in rollout/rollout has made progress for {when:.0f} s; the run ends if none does within "
+            f"{limit:.0f} s"
+        ] * (is_short and when == limit / 2)
+        assert seen.problem(ranks) is None
+    seen.update({rank: state(limit, 2 * steps, "rollout/rollout") for rank in ranks}, limit)
+    usual = f"rollout/rollout has made progress for {limit:.0f} s (the longest silence there was {silence:.1f} s)"
+    whole = f"no rank has made progress for {limit:.0f} s"
+    assert seen.problem(ranks) == (f"no rank in {usual}" if is_short else whole)
+
+
+def test_the_time_of_a_job_that_is_suspended_counts_for_nobody():
+    seen = watch([(0.0, {0: state(1, 1), 1: state(1, 1)}), (20.0, {0: state(2, 2), 1: state(2, 2)})])
+    seen.skip(3600.0)
+    seen.update({0: state(3, 3), 1: state(2, 2)}, 3640.0)  # rank 1 has not sent its heartbeat yet
+    assert seen.problem(range(2)) is None and seen.table([1])[-1].split()[3] == "20"
+
+
 def test_one_rank_that_works_keeps_its_role_alive():
     history = [(20.0 * i, {0: state(i, 1), 1: state(i, i)}) for i in range(91)]
     assert watch(history).problem(range(2)) is None
