@@ -19,7 +19,8 @@ from megarl.observe.files import step_of, sync_directory, write_atomically
 from megarl.observe.metrics_file import FILE_NAME, lines_after
 from megarl.plain_files import resolved
 
-# All that a program writes into a run's folder, but for the stores of trackers, which hold several runs. The
+# All that a program writes into a run's folder, but for the stores of trackers, which hold several runs, and responses
+# of a killed run, which any run with the same requests may use. The
 # checkpoints go first: without them nothing can be resumed.
 CHECKPOINTS = "checkpoints"
 EXPORTS = ("hf", "peft")
@@ -30,7 +31,7 @@ _RECORDS = """
 """
 FILES = (CHECKPOINTS, *EXPORTS, *_RECORDS.split(), LAST_WRITTEN, "profile", "hang")
 OF_EVALUATION = ("evaluation.json", "samples.jsonl")  # of `evaluate --save`, whose subject may be the earlier run
-_WRITTEN = ("save", "rollout_bank", "tracker_folder")  # settings that name folders to write to
+_WRITTEN = ("save", "tracker_folder")  # settings that name folders to write to
 _NAME = "old"  # old-1, …: an earlier run, which can be used like any other
 ABANDONED = "abandoned"  # checkpoints/abandoned-1, …: a branch that was left, with its metrics and samples
 _OUTPUTS = ("samples", "tokens", "rollouts", *EXPORTS)  # folders with a file or folder for each step

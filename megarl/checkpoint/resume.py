@@ -32,7 +32,7 @@ _NOT_NUMBERS = set(
     rollout_prefix_caching rollout_state_snapshots rollout_chunked_prefill speculative_rollout mtp_drafts decode_graphs
     verify_weights max_tokens_per_microbatch lora_adapter export_peft export_hf hf_mtp eval_interval evaluate_ema
     keep_best best_metric offload train_iters deterministic save overwrite save_interval async_save keep_last
-    keep_every on_save_failure load load_changed_data kernels replay_schedule save_rollouts load_rollouts
+    keep_every keep_responses on_save_failure load load_changed_data kernels replay_schedule save_rollouts load_rollouts
     debug_train_only debug_rollout_only profile_steps profile_memory trackers tracker_project tracker_run
     tracker_folder tracker_offline images_column images_folder image_cache_gb max_images
     """.split()

@@ -60,7 +60,6 @@ def rules(run: FlagContext) -> Iterator[Broken]:
         "--serve-policy": s.serve_policy,
         "--over-sampling": s.over_sampling > 1,
         "--credit turns": s.credit == "turns",
-        "--rollout-bank": s.rollout_bank is not None,
         "--branch-turns": s.branch_turns > 0,
     }
     others = [flag for flag, is_set in in_sessions.items() if is_set]

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 
-from megarl.flags.conditions import ENGINE, SAVED, THINKS, TRAINED, Broken, Condition, FlagContext, on
+from megarl.flags.conditions import ENGINE, THINKS, TRAINED, Broken, Condition, FlagContext, on
 from megarl.flags.fields import GENERATING, ROLLOUT, address, flag, not_negative, one_of, parse_ints, parses, positive
 from megarl.plain_values import is_unicode
 
@@ -22,6 +22,19 @@ AHEAD = on(
 )
 ROLLOUT_SERVER = on(lambda s: s.rollout_server is not None, "needs --rollout-server")
 ROUTES = on(lambda s: s.router_replay == "rollout", "needs --router-replay rollout")
+
+
+def can_keep_responses(settings) -> bool:
+    """Whether a run can keep responses of a step on disk until it has its checkpoint."""
+    trains = not (settings.debug_train_only or settings.debug_rollout_only)
+    return settings.save is not None and trains and not (settings.agent_sessions or settings.is_scheduled)
+
+
+KEPT = on(
+    can_keep_responses,
+    "needs --save; not with --debug-train-only, --debug-rollout-only, --agent-sessions, --generation-schedule recorded "
+    "and --replay-schedule",
+)
 
 
 def parse_stops(text: str) -> tuple[str, ...]:
@@ -87,9 +100,9 @@ class Generation:
     nothing"""
     verify_weights: bool = flag(False, programs=ROLLOUT, when=ENGINE)
     """compare checksums after each weight sync to the rollout"""
-    rollout_bank: str | None = flag(None, when=ENGINE, needs=SAVED)
-    """folder that keeps the finished responses of steps without a checkpoint, so that a run that was killed generates
-    only the rest"""
+    keep_responses: bool = flag(True, when=KEPT)
+    """keep the finished responses of steps without a checkpoint in --save, so that a run that was killed generates only
+    the rest"""
     rollout_server: str | None = address(programs="evaluate")
     """address of a generation server (megarl.serve) that writes the responses"""
     rollout_server_key_file: str | None = flag(None, programs="evaluate", when=ROLLOUT_SERVER)
@@ -136,9 +149,6 @@ def rules(run: FlagContext) -> Iterator[Broken]:
         yield "--generation-schedule", why
     if replays and not s.generation_lag:
         yield "--replay-schedule", "needs the --generation-lag of the recorded run"
-    if s.rollout_bank is not None and s.is_scheduled:
-        why = "keeps responses of one policy; not allowed with --generation-schedule recorded or --replay-schedule"
-        yield "--rollout-bank", why
     if s.rollout_server is not None and s.load is not None:
         yield "--load", "the server of --rollout-server has the weights; leave it out"
     if s.router_replay_reference and "reference" not in run.roles and not s.debug_rollout_only:

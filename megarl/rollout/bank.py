@@ -1,10 +1,11 @@
-"""Finished responses of the running steps on disk (`--rollout-bank`), so that a killed run generates only the rest.
+"""Finished responses of the running steps on disk (`--keep-responses`), so that a killed run generates only the rest.
 
 After a restart a response is used again if its request is exactly the same: policy, prompt, random stream, sampling,
 and everything that may change rounding. It depends on nothing else. A turn of an episode is a response to all tokens
 before it: a killed run plays its episodes again, with the answers from the journal, and generates the missing turns.
 """
 
+import argparse
 import contextlib
 import functools
 import itertools
@@ -19,15 +20,29 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megarl.arguments import Settings
 from megarl.checkpoint import folders
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import warn
+from megarl.flags.generation_flags import can_keep_responses
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RequestSource
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe.files import step_name, step_of
 from megarl.rollout import response_log
 from megarl.rollout.response_log import SUFFIX, Entry, Record
+
+FOLDER = "responses"  # in a run's folder
+
+
+def keeps(settings: Settings, rollout: argparse.Namespace) -> bool:
+    """Whether a run keeps the responses of its rollout."""
+    return settings.keep_responses and can_keep_responses(settings) and not lacks_routes(settings, rollout)
+
+
+def lacks_routes(settings: Settings, rollout: argparse.Namespace) -> bool:
+    """Whether a replica's leader has not all routes of its responses, since each pipeline stage records its own."""
+    return settings.router_replay == "rollout" and rollout.pipeline_model_parallel_size > 1
 
 
 def numerics() -> tuple:
@@ -63,7 +78,7 @@ def unpack(record: Record) -> Completion:
 
 
 class RolloutBank:
-    """The bank on one rank of the rollout. Leaders of replicas read and write files.
+    """The bank on one rank of the rollout. Leaders of replicas read and write its files.
 
     A file `step_N/W-A.log` was written by replica W in the step's A-th attempt. A response may be another replica's
     after a restart, so each leader reads the files of all.
@@ -125,7 +140,7 @@ class RolloutBank:
             response_log.append(self._file, pack(self._identity(request), completion))
         except OSError as error:
             reason = error.strerror or error
-            warn([f"--rollout-bank {self.folder}: the responses of step {self._step} are not kept: {reason}"])
+            warn([f"{self.folder}: the responses of step {self._step} are not kept: {reason}"])
             self._is_full = True
 
     def discard(self, run: Path):
@@ -162,7 +177,7 @@ class RolloutBank:
         return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def _warn(self, path: Path, problem: str):
-        warn([f"--rollout-bank {path}: {problem}"])
+        warn([f"{path}: {problem}"])
 
     def _identity(self, request: GenerationRequest) -> str:
         named: tuple = request.key, request.max_new_tokens, request.prompt

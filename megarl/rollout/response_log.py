@@ -1,6 +1,7 @@
 """The log of responses: the one form in which a run keeps what was generated.
 
-* `--rollout-bank`: of a running step, `step_N/REPLICA-ATTEMPT.log` with finished responses, or turns of episodes.
+* `--keep-responses`: of a running step, `responses/step_N/REPLICA-ATTEMPT.log` with finished responses, or turns of
+  episodes.
 * A checkpoint: `rollout_00000.log`, with the groups that wait, the batches of later steps, the unfinished groups, and
   the pools.
 * `--save-rollouts`: of an ended step, `step_N/replica_00000.log` with the responses of its rounds, and its episodes.

@@ -126,7 +126,7 @@ def check_required(flags: dict[str, object]):
 def check_save(settings: arguments.Settings):
     """UsageError if a folder that the run writes to cannot be created or written to."""
     s = settings
-    folders_of = {"--save": s.save, "--rollout-bank": s.rollout_bank, "--tracker-folder": s.tracker_folder}
+    folders_of = {"--save": s.save, "--tracker-folder": s.tracker_folder}
     for flag, folder in folders_of.items():
         path = Path(folder or ".").absolute()
         existing = next(p for p in (path, *path.parents) if p.exists())

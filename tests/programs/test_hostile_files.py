@@ -156,7 +156,6 @@ READ_AS = {  # flags whose files another flag's reader reads
 }  # fmt: skip
 ELSEWHERE = {
     "replay-schedule": "tests/unit/rollout/test_schedule.py",
-    "rollout-bank": "tests/unit/rollout/test_response_log.py",
     "images-folder": "tests/unit/data/images/test_forms.py",
     **dict.fromkeys(
         ("reward", "advantage", "policy-loss", "environment", "tool-call-parser"), "tests/unit/test_plugins.py"

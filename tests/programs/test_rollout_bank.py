@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from megarl.errors import UsageError
 from tests.helpers.programs import in_world, metrics, program, rl_argv, samples, timeless
 from tests.helpers.rollout.thinkers import BUDGET, FILES, TEXT, with_thinkers
 from tests.helpers.tiers import by_default, long
@@ -44,9 +43,8 @@ def counted(rank: int, parsed, killed_at: tuple[int, int, int] | None) -> Counte
 
 
 def run(save: Path, flags: str, size: int = 1, killed_at: tuple[int, int, int] | None = None) -> list[Counter]:
-    """Runs train_rl with the bank next to the run's folder."""
-    bank = save.with_name(f"{save.name}-bank")
-    argv = rl_argv(save, with_thinkers(f"{FLAGS} --rollout-bank {bank} {flags}"), warm_start=False)
+    """Runs train_rl."""
+    argv = rl_argv(save, with_thinkers(f"{FLAGS} {flags}"), warm_start=False)
     from megarl import train_rl  # noqa: F401  imported once, before the fork
 
     return run_world(counted, size, program("rl", argv, size), killed_at)
@@ -65,7 +63,7 @@ def kill(save: Path, flags: str, size: int, killed_at: tuple[int, int, int]) -> 
     ended = f"rank {killed_at[0]} of {size} ended with exit code -9"
     with pytest.raises(RankFailed, match=ended if size == 1 else f"{ended}|[Cc]onnection"):
         run(save, flags, size, killed_at)
-    return sorted(save.with_name(f"{save.name}-bank").glob(f"step_{killed_at[1]:08d}/*.log"))
+    return sorted(save.glob(f"responses/step_{killed_at[1]:08d}/*.log"))
 
 
 def resume(save: Path, flags: str, size: int = 1) -> Counter:
@@ -108,7 +106,7 @@ def test_a_killed_generation_is_completed(case, folder, tmp_path):
     saved = number * (2 if "tensor" in flags else 1)  # both ranks of a replica count
     assert generated[step] <= sum(counts, Counter())[step] - saved
     assert size > 1 or generated[step] == counts[0][step] - saved
-    assert not list(tmp_path.glob("run-bank/*")), "nothing is kept once a step has its checkpoint"
+    assert not list(save.glob("responses/*")), "nothing is kept once a step has its checkpoint"
 
 
 @pytest.mark.parametrize("size", [long(1), 2])
@@ -132,7 +130,7 @@ def test_damaged_records_are_generated_again(folder, tmp_path, capfd):
     assert_same_results(save, expected)
     err = capfd.readouterr().err
     assert "is damaged: its checksum is wrong" in err and "00000-001.log: is ignored" in err
-    assert f"megarl: step 2: 4 responses are in {save}-bank" in err
+    assert f"megarl: step 2: 4 responses are in {save}/responses" in err
 
 
 @pytest.mark.long
@@ -159,15 +157,12 @@ def test_a_batch_that_was_generated_ahead(folder, tmp_path):
     assert_same_results(save, expected, (1, 2, 3))
 
 
-@pytest.mark.parametrize("flags, needle", [
-    ("--rollout-bank {tmp}/file", "--rollout-bank .*/file: .*/file is not a writable folder"),
-    (f"--rollout-bank {{tmp}}/bank {MIXTURE} --pipeline-model-parallel-size 2",
-     "--rollout-bank .*/bank: not allowed with --router-replay rollout if the rollout has several pipeline stages"),
+@pytest.mark.parametrize("flags, warns", [
+    ("", True), ("--keep-responses false", False), ("--router-replay none", False),
 ])  # fmt: skip
-def test_what_the_bank_cannot_do_is_rejected(flags, needle, tmp_path):
-    from megarl.trainers.rl_trainer import RLInputs
+def test_routes_of_several_stages_are_not_kept_and_a_line_says_so(flags, warns, tmp_path, capsys):
+    from megarl.trainers.rl_inputs import RLInputs
 
-    (tmp_path / "file").touch()
-    parsed = program("rl", rl_argv(tmp_path / "run", flags.format(tmp=tmp_path), warm_start=False), 2)
-    with pytest.raises(UsageError, match=needle):
-        RLInputs(parsed)
+    flags = f"{MIXTURE} --pipeline-model-parallel-size 2 {flags}"
+    RLInputs(program("rl", rl_argv(tmp_path / "run", flags, warm_start=False), 2))
+    assert ("several pipeline stages in the rollout responses are not kept" in capsys.readouterr().err) == warns

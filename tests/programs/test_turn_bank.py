@@ -46,11 +46,10 @@ def counted(rank: int, parsed, killed_at: tuple[int, int, int] | None) -> Counte
 
 
 def run(save: Path, environment: str, flags: str, size: int, killed_at: tuple[int, int, int] | None = None) -> Counter:
-    """Runs train_rl with the bank next to the run's folder; turns that all ranks have generated, by step."""
+    """Runs train_rl; turns that all ranks have generated, by step."""
     from megarl import train_rl  # noqa: F401  imported once, before the fork
 
-    bank = f"--rollout-bank {save.with_name(f'{save.name}-bank')}"
-    flags = f"{FLAGS} {bank} --environment {AGENTS}:{environment} {flags}"
+    flags = f"{FLAGS} --environment {AGENTS}:{environment} {flags}"
     argv = rl_argv(save, flags, warm_start="--num" not in flags)
     return sum(run_world(counted, size, program("rl", argv, size), killed_at), Counter())
 
@@ -74,10 +73,10 @@ def test_turns_of_a_killed_run_are_not_generated_again(case, tmp_path):
     with pytest.raises(RankFailed, match="ended with exit code -9|[Cc]onnection"):
         run(save, environment, flags, size, killed_at)
     _, step, number = killed_at
-    assert set(metrics(save)) == {1} and list(tmp_path.glob(f"run-bank/step_{step:08d}/*.log"))
+    assert set(metrics(save)) == {1} and list(save.glob(f"responses/step_{step:08d}/*.log"))
     again = run(save, environment, f"{flags} --load {save}", size)
     assert 0 < again[step] <= counts[step] - number
     assert size > 1 or flags == PARTIAL or again[step] == counts[step] - number  # how far others come is the clock's
     assert generated(save, step) == generated(whole, step) and samples(save, step) == samples(whole, step)
     assert timeless(metrics(save)[step]) == timeless(metrics(whole)[step])
-    assert not list(tmp_path.glob("run-bank/*")), "nothing is kept once a step has its checkpoint"
+    assert not list(save.glob("responses/*")), "nothing is kept once a step has its checkpoint"

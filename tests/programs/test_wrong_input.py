@@ -76,9 +76,8 @@ def test_a_check_of_correct_input_says_so_and_starts_no_process_group(tmp_path):
 SET = "is set in {file}; "
 RECORDED = "--generation-lag 1 --rollout-correction tis --generation-schedule recorded"
 SOURCES = {  # config file, further flags -> end of the line, with the {file}
-    "a recipe's switch": ("rollout-bank: bank", RECORDED,
-                          "recorded or --replay-schedule (--rollout-bank bank " + SET
-                          + "null in a later file unsets it)"),
+    "a recipe's switch": ("replay-schedule: x", RECORDED,
+                          "leave one of them out (--replay-schedule x " + SET + "null in a later file unsets it)"),
     "two flags": ("generation-lag: 3\nmax-staleness: 2",
                   "--rollout-correction tis --over-sampling 2 --partial-rollouts",
                   "many updates old (--max-staleness 2 " + SET + "the default is --max-staleness 0; "
@@ -91,7 +90,7 @@ SOURCES = {  # config file, further flags -> end of the line, with the {file}
     "a wrong value": ("gamma: high", "", "(--gamma high " + SET + "the default is --gamma 1.0)"),
     "a file that is missing": ("chat-template: no/such.jinja", "", "(--chat-template no/such.jinja " + SET
                                + "null in a later file unsets it)"),
-    "the command line wins": ("rollout-bank: bank", f"--rollout-bank other {RECORDED}", "or --replay-schedule"),
+    "the command line wins": ("replay-schedule: x", f"--replay-schedule y {RECORDED}", "leave one of them out"),
 }  # fmt: skip
 
 

@@ -57,7 +57,8 @@ class BothEngines:
         """Leaves the responses of the speculative engine."""
         if round_.wanted is not None or rollout.bank is not None or round_.sender is not None or not rollout.is_static:
             raise Unusable(
-                "speculative.py: one replica, without --over-sampling, --rollout-bank and judges, can be compared"
+                "speculative.py: one replica, without --over-sampling and judges, with --keep-responses "
+                "false, can be compared"
             )
         if self._plain is None:
             self._prepare(rollout)

@@ -83,7 +83,7 @@ AXES = {
               f"{AGENT} --branch-turns 2 --samples-per-prompt 3 --partial-rollouts --over-sampling 2"
               " --rollout-correction tis"],
     "data": ["--prompts {limits}", "--prompts {rewards}", "--prompts {sizes}"],
-    "kept": ["--rollout-bank {save}-bank", "--save-rollouts", "--rollout-bank {save}-bank --save-rollouts"],
+    "kept": ["--keep-responses false", "--save-rollouts", "--keep-responses false --save-rollouts"],
     "experts": [f"{EXPERTS} {flags}" for flags in (
         "", "--moe-z-loss-coeff 0.1", "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
         "--moe-shared-expert-intermediate-size 16", "--moe-latent-size 16", "--moe-layer-freq 2",

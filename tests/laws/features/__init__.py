@@ -13,5 +13,5 @@ NEUTRAL = (
     "--token-samples 0", "--deterministic", "--rollout-max-requests 3", "--rollout-dispatch static",
     "--rollout-prefix-caching", "--speculative-rollout", "--rollout-chunked-prefill", "--async-save",
     "--reward-workers 1", "--ema-decay 0.9", "--mtp-train --mtp-drafts", "--save-rollouts",
-    "--rollout-bank {save}-bank",
+    "--keep-responses false",
 )  # fmt: skip

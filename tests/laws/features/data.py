@@ -123,7 +123,6 @@ DATA = {
     "sizes, pools": _of_sizes(f"--pool-bounds 0.3,0.7 {COARSE}"),
     "sizes, routes": _of_sizes(f"{OWN_EXPERTS} {PARTIAL}", warm_start=False),
     "sizes, a comparing loss": _of_sizes("--policy-loss real"),
-    "sizes, a bank": _of_sizes("--rollout-bank {save}-bank", layout=(2, "--rollout-dispatch static")),
     "sizes, a grouped reward": _of_sizes("--reward tests.laws.plug_ins:places --ppo-epochs 1 --minibatch-size 16"),
     "sizes, preferences": _of_sizes(f"{ONLINE} --minibatch-size 16 --ppo-epochs 1 --kl-coefficient 0.1"),
     "sizes, the optimal baseline": _of_sizes("--advantage otb"),

@@ -75,7 +75,7 @@ EPISODES_OF = {
     "branching agent, kl": _played(f"{BRANCHING} --kl-coefficient 0.1 --kl-in loss", LATE_BRANCHING),
     "shared turns": _played(
         SHARED, (1, LATE), (1, f"{SUMS} --rollout-prefix-caching --speculative-rollout"),
-        (2, f"{LATE} --rollout-dispatch dynamic --rollout-max-requests 3 --rollout-bank {{save}}-bank"),
+        (2, f"{LATE} --rollout-dispatch dynamic --rollout-max-requests 3"),
         (2, f"{LATE} --rollout-dispatch static {TP2[1]}")),
     "shared turns of an agent": _played(
         f"{SHARED} {AGENTS}LastSums", (1, f"{AGENTS}late_sums"), (1, f"{AGENTS}program"),

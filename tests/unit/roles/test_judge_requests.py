@@ -39,7 +39,6 @@ RUNS = {  # ranks, changes of the judge's file, flags
     "episodes": (2, PAIR, f"{SUMS} {COMPARED} --judge-max-length 300 {BESIDE}"),
     "two replicas of the rollout": (3, {}, "--role-map actor=0-1;critic=0-1;reference=2;reward=2 --reward-offload"
                                     " --rollout-prefix-caching"),
-    "a bank": (2, {}, f"{BESIDE} --rollout-bank BANK"),
 }  # fmt: skip
 
 
@@ -47,8 +46,7 @@ def recorded(folder: Path, name: str, tmp_path: Path, replay: str = "") -> dict:
     """Digests of a run in which a judge reads the responses early, or as `megarl` is patched."""
     size, changes, flags = RUNS[name]
     config = write(tmp_path / "judge.yaml", **changes)
-    flags = f"{flags} --save-interval 1 {replay}".replace("BANK", str(folder.with_suffix(".bank")))
-    train("rl", rl_argv(folder, judge_flags(config, flags, "judge")), size)
+    train("rl", rl_argv(folder, judge_flags(config, f"{flags} --save-interval 1 {replay}", "judge")), size)
     assert all(row["judgements"] for row in rows(folder) if not row.get("failed"))
     return {name: record_runs.record(folder)}
 

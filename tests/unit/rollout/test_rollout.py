@@ -96,7 +96,11 @@ def raced(rank: int, parsed, wanted: int | None):
 
 
 def test_generation_stops_when_enough_groups_are_finished(tmp_path):
-    parsed = program("rl", rl_argv(tmp_path / "run", f"{LONG} --max-response-length 120 --rollout-max-requests 20"), 2)
+    parsed = program(
+        "rl",
+        rl_argv(tmp_path / "run", f"{LONG} --max-response-length 120 --rollout-max-requests 20 --keep-responses false"),
+        2,
+    )
     whole, short = run_world(raced, 2, parsed, None), run_world(raced, 2, parsed, 3)
     lengths = {i: n for _, mine, _ in whole for i, n in mine.items()}
     longest = [max(lengths[2 * g], lengths[2 * g + 1]) for g in range(10)]

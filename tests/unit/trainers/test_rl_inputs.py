@@ -12,8 +12,6 @@ WRONG = {  # ranks, flags, what is said
     "nothing to generate with": (1, "--debug-rollout-only", "--debug-rollout-only: needs weights to generate with"),
     "no sync": (1, "--verify-weights", "--verify-weights: the rollout shares the actor's weights"),
     "no routes": (1, "--router-replay old-logprob", "--router-replay old-logprob: the actor has no experts"),
-    "routes of stages": (2, f"{EXPERTS} --router-replay rollout --save x --rollout-bank b {PIPELINE}",
-                         "--rollout-bank b: not allowed with --router-replay rollout if the rollout has several"),
     "routes of another model": (1, f"{EXPERTS} --router-replay rollout --router-replay-reference"
                                 " --reference-num-experts 8",
                                 "--router-replay-reference: the reference replays the actor's routes"),
