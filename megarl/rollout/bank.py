@@ -155,6 +155,8 @@ class RolloutBank:
                     path.unlink(missing_ok=True)
                 with contextlib.suppress(OSError):  # other replicas still have files in it
                     folder.rmdir()
+        with contextlib.suppress(OSError):  # later steps have begun
+            self.folder.rmdir()
 
     def close(self):
         if self._file is not None:
@@ -171,7 +173,9 @@ class RolloutBank:
 
     def _create(self) -> int:
         folder = self.folder / step_name(self._step)
-        folder.mkdir(parents=True, exist_ok=True)
+        while not folder.is_dir():
+            with contextlib.suppress(FileNotFoundError):  # another replica has just removed the empty bank
+                folder.mkdir(parents=True, exist_ok=True)
         names = (f"{self.role_groups.dp_rank:05d}-{attempt:03d}{SUFFIX}" for attempt in itertools.count())
         path = next(path for name in names if not os.path.lexists(path := folder / name))  # others: earlier attempts
         return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)

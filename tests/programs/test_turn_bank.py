@@ -79,4 +79,4 @@ def test_turns_of_a_killed_run_are_not_generated_again(case, tmp_path):
     assert size > 1 or flags == PARTIAL or again[step] == counts[step] - number  # how far others come is the clock's
     assert generated(save, step) == generated(whole, step) and samples(save, step) == samples(whole, step)
     assert timeless(metrics(save)[step]) == timeless(metrics(whole)[step])
-    assert not list(save.glob("responses/*")), "nothing is kept once a step has its checkpoint"
+    assert not (save / "responses").exists(), "nothing is kept once a step has its checkpoint"
