@@ -42,7 +42,8 @@ class GradientBuffer(NamedTuple):
 
     def _edges(self) -> np.ndarray:
         """[buckets, ranks + 1] borders of the ranks' shares of each bucket."""
-        return np.linspace(*self.buckets.T, self.ranks + 1, dtype=np.int64, axis=1)
+        begins, ends = self.buckets.T
+        return np.linspace(begins, ends, self.ranks + 1, dtype=np.int64, axis=1)
 
 
 def _round_up(value, multiple: int):

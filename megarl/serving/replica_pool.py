@@ -185,7 +185,8 @@ class ReplicaPool:
             self._observe(replica, message.version, message.blocks)
             for each in message.updates:
                 self._hand_on(replica, each)
-            answer = self._controls.get(message.command, {}).get(replica.number)
+            answers = {} if message.command is None else self._controls.get(message.command, {})
+            answer = answers.get(replica.number)
             if answer is not None and not answer.done():
                 answer.set_result(message.error)
         self._assign()
