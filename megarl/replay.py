@@ -106,8 +106,6 @@ def asked_of(options: argparse.Namespace, lag: int) -> ReplayRequest:
     load, problem = options.load, None
     if load is None and not set(saved.versions) <= {saved.manifest["version"]}:
         problem = f"earlier policies have written some of it, of the versions {ranges_text(saved.versions)}"
-    elif saved.is_agent and None in saved.record["asked"]:
-        load, problem = None, "how its agent asked for some turns is not known: it went on after a resume"
     elif load is None and (step := max(options.step - 1 - lag, 0)):
         folder = folders.step_folder(Path(options.run), step)
         load = str(folder)

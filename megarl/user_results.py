@@ -5,7 +5,7 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from decimal import Decimal
 from numbers import Real
 from typing import Any, TypeVar
@@ -106,18 +106,32 @@ async def together(
 
     async def one(item: Any) -> T | BaseException:
         async with slots:
-            limit = asyncio.timeout(seconds)
             try:
-                async with limit:
-                    return await function(item)
+                return await limited(function(item), seconds)
             except (Exception, SystemExit) as error:
-                return LateCall(f"no result within {seconds:g} s") if limit.expired() else error
+                return error
 
     return await asyncio.gather(*map(one, items))
 
 
+async def limited(work: Awaitable[T], seconds: float, what: str = "result") -> T:
+    """The result of some work. LateCall, and the work is cancelled, if there is none within `seconds`; what it raises
+    itself is raised, also a TimeoutError. `what`: names the result in the message.
+    """
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await work
+    except (Exception, SystemExit):
+        if limit.expired():
+            raise LateCall(f"no {what} within {seconds:g} s") from None
+        raise
+
+
 class LateCall(TimeoutError):
-    """A call took longer than allowed."""
+    """A call took longer than allowed. `is_stuck`: a thread still runs it."""
+
+    is_stuck = False
 
 
 async def _awaited(result: Any) -> Any:

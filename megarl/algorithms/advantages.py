@@ -1,8 +1,6 @@
 """Rewards of tokens, their discounted sums over the rest of a response, generalised advantage estimation, and the
 critic that it needs: its loss per token, before aggregation, and how much of the returns' variance it explains."""
 
-from typing import NamedTuple
-
 from megarl.algorithms.aggregation import centred_squares, local_moments
 from megarl.algorithms.packed import require_same_shape, response_tokens, token_sequences
 from megarl.deferred import Tensor, no_grad, torch
@@ -126,15 +124,9 @@ def gae(
     return advantages, returns
 
 
-class ValueTerms(NamedTuple):
-    """Per-token terms of the value loss."""
-
-    loss: Tensor  # [T], differentiable in the values
-    clipped: Tensor  # [T] bool, the clipped value has the larger error, so the token has no gradient
-
-
-def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> ValueTerms:
-    """½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²).
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> tuple[Tensor, Tensor]:
+    """½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²) of each token, differentiable in the values; and bool where
+    the clipped value has the larger error, so that the token has no gradient.
 
     The value clipping of the PPO reference implementation (openai/baselines, ppo2), not in the paper.
 
@@ -146,7 +138,7 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
     bounded = (values.clamp(old_values - clip_range, old_values + clip_range) - returns).square()
     clipped = bounded > plain
     # Not torch.maximum: at a tie it takes half of the gradient from the clipped side.
-    return ValueTerms(0.5 * torch.where(clipped, bounded, plain), clipped)
+    return 0.5 * torch.where(clipped, bounded, plain), clipped
 
 
 def explained_variance_moments(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ can write to it, so messages are plain JSON.
 """
 
 import json
-import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -86,7 +85,6 @@ class Announcements:
 
 
 MAX_TOKENS = 1_000_000  # of a response: as JSON they are less than the 8 MiB of a store's value
-POLL_SECONDS = 0.01
 
 
 def judges_early(settings: Settings, has_judge: bool, reward: range, rollout: range) -> bool:
@@ -98,8 +96,10 @@ def judges_early(settings: Settings, has_judge: bool, reward: range, rollout: ra
     return has_judge and is_beside and s.over_sampling == 1 and s.max_response_length <= MAX_TOKENS
 
 
-def _name(step: int, number: int, dp_rank: int) -> str:
-    return f"responses/{step}/{number}/{dp_rank}"
+def response_queue(step: int, number: int, dp_rank: int) -> Announcements:
+    """The responses of a round, of this number in the step, for the judge's replica `dp_rank`: {"sequence", "tokens"}.
+    Its leader closes the queue after the last one."""
+    return Announcements(f"responses/{step}/{number}/{dp_rank}")
 
 
 class ResponseSender:
@@ -108,7 +108,7 @@ class ResponseSender:
     def __init__(self, step: int, number: int, groups: PromptGroups, replicas: int):
         """`number`: of the round in the step; `groups`: of the round; `replicas`: of the judge."""
         self._dp_ranks, self._sent = groups.round_robin(replicas).tolist(), set[int]()
-        self._queues = [Announcements(_name(step, number, dp_rank)) for dp_rank in range(replicas)]
+        self._queues = [response_queue(step, number, dp_rank) for dp_rank in range(replicas)]
 
     def send(self, sequence: int, tokens: Sequence[int] | None):
         """Sends a response, unless it was sent. `tokens`: without the prompt's; None if its environment failed."""
@@ -116,36 +116,3 @@ class ResponseSender:
             self._sent.add(sequence)
             queue = self._queues[self._dp_ranks[sequence]]
             queue.send({"sequence": sequence, "tokens": None if tokens is None else [*tokens]})
-
-
-class ResponseReceiver:
-    """Receives those responses of a round that a replica of the judge reads, on its leader."""
-
-    def __init__(self, step: int, number: int, groups: PromptGroups, replicas: int, dp_rank: int):
-        """`dp_rank`: the judge's; the others as of `ResponseSender`."""
-        self._queue = Announcements(_name(step, number, dp_rank))
-        self._missing = int((groups.round_robin(replicas) == dp_rank).sum())
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all responses have been received."""
-        return not self._missing
-
-    def receive(self) -> list[tuple[int, list[int] | None]]:
-        """(sequence, tokens) of the responses that have come since the last call."""
-        found = []
-        while self._missing and self._queue.has_next():
-            message = self._queue.take()
-            found.append((message["sequence"], message["tokens"]))
-            self._missing -= 1
-            if self.is_done:
-                self._queue.close()
-        return found
-
-    def wait(self, seconds: float | None = None):
-        """Waits for the next response, at most so long."""
-        if seconds is None:
-            return self._queue.wait()
-        deadline = time.monotonic() + seconds
-        while not self._queue.has_next() and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)

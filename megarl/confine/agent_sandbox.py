@@ -37,30 +37,22 @@ if os.getuid() == 0 or os.access("/", os.W_OK) or os.path.exists("/etc/shadow") 
 """
 
 
-class Door:
-    """A Unix socket from which bytes go to the endpoint and back: the network of the sandbox is not the machine's."""
+async def open_door(folder: Path, port: int) -> tuple[Path, asyncio.Server]:
+    """Opens a Unix socket in a new folder, from which bytes go to the endpoint and back: the network of the sandbox is
+    not the machine's. `port`: of the endpoint on this machine. When the server is closed, connections end with their
+    ends.
+    """
 
-    def __init__(self, server: asyncio.Server, path: Path, port: int):
-        self._server, self.path, self.port = server, path, port
+    async def carry_both(inside: asyncio.StreamReader, answers: asyncio.StreamWriter):
+        with contextlib.suppress(OSError):
+            outside, requests = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.gather(_carry(inside, requests), _carry(outside, answers))
 
-    @classmethod
-    async def open(cls, folder: Path, port: int) -> "Door":
-        """Opens a socket in a new folder. `port`: of the endpoint on this machine."""
-
-        async def carry_both(inside: asyncio.StreamReader, answers: asyncio.StreamWriter):
-            with contextlib.suppress(OSError):
-                outside, requests = await asyncio.open_connection("127.0.0.1", port)
-                await asyncio.gather(_carry(inside, requests), _carry(outside, answers))
-
-        folder.mkdir()
-        server = await asyncio.start_unix_server(carry_both, folder / "socket")
-        for path, mode in ((folder, 0o711), (folder / "socket", 0o666)):
-            path.chmod(mode)
-        return cls(server, folder / "socket", port)
-
-    def close(self):
-        """Closes it; connections end with their ends."""
-        self._server.close()
+    folder.mkdir()
+    server = await asyncio.start_unix_server(carry_both, folder / "socket")
+    for path, mode in ((folder, 0o711), (folder / "socket", 0o666)):
+        path.chmod(mode)
+    return folder / "socket", server
 
 
 async def _carry(source: asyncio.StreamReader, target: asyncio.StreamWriter):

@@ -30,9 +30,8 @@ class Vocabulary:
         that is certain after a token and was not before, never a part of a character; `finish` the rest. `kept`:
         special tokens whose strings are text, too.
         """
-        made = ByteLevelText(self) if self.tokenizer.byte_level else SegmentText(self)
-        ids = self.special_ids(kept)
-        return MarkedText(made, {number: self.special[number] for number in ids}) if ids else made
+        kind = ByteLevelText if self.tokenizer.byte_level else SegmentText
+        return kind(self, {number: self.special[number] for number in self.special_ids(kept)})
 
     def text(self, tokens: Iterable[int], kept: Collection[str] = ()) -> str:
         """Text of whole tokens, as of `detokenizer`."""
@@ -79,13 +78,14 @@ class Vocabulary:
 class ByteLevelText:
     """Detokenizer of byte-level BPE: each token is some bytes."""
 
-    def __init__(self, vocabulary: Vocabulary):
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: Vocabulary, marks: Mapping[int, str]):
+        """`marks`: strings of the special tokens that are text; the text around each is whole."""
+        self._vocabulary, self._marks = vocabulary, marks
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
         if token in self._vocabulary.special:
-            return ""
+            return self.finish() + self._marks[token] if token in self._marks else ""
         data = self._vocabulary.piece_bytes(token)
         return self.finish() + REPLACEMENT if data is None else self._decoder.decode(data)
 
@@ -95,20 +95,6 @@ class ByteLevelText:
         return text
 
 
-class MarkedText:
-    """Detokenizer that gives the strings of some special tokens, each where it is; the text around it is whole."""
-
-    def __init__(self, inner: "ByteLevelText | SegmentText", marks: Mapping[int, str]):
-        self._inner, self._marks = inner, marks
-
-    def feed(self, token: int) -> str:
-        mark = self._marks.get(token)
-        return self._inner.feed(token) if mark is None else self._inner.finish() + mark
-
-    def finish(self) -> str:
-        return self._inner.finish()
-
-
 class SegmentText:
     """Detokenizer of the others: decodes segments after an anchor, a token with some text.
 
@@ -116,8 +102,9 @@ class SegmentText:
     byte tokens is one segment, because one invalid byte can change the text of the whole run.
     """
 
-    def __init__(self, vocabulary: Vocabulary):
-        self._vocabulary, self._decode = vocabulary, vocabulary.tokenizer.decode
+    def __init__(self, vocabulary: Vocabulary, marks: Mapping[int, str]):
+        """`marks`: as of `ByteLevelText`."""
+        self._vocabulary, self._decode, self._marks = vocabulary, vocabulary.tokenizer.decode, marks
         self._anchor: list[int] = []
         self._anchor_text = ""
         self._segment: list[int] = []
@@ -129,7 +116,9 @@ class SegmentText:
         return "" if self._vocabulary.piece_bytes(token) is not None else self._release(token)
 
     def _feed_special(self, token: int) -> str:
-        """A special token has no text, but may keep bytes before and after it apart."""
+        """A special token has no text unless it is a mark, but may keep bytes before and after it apart."""
+        if token in self._marks:
+            return self.finish() + self._marks[token]
         if not self._vocabulary.tokenizer.special_ends_bytes:
             return ""
         text = self.finish()
@@ -154,7 +143,7 @@ class SegmentText:
         return text
 
 
-Detokenizer = ByteLevelText | SegmentText | MarkedText
+Detokenizer = ByteLevelText | SegmentText
 
 
 class StopMatcher:

@@ -15,7 +15,7 @@ from megarl.environments import ENVIRONMENTS
 from megarl.environments.agents.agent import Agent, as_agent, check_packages
 from megarl.environments.protocol import Message, Task, called, checked
 from megarl.errors import UsageError, one_line
-from megarl.user_results import is_generator, settled
+from megarl.user_results import LateCall, is_generator, limited, settled
 
 # Who answers the policy's turns: an environment as the user or as tools, or an agent, which owns the loop.
 USER, TOOLS, AGENT = KINDS = ("user", "tool", "agent")
@@ -91,12 +91,12 @@ async def _first_observations(asked: tuple[str, list[Task], float]) -> list[tupl
     found, factory = [], plugins.load("--environment", name, ENVIRONMENTS, awaits=True)
     for task in tasks:
         try:
-            environment = await asyncio.wait_for(called(factory), seconds)
-            observation = checked(await asyncio.wait_for(called(environment.reset, task), seconds))
+            environment = await limited(called(factory), seconds, "answer")
+            observation = checked(await limited(called(environment.reset, task), seconds, "answer"))
             found.append((list(environment.tools), observation.messages))
-            await asyncio.wait_for(called(environment.close), seconds)
-        except TimeoutError:
-            return f"no answer within {seconds:g} s"
+            await limited(called(environment.close), seconds, "answer")
+        except LateCall as late:
+            return str(late)
         except (Exception, SystemExit) as error:
             return one_line(f"{type(error).__name__}: {error}")[:300]
     return found

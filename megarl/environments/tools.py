@@ -14,7 +14,7 @@ from typing import Any, Literal, Union
 
 from megarl.environments.protocol import BaseEnvironment, Message, Observation, Task, ToolCall, Turn, called
 from megarl.tool_formats.written_calls import KINDS
-from megarl.user_results import is_generator, number_of
+from megarl.user_results import LateCall, is_generator, limited, number_of
 
 MAX_RESULT_LENGTH = 100_000  # characters of a result; the rest is cut
 
@@ -83,10 +83,10 @@ class ToolEnvironment(BaseEnvironment):
         if problem := self._problem(call):
             return f"Error: {problem}"
         try:
-            result = await asyncio.wait_for(called(function, **call.arguments), self._timeout)
+            result = await limited(called(function, **call.arguments), self._timeout)
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
             return text[:MAX_RESULT_LENGTH]
-        except TimeoutError:
+        except LateCall:
             return f"Error: no result within {self._timeout:g} seconds"
         except (Exception, SystemExit) as error:
             return " ".join(f"Error: {type(error).__name__}: {error}".split())[:2000]

@@ -18,11 +18,11 @@ from megarl import plugins
 from megarl.child_process import parent
 from megarl.environments import ENVIRONMENTS
 from megarl.environments.agents.agent import Agent, as_agent
-from megarl.environments.agents.session import Late, Session
+from megarl.environments.agents.session import Session
 from megarl.environments.calls import Answer, Ask, Asked, Call, Close, Replied
 from megarl.environments.protocol import BaseEnvironment, Observation, checked, resolved
 from megarl.plugins import place_of
-from megarl.user_results import is_async, shown_error
+from megarl.user_results import LateCall, is_async, limited, shown_error
 
 THREADS = 512  # of plain methods; started when they are needed
 
@@ -84,7 +84,7 @@ class Worker:
             facts["observation"] = checked(observation, call.name)
             facts["tools"] = list(environment.tools) if not call.turns else []
             facts["is_agent"] = isinstance(environment, Agent)
-        except Late as late:
+        except LateCall as late:
             facts |= {"failure": str(late), "is_late": True, "is_stuck": late.is_stuck}
         except (Exception, SystemExit) as error:
             facts["failure"] = " ".join(f"{shown_error(error)[:500]}{place_of(error)}".split())
@@ -126,19 +126,18 @@ class Worker:
                 session.close()
 
     async def _limited(self, function, *args):
-        """The result of a method, a coroutine or not. Late at the limit."""
-        problem, call = f"no answer within {self._seconds:g} s", functools.partial(function, *args)
+        """The result of a method, a coroutine or not. LateCall at the limit."""
+        call = functools.partial(function, *args)
         if is_async(function):
-            try:
-                return await asyncio.wait_for(call(), self._seconds)
-            except TimeoutError:
-                raise Late(problem) from None
+            return await limited(call(), self._seconds, "answer")
         running = asyncio.get_running_loop().run_in_executor(self._threads, call)
         done, _ = await asyncio.wait([running], timeout=self._seconds)
         if not done:
             running.add_done_callback(lambda future: future.exception())  # nobody else asks for it
-            raise Late(problem, is_stuck=True)
-        return await asyncio.wait_for(resolved(running.result()), self._seconds)
+            late = LateCall(f"no answer within {self._seconds:g} s")
+            late.is_stuck = True
+            raise late
+        return await limited(resolved(running.result()), self._seconds, "answer")
 
     async def _close_idle(self, number: int, running: asyncio.Task | None):
         """Closes an environment after its last call: no environment is closed while it works."""

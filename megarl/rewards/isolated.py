@@ -28,29 +28,26 @@ def begin(verifiers: Iterable[str]):
             warm_process.begin(__spec__.name, name)
 
 
-class Isolated:
-    """The verifier `name`, called for one sample at a time by each thread; `seconds` limit a sample.
+def score(name: str, seconds: float, sample: Sample) -> Score:
+    """The score of the verifier `name`, called for one sample at a time by each thread; `seconds` limit a sample.
 
     A response with which scoring takes too long, raises, or kills its process is a wrong answer, unless the reference
     answer fares no better: then the verifier has failed, and ScoringError says why.
     """
+    fields = {field: getattr(sample, field) for field in ("prompt", "response", "answer", "metadata", "finished")}
+    return Score(**_ask(name, {"sample": fields, "seconds": seconds})["score"])
 
-    def __init__(self, name: str, seconds: float):
-        self._name, self._seconds = name, seconds
 
-    def __call__(self, sample: Sample) -> Score:
-        fields = {name: getattr(sample, name) for name in ("prompt", "response", "answer", "metadata", "finished")}
-        return Score(**self._ask({"sample": fields, "seconds": self._seconds})["score"])
+def prepare(name: str, metadata: dict):
+    """ScoringError if the verifier `name` cannot score samples with such metadata."""
+    _ask(name, {"sample": None, "metadata": metadata})
 
-    def prepare(self, metadata: dict):
-        """ScoringError if samples with such metadata cannot be scored."""
-        self._ask({"sample": None, "metadata": metadata})
 
-    def _ask(self, request: dict) -> dict:
-        try:
-            return warm_process.ask(__spec__.name, self._name, request)
-        except warm_process.NoAnswer as error:
-            raise ScoringError(str(error)) from None
+def _ask(name: str, request: dict) -> dict:
+    try:
+        return warm_process.ask(__spec__.name, name, request)
+    except warm_process.NoAnswer as error:
+        raise ScoringError(str(error)) from None
 
 
 class Scorer:

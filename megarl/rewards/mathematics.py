@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
-from megarl.rewards import guard, math_text
+from megarl.rewards import guard, isolated, math_text
 from megarl.rewards.base import BuiltIn, Sample, Score, ScoringError
-from megarl.rewards.isolated import Isolated
 from megarl.rewards.math_text import spelled, text_key, unmarked
 from megarl.rewards.text import check_answers
 
@@ -115,7 +114,7 @@ def check_mathematics(prompts: PromptSet):
 def load_mathematics(prompts: PromptSet, seconds: float):
     """UsageError for the first line whose answer cannot be read within `seconds`, or if responses cannot be."""
     try:
-        Isolated("math-verify", seconds).prepare({})
+        isolated.prepare("math-verify", {})
     except ScoringError as error:
         raise UsageError(f"--reward math-verify: {error}") from None
     for prompt in prompts:
@@ -236,7 +235,7 @@ def _quiet():
 
 
 MATH_VERIFY = BuiltIn(
-    lambda options: Isolated("math-verify", options.timeout),
+    lambda options: functools.partial(isolated.score, "math-verify", options.timeout),
     check_mathematics,
     lambda prompts, options: load_mathematics(prompts, options.timeout),
     limited=False,

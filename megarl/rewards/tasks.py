@@ -12,13 +12,14 @@ from typing import Any
 
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
+from megarl.rewards import isolated
 from megarl.rewards.base import BuiltIn, Sample, Score, ScoringError
-from megarl.rewards.isolated import Isolated
 from megarl.rewards.text import answer_text, check_metadata
 
 # Every task scores a right answer exactly 1.0. Partly right ones get less: 0.01 for a wrong but well-formed answer, or
 # 0.9999999999999999 for a word spelt backward followed by more letters.
 _CORRECT_FROM = 1.0
+_NAME = "reasoning-gym"
 WRONG = Score(0.0, False, {"reasoning_gym": 0.0})
 
 
@@ -31,13 +32,12 @@ def reasoning_gym(seconds: float) -> Callable[[Sample], Score]:
     the metadata in a confined process (`isolated`), which takes at most `seconds`; it has the process for itself if
     the scorer evaluates text.
     """
-    isolated = Isolated("reasoning-gym", seconds)
 
     def verify(sample: Sample) -> Score:
         source_dataset(sample.metadata)
         if sample.finished:
-            return isolated(sample)
-        isolated.prepare(sample.metadata)
+            return isolated.score(_NAME, seconds, sample)
+        isolated.prepare(_NAME, sample.metadata)
         return WRONG
 
     return verify
@@ -77,13 +77,13 @@ def check_tasks(prompts: PromptSet):
 
 def load_tasks(prompts: PromptSet):
     """Build the scorer of every task in `prompts`; UsageError for a task that reasoning_gym cannot score."""
-    isolated, known = Isolated("reasoning-gym", 1.0), set()
+    known = set()
     for prompt in prompts:
         task = source_dataset(prompt.metadata)
         if task in known:
             continue
         try:
-            isolated.prepare({"source_dataset": task})
+            isolated.prepare(_NAME, {"source_dataset": task})
         except ScoringError as error:
             where = prompts.where(prompt.index)
             raise UsageError(f"{where}: --reward reasoning-gym: no scorer for task {task!r}: {error}") from None

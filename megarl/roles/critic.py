@@ -70,9 +70,10 @@ class Critic:
 
         def loss(values, microbatch):
             mask = loss_mask(microbatch, self.settings)
-            terms = clipped_value_loss(values, microbatch.values, microbatch.returns, self.settings.value_clip_range)
-            value = token_mean(terms.loss, mask, count)
-            clipped = masked_sum(terms.clipped.double(), mask) / count.clamp(min=1)
+            clip_range, targets = self.settings.value_clip_range, microbatch.returns
+            losses, is_clipped = clipped_value_loss(values, microbatch.values, targets, clip_range)
+            value = token_mean(losses, mask, count)
+            clipped = masked_sum(is_clipped.double(), mask) / count.clamp(min=1)
             return value, (torch.stack([value.detach().double(), clipped]),)
 
         microbatches = self.trainable_model.microbatches(batch, positions)

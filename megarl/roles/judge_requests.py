@@ -1,5 +1,6 @@
 """The requests of a judge's engine: questions about responses that are complete, and those that need another try."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -7,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from megarl.algorithms.token_sampling import stream_keys
-from megarl.comm.announcements import ResponseReceiver
+from megarl.comm.announcements import Announcements
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.prompt import Prompt
 from megarl.errors import UsageError
@@ -18,6 +19,7 @@ from megarl.rewards.judge.config import JudgeConfig, JudgeQuestion, questions_of
 from megarl.rewards.judge.judge_prompts import JudgePrompts
 
 STREAMS = 0x6A75646765  # added to the seed, so that no judgement has the random numbers of a response
+POLL_SECONDS = 0.01  # between two looks of a wait that has an end
 POLL_STEPS = 4  # engine steps between two looks for responses, and for requests if a replica has several ranks
 QuestionKey = tuple[int, int]  # stream and sample of a `JudgeQuestion`: unique in a step's batch
 
@@ -58,7 +60,8 @@ class ArrivingResponses:
 
     def __init__(
         self,
-        receiver: ResponseReceiver,
+        queue: Announcements,
+        count: int,
         prompts: Sequence[Prompt | None],
         groups: PromptGroups,
         decode: Callable[[list[int]], str],
@@ -66,12 +69,14 @@ class ArrivingResponses:
     ):
         """
         Args:
+            queue: of `response_queue`.
+            count: of the responses that will come.
             prompts: of the round, by group; None: its responses are not judged.
             groups: of the round.
             decode: the text of a response's tokens.
             together: the judge reads several responses to a prompt together: groups arrive when they are complete.
         """
-        self._receiver, self._prompts = receiver, prompts
+        self._queue, self._missing, self._prompts = queue, count, prompts
         self._group_of, self._sizes = groups.of(torch.arange(groups.count)).tolist(), groups.sizes.tolist()
         self._decode, self._together = decode, together
         self.patience: float | None = None  # seconds that a wait for a response may take; None: any time
@@ -79,12 +84,18 @@ class ArrivingResponses:
 
     @property
     def is_done(self) -> bool:
-        return self._receiver.is_done
+        """Whether all responses have come."""
+        return not self._missing
 
     def receive(self) -> list[list[JudgedText]]:
         """The responses, or with `together` the groups, that are complete since the last call."""
         complete: list[Collection[JudgedText | None]] = []
-        for sequence, tokens in self._receiver.receive():
+        while self._missing and self._queue.has_next():
+            message = self._queue.take()
+            self._missing -= 1
+            if self.is_done:
+                self._queue.close()
+            sequence, tokens = message["sequence"], message["tokens"]
             group = self._group_of[sequence]
             prompt, text = self._prompts[group], None
             if tokens is not None and prompt is not None:
@@ -100,7 +111,12 @@ class ArrivingResponses:
 
     def wait(self):
         """Waits for the next response, at most `patience`."""
-        self._receiver.wait(self.patience)
+        if self.patience is None:
+            self._queue.wait()
+            return
+        deadline = time.monotonic() + self.patience
+        while not self._queue.has_next() and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
 
 
 class JudgeRequests:

@@ -10,7 +10,7 @@ from torch import Tensor
 from megarl.algorithms.score_shaping import RunningMoments, clip, combine, overlong_penalty
 from megarl.arguments import Settings
 from megarl.batch import Batch
-from megarl.comm.announcements import ResponseReceiver
+from megarl.comm.announcements import response_queue
 from megarl.comm.load_balance import positions_by_group
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
@@ -96,10 +96,11 @@ class Reward:
         groups, arrivals = self.role_groups, None
         if groups.is_leader:
             of_round = PromptGroups(prompts.group_sizes(lines, self.settings.samples_per_prompt))
-            receiver = ResponseReceiver(step, number, of_round, len(groups.replicas), groups.dp_rank)
+            is_own = of_round.round_robin(len(groups.replicas)) == groups.dp_rank
             of_lines = [prompts[line] if _has(self._terms_of(prompts, line), JUDGE) else None for line in lines]
             decode, compares = self.tokenizer.decode, self.judge.config.compares
-            arrivals = ArrivingResponses(receiver, of_lines, of_round, decode, compares)
+            queue, count = response_queue(step, number, groups.dp_rank), int(is_own.sum())
+            arrivals = ArrivingResponses(queue, count, of_lines, of_round, decode, compares)
         self.judge.judge_early(arrivals, step)
 
     def score(self, step_batch: StepBatch, for_training: bool = True):

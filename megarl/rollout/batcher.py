@@ -95,14 +95,29 @@ class RolloutBatcher:
         """The batch of a step. Collective.
 
         None when the filter left too few groups (`GroupCollector.collect`), and after the last step, when ranks that
-        generate ahead have nothing left to do.
+        generate ahead have nothing left to do. None also with `--debug-rollout-only`, since nothing is trained.
         """
         if step > self.settings.train_iters:
             return None
         self._scorer.begin_step()
         self.rows = self._scorer.rows  # to which each round adds
         responses, header = (None, self._follow(step)) if self.collector is None else self._collect(step)
-        return None if header is None else self._step_batch(step, responses, header)
+        batch = None if header is None else self._step_batch(step, responses, header)
+        if batch is None or not self.settings.debug_rollout_only:
+            return batch
+        self._score(batch)
+        return None
+
+    def _score(self, batch: StepBatch):
+        """Scores a batch that goes no further; adds its metrics `rollout/…` and `reward/…`. Collective."""
+        name = self.reward.name
+        batch.dispatch(name)
+        self.reward.score(batch)
+        batch.wait_sends()
+        self.rows = self.rows or batch.rows
+        if batch[name] is not None:
+            metrics, _, _ = step_metrics(batch[name], self.settings, self.mesh[name])
+            self.metrics |= metrics
 
     def forget(self, step: int):
         """Removes what was kept of the batches up to a step, which training has ended."""
@@ -219,19 +234,3 @@ class RolloutBatcher:
         return StepBatch(
             self.mesh, self.timers, dp_assignment, responses, step, self.prompts, groups, self.settings, ON_ROLLOUT
         )
-
-
-class ScoringBatcher(RolloutBatcher):
-    """Generates the batch of each step and scores it; hands nothing on, so that nothing is trained."""
-
-    def generate(self, step: int) -> None:
-        """Generates a step's batch and sets its metrics `rollout/…` and `reward/…`. Collective."""
-        batch = super().generate(step)
-        if batch is not None:
-            batch.dispatch(self.reward.name)
-            self.reward.score(batch)
-            batch.wait_sends()
-            self.rows = self.rows or batch.rows
-            if batch[self.reward.name] is not None:
-                metrics, _, _ = step_metrics(batch[self.reward.name], self.settings, self.mesh[self.reward.name])
-                self.metrics |= metrics

@@ -28,13 +28,6 @@ class ReplicaState:
     outstanding: dict[int, "Submission"] = field(default_factory=dict)  # by id of the request
 
 
-@dataclass
-class _Control:
-    missing: set[int]  # replicas
-    done: asyncio.Future
-    errors: list[str] = field(default_factory=list)
-
-
 class ReplicaPool:
     """All replicas and all their requests."""
 
@@ -49,7 +42,8 @@ class ReplicaPool:
         self._control_numbers = itertools.count(1)
         self._waiting: FairQueue[tuple[messages.Request, Submission]] = FairQueue()
         self._router = ReplicaRouter()
-        self._controls: dict[int, _Control] = {}
+        # Answers to the commands that run, by their number and the replica: what is wrong, or None.
+        self._controls: dict[int, dict[int, asyncio.Future[str | None]]] = {}
         self.idle = asyncio.Event()  # set while no request runs or waits
         self.idle.set()
 
@@ -127,9 +121,9 @@ class ReplicaPool:
             replica.outstanding.clear()
         for submission in failed:
             submission.take(unavailable(reason))
-        for control in self._controls.values():
-            if not control.done.done():
-                control.done.set_exception(unavailable(reason))
+        for answer in (answer for answers in self._controls.values() for answer in answers.values()):
+            if not answer.done():
+                answer.set_exception(unavailable(reason))
         self._note_load()
 
     def _assign(self):
@@ -158,22 +152,22 @@ class ReplicaPool:
         """Sends a control command to all leaders and waits for their answers; RequestError 400 with the first error."""
         self.check_accepting()
         number = next(self._control_numbers)
-        control = _Control(set(self.replicas), asyncio.get_running_loop().create_future())
-        self._controls[number] = control
+        loop = asyncio.get_running_loop()
+        answers = self._controls[number] = {replica: loop.create_future() for replica in self.replicas}
         if command in ("pause", "resume"):
             self.is_paused = command == "pause"
         self._send_all(messages.Control(command, number, **fields))
         try:
             async with asyncio.timeout(self.seconds):
-                await control.done
+                errors = await asyncio.gather(*answers.values())
         except TimeoutError:
             raise timed_out(self.seconds) from None
         finally:
             del self._controls[number]
         if command == "weights":
             self._router.forget()
-        if control.errors:
-            raise invalid(control.errors[0], code="control_failed")
+        if problem := next(filter(None, errors), None):
+            raise invalid(problem, code="control_failed")
 
     def stop(self):
         self._send_all(messages.Control("stop"))
@@ -191,8 +185,10 @@ class ReplicaPool:
             self._observe(replica, message.version, message.blocks)
             for each in message.updates:
                 self._hand_on(replica, each)
-            if message.command in self._controls:
-                self._receive_answer(replica, self._controls[message.command], message.error)
+            answers = {} if message.command is None else self._controls.get(message.command, {})
+            answer = answers.get(replica.number)
+            if answer is not None and not answer.done():
+                answer.set_result(message.error)
         self._assign()
 
     def _hand_on(self, replica: ReplicaState, fields: Sequence[Any]):
@@ -204,13 +200,6 @@ class ReplicaPool:
         take = replica.outstanding.pop if update.is_last else replica.outstanding.get
         if submission := take(update.id, None):
             submission.take(update if update.error is None else invalid(update.error))
-
-    def _receive_answer(self, replica: ReplicaState, control: _Control, error: str | None):
-        control.missing.discard(replica.number)
-        if error:
-            control.errors.append(error)
-        if not control.missing and not control.done.done():
-            control.done.set_result(None)
 
     def _observe(self, replica: ReplicaState, version: int, blocks: int):
         replica.version = version

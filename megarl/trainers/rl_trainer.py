@@ -20,7 +20,7 @@ from megarl.roles.teacher import TeacherOutput, Teachers
 from megarl.roles.teacher_prompts import SiblingContext
 from megarl.roles.trainable_model import TrainableModel
 from megarl.rollout import waiting_groups
-from megarl.rollout.batcher import RolloutBatcher, ScoringBatcher
+from megarl.rollout.batcher import RolloutBatcher
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.group_collector import SavedGroupCollector, SavedRollout
 from megarl.rollout.rollout import Rollout
@@ -158,8 +158,7 @@ class RLTrainer(Trainer):
         hidden_size, writer = self.config.roles["actor"].megatron.hidden_size, None
         if s.save_rollouts:
             writer = RolloutWriter(self.folder, self.mesh["rollout"], rollout.recorded_layers, inputs.rollout_facts)
-        kind = ScoringBatcher if s.debug_rollout_only else RolloutBatcher
-        return kind(
+        return RolloutBatcher(
             rollout, self.reward, inputs.prompts, inputs.prompt_tokens, hidden_size, writer, inputs.saved_rollouts
         )
 

@@ -90,8 +90,8 @@ def _value_loss(walk: Walk) -> dict:
     batch = _scored_batch()
     values = batch.values.clone().requires_grad_()
     walk.clear()
-    terms = clipped_value_loss(values, batch.values, batch.returns, 0.2)
-    token_mean(terms.loss, batch.response_mask, batch.response_mask.sum().double()).backward()
+    losses, _ = clipped_value_loss(values, batch.values, batch.returns, 0.2)
+    token_mean(losses, batch.response_mask, batch.response_mask.sum().double()).backward()
     moments = explained_variance_moments(batch.values, batch.returns, batch.response_mask)
     assert values.grad.device == moments.device == CUDA
     return {"clipped": walk.counts()}

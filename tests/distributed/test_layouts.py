@@ -36,7 +36,7 @@ def update(rank, flags: str, parts: int, value_head: bool, shape: str = "llama")
 
     def loss(out, part):
         if value_head:
-            terms = clipped_value_loss(out, part.values, part.returns, 0.2).loss
+            terms, _ = clipped_value_loss(out, part.values, part.returns, 0.2)
         else:
             terms = clipped_loss(out, part) - 0.1 * out.entropy
         value = token_mean(terms, part.response_mask, count)

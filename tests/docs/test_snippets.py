@@ -209,7 +209,7 @@ def test_lines_of_megarl_that_a_page_shows_are_in_the_code():
 
 
 def read_prompts(path: Path) -> list:
-    return [vars(prompt) if hasattr(prompt, "__dict__") else prompt._asdict() for prompt in load_prompts(str(path))]
+    return [vars(prompt) for prompt in load_prompts(str(path))]
 
 
 def read_samples(path: Path) -> list:

@@ -1,5 +1,6 @@
 """`megarl.replay`: a saved response is generated again to the bit, and continues from a turn with another answer."""
 
+import dataclasses
 import functools
 import json
 import random
@@ -63,9 +64,11 @@ def test_a_saved_response_is_generated_again_and_shown(folder):
 @pytest.mark.long
 def test_other_tokens_are_named(folder):
     def change(asked: ReplayRequest) -> ReplayRequest:
-        tokens = list(asked.saved.tokens)
-        tokens[asked.saved.turns[0][0]] ^= 1
-        return asked._replace(saved=asked.saved._replace(tokens=tokens))
+        episode = asked.saved.episode
+        tokens = list(episode.tokens)
+        tokens[episode.turns[0][0]] ^= 1
+        changed = dataclasses.replace(episode, tokens=tokens)
+        return asked._replace(saved=asked.saved._replace(episode=changed))
 
     status, text = played(saved(folder, "turns"), ["--step", "2", "--sample", "3"], change=change)
     assert status == 1 and "other tokens from token 1 on" in text

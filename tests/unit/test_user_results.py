@@ -33,14 +33,15 @@ def test_no_value_is_too_odd_to_be_shown():
 
 async def later(item):
     await asyncio.sleep(60 if item == "late" else 0)
-    if item == "fails":
-        raise KeyError(item)
+    if item in ("fails", "times out"):
+        raise KeyError(item) if item == "fails" else TimeoutError("its own")
     return item
 
 
 def test_calls_are_awaited_each_within_its_limit():
     assert user_results.is_async(functools.partial(later, 1)) and not user_results.is_async(len)
     assert user_results.settled(later(1)) == user_results.settled(1) == 1
-    found = user_results.run(user_results.together(later, ["a", "late", "fails"], 0.2, 3))
-    assert found[0] == "a" and isinstance(found[1], user_results.LateCall) and isinstance(found[2], KeyError)
+    found = user_results.run(user_results.together(later, ["a", "late", "fails", "times out"], 0.2, 4))
+    assert found[0] == "a" and isinstance(found[2], KeyError)
+    assert [type(each) for each in (found[1], found[3])] == [user_results.LateCall, TimeoutError]
     assert user_results.is_generator(lambda: (yield)) and not user_results.is_generator(later)

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megarl.confine import keeper
-from megarl.confine.agent_sandbox import Door, ProgramSandbox, check_sandbox
+from megarl.confine.agent_sandbox import ProgramSandbox, check_sandbox, open_door
 from megarl.environments.agents.agent import Agent, AgentRun, observation_of
 from megarl.environments.agents.session import Session
 from megarl.environments.protocol import Observation, Task, called
@@ -84,8 +84,8 @@ class ProgramEnvironment(Agent):
         if self._sandbox is not None:
             port = urlsplit(session.url).port
             assert port is not None  # an endpoint has one
-            door = await Door.open(workspace.parent / "door", port)
-            keeps = self._sandbox.arguments(command, workspace, [path], door.path, door.port)
+            socket, door = await open_door(workspace.parent / "door", port)
+            keeps = self._sandbox.arguments(command, workspace, [path], socket, port)
         streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         variables = self._environment(session, path, workspace)
         process = await asyncio.create_subprocess_exec(

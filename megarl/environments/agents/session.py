@@ -8,17 +8,10 @@ from collections.abc import Awaitable, Callable
 
 from megarl.environments.calls import Ask, Reply, digests
 from megarl.environments.protocol import Message, Observation
+from megarl.user_results import LateCall
 
 _TICK = 0.5  # seconds between two looks at an agent
 MAX_REFUSED = 16  # requests without a turn; then the agent is ended
-
-
-class Late(Exception):
-    """An environment took longer than allowed to answer, or an agent to ask. `is_stuck`: a thread still runs."""
-
-    def __init__(self, problem: str, is_stuck: bool = False):
-        super().__init__(problem)
-        self.is_stuck = is_stuck
 
 
 class Session:
@@ -45,13 +38,13 @@ class Session:
         return self.url.removesuffix("/v1")
 
     async def watch(self, work: Awaitable[Observation], seconds: float) -> Observation:
-        """The result of an agent's work. Late, and the work is cancelled, if it asks nothing for `seconds`."""
+        """The result of an agent's work. LateCall, and the work is cancelled, if it asks nothing for `seconds`."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
                 await asyncio.wait((task,), timeout=min(seconds, _TICK))
                 if self.idle_seconds > seconds and not task.done():
-                    raise Late(f"the agent worked for more than {seconds:g} s without asking the policy")
+                    raise LateCall(f"the agent worked for more than {seconds:g} s without asking the policy")
             return task.result()
         finally:
             if not task.done():

@@ -127,7 +127,7 @@ class AgentEpisode(Episode):
             del self._turns[number]
 
     def _make_rows(self):
-        end, self._places = self._how, []
+        end, self._places, self.asked = self._how, [], []
         self.tokens, self.turns, self.logprobs, self.rewards, self.row_starts = [], [], [], [], []
         turns = {number: self._turns[number] for number in (sorted(self._turns) if end is None else end.turns)}
         continued, trained = {turn.parent for turn in turns.values()}, set()
@@ -172,6 +172,8 @@ class AgentEpisode(Episode):
             self.turns.append((start, end))
             self.logprobs.append(turn.logprobs)
             self.rewards.append(0.0)
+            asked = turn.asked
+            self.asked.append({"stream": asked.key, "limit": asked.max_new_tokens, "stops": list(turn.stops)})
 
     def learn_versions(self, versions: list[int]):
         """See Episode. Turns that go on may get other places."""

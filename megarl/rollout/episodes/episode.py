@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -107,6 +107,8 @@ class Episode:
     end: str | None = None
     replayable: bool = True
     row_starts: list[int] = dataclasses.field(default_factory=list)  # where further rows begin in `tokens`
+    # Of an agent, how it has asked for each turn: random stream, limit in tokens, and stop strings.
+    asked: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     # Of tokens of earlier rounds: (start in `tokens`, versions of the policy for tokens from there on).
     known_versions: list[tuple[int, list[int]]] = dataclasses.field(default_factory=list)
 
@@ -230,7 +232,7 @@ class Episode:
             self.new_tokens = limit
         if self.end == FAILED:
             self.tokens = self.tokens[: self.prompt_length]
-            self.turns, self.logprobs, self.rewards, self.verdicts = [], [], [], []
+            self.turns, self.logprobs, self.rewards, self.verdicts, self.asked = [], [], [], [], []
             self.is_open, self.routes = False, None
 
     def _undo(self, excess: int):

@@ -19,7 +19,6 @@ from megarl.mcore import device
 from megarl.rollout.episodes.agent_episode import AgentEpisode
 from megarl.rollout.episodes.client import EnvironmentClient, PlayedTurns
 from megarl.rollout.episodes.episode import DONE, UNKNOWN, Episode, EpisodeLimits
-from megarl.rollout.episodes.message_tree import MessageTree
 from megarl.rollout.requests import unknown_routes
 
 
@@ -95,23 +94,9 @@ def record_of(episode: Episode, played: PlayedTurns) -> dict[str, Any]:
     """
     record = {name: getattr(episode, name) for name in ("key", "end", "turns", "rewards", "solved")}
     if played.tree is not None:
-        return record | {"asked": _asked(episode, played.tree)}
+        return record | {"asked": episode.asked}
     seen = [dataclasses.asdict(observation) for observation in played.observations]
     return record | {"replayable": episode.replayable, "tools": played.tools, "observations": seen}
-
-
-def _asked(episode: Episode, tree: MessageTree) -> list[dict[str, Any] | None]:
-    """The requests of an agent's turns, in their order in the episode's rows; None: not known."""
-    left, found = list(tree.written), []
-    for number in range(len(episode.turns)):
-        prompt, tokens = episode.before(number), episode.turn_tokens(number)
-        turn = next((turn for turn in left if turn.prompt == prompt and list(turn.tokens or ()) == tokens), None)
-        if turn is not None:
-            left.remove(turn)
-            found.append({"stream": turn.stream, "limit": turn.limit, "stops": list(turn.ask.stops)})
-        else:  # a checkpoint has brought it
-            found.append(None)
-    return found
 
 
 def observations_of(record: dict[str, Any]) -> list[Observation]:

@@ -211,27 +211,27 @@ def test_value_loss_equals_verl(monkeypatch):
         scale, clip_range = 10.0 ** (case % 5 - 2), (0.0, 0.2, 0.5, 5.0)[case % 4]
         old, returns = batch.normal(scale), batch.normal(scale)
         values = (old + batch.normal(scale)).requires_grad_()
-        terms = clipped_value_loss(values, old, returns, clip_range)
+        losses, is_clipped = clipped_value_loss(values, old, returns, clip_range)
         padded = [batch.padded(field) for field in (values, returns, old, batch.mask.double())]
         matrix, fraction = verl.core_algos.compute_value_loss(*padded, clip_range)
-        torch.testing.assert_close(terms.loss, batch.packed(matrix), rtol=1e-12, atol=1e-12)
-        gradients = [torch.autograd.grad(loss.sum(), values)[0] for loss in (terms.loss, batch.packed(matrix))]
+        torch.testing.assert_close(losses, batch.packed(matrix), rtol=1e-12, atol=1e-12)
+        gradients = [torch.autograd.grad(loss.sum(), values)[0] for loss in (losses, batch.packed(matrix))]
         torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
-        assert float(terms.clipped[batch.mask].double().mean()) == pytest.approx(float(fraction), abs=1e-7)
+        assert float(is_clipped[batch.mask].double().mean()) == pytest.approx(float(fraction), abs=1e-7)
 
 
 def test_known_value_losses():
     values = torch.tensor([1.0, 3.0, 3.0, -3.0], requires_grad=True)
-    terms = clipped_value_loss(values, torch.zeros(4), torch.tensor([0.0, 4.0, 0.0, -4.0]), 1.0)
-    assert terms.loss.tolist() == [0.5, 4.5, 4.5, 4.5]
-    assert terms.clipped.tolist() == [False, True, False, True]
-    terms.loss.sum().backward()
+    losses, is_clipped = clipped_value_loss(values, torch.zeros(4), torch.tensor([0.0, 4.0, 0.0, -4.0]), 1.0)
+    assert losses.tolist() == [0.5, 4.5, 4.5, 4.5]
+    assert is_clipped.tolist() == [False, True, False, True]
+    losses.sum().backward()
     assert values.grad.tolist() == [1.0, 0.0, 3.0, 0.0]
 
 
 def test_unchanged_values_give_the_plain_gradient():
     values, returns = torch.randn(50, requires_grad=True), torch.randn(50)
-    clipped_value_loss(values, values.detach().clone(), returns, 0.2).loss.sum().backward()
+    clipped_value_loss(values, values.detach().clone(), returns, 0.2)[0].sum().backward()
     assert torch.equal(values.grad, (values - returns).detach())
 
 
@@ -240,7 +240,7 @@ def test_bad_values_are_rejected_and_targets_are_constants():
     with pytest.raises(ValueError, match="one shape"):
         clipped_value_loss(ones, ones, ones[:1], 0.2)
     fields = [torch.randn(8, requires_grad=True) for _ in range(3)]
-    clipped_value_loss(*fields, 0.2).loss.sum().backward()
+    clipped_value_loss(*fields, 0.2)[0].sum().backward()
     assert fields[0].grad is not None and fields[1].grad is None and fields[2].grad is None
 
 

@@ -155,7 +155,7 @@ def test_gradcheck_of_value_kl_and_entropy_terms(mode):
     assert clear.all() and not (held == values).all()
     logits = torch.randn(len(batch.mask), 5, generator=generator, dtype=torch.float64)
     terms = {
-        "value": (lambda x: clipped_value_loss(x, old, returns, 0.5).loss, values),
+        "value": (lambda x: clipped_value_loss(x, old, returns, 0.5)[0], values),
         "entropy": (entropy, logits),
         **{kind: (lambda x, kind=kind: kl_estimate(x, old, kind), values) for kind in ("k1", "k2", "k3")},
     }

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from megarl.comm import announcements
-from megarl.comm.announcements import Announcements, ResponseReceiver, ResponseSender
+from megarl.comm.announcements import Announcements, ResponseSender, response_queue
 from megarl.groups import PromptGroups
 from tests.helpers.programs import inputs, program, rl_argv
 from tests.helpers.worlds import run_world
@@ -51,13 +51,10 @@ def responses_of_a_round(rank: int) -> list:
         for sequence in (4, 0, 2, 1, 5, 3, 4):  # the last one again
             sender.send(sequence, None if sequence == 1 else [sequence, 7])
         return []
-    receiver, found = ResponseReceiver(5, 0, PromptGroups([2, 2, 2]), 2, rank), []
-    while not receiver.is_done:
-        receiver.wait()
-        found += receiver.receive()
-    assert receiver.receive() == []
-    receiver.wait(0.0)
-    return found
+    queue = response_queue(5, 0, rank)
+    found = [queue.take() for _ in range((4, 2)[rank])]
+    assert not queue.has_next()
+    return [(each["sequence"], each["tokens"]) for each in found]
 
 
 def test_groups_go_round_robin_to_the_replicas_of_the_judge():

@@ -63,7 +63,7 @@ def fail(text: str) -> str:
     Args:
         text: Of the error.
     """
-    raise ValueError(text)
+    raise TimeoutError(text) if text == "a socket" else ValueError(text)
 
 
 def leave() -> str:
@@ -134,6 +134,7 @@ def test_calls_are_answered_in_their_order_each_with_its_id():
     (("convert", {"value": 1, "unit": "mile", "options": {}}),
      "Error: the argument unit of convert must be one of 'm', 'km'"),
     (("fail", {"text": "a\nb"}), "Error: ValueError: a b"),
+    (("fail", {"text": "a socket"}), "Error: TimeoutError: a socket"),  # its own, not the limit's
     (("leave", {}), "Error: SystemExit: 3"),
 ])  # fmt: skip
 def test_a_wrong_call_is_text_for_the_policy(call, said):

@@ -1,7 +1,10 @@
 """A worker process: many episodes at once, threads that hang, and a loop that is blocked."""
 
+import asyncio
+
 import pytest
 
+from megarl.environments.worker import Worker
 from tests.helpers.envs.odd_environments import MEETING
 from tests.helpers.worlds import wait_until
 
@@ -63,3 +66,15 @@ def test_a_worker_that_blocks_its_loop_is_replaced(play, tmp_path):
     assert event.failure is None and event.observation.messages[0]["content"] == "1: block"
     assert (event.replayed, event.late) == (1, 1)
     assert plays.text(1, "still here") == "0: still here"
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_an_environment_that_times_out_itself_is_not_late(is_async):
+    def plain():
+        raise TimeoutError("a socket")
+
+    async def coroutine():
+        plain()
+
+    with pytest.raises(TimeoutError, match="a socket"):
+        asyncio.run(Worker(None, 60.0)._limited(coroutine if is_async else plain))

@@ -2,9 +2,8 @@
 
 import pytest
 
-from megarl.rewards import mathematics
+from megarl.rewards import isolated, mathematics
 from megarl.rewards.base import Sample, ScoringError
-from megarl.rewards.isolated import Isolated
 
 # A reference, right answers, wrong answers. From MATH, GSM8K, OlympiadBench, Minerva, NuminaMath, GAOKAO, AQuA and
 # the tests of math-verify; a wrong one is a part of the right one or another number, unit, base or order.
@@ -126,4 +125,4 @@ def test_published_forms(reference, right, wrong):
 @pytest.mark.parametrize("answer", [r"\text{}", "$$", "."])
 def test_an_answer_without_text_is_refused(answer):
     with pytest.raises(ScoringError, match="cannot read the answer"):
-        Isolated("math-verify", 60.0)(Sample("q", "1", answer))
+        isolated.score("math-verify", 60.0, Sample("q", "1", answer))

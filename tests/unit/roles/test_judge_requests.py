@@ -118,13 +118,21 @@ def test_the_judge_has_begun_before_the_rollout_ends(tmp_path, monkeypatch):
     assert timeless(metrics(runs[0])[1]) == timeless(metrics(runs[1])[1])
 
 
-class Received(list):
-    """What a receiver returns, one call after the other."""
+class Queue:
+    """Messages that come in batches: between two of them `has_next` says once that there is none."""
 
-    is_done = property(lambda self: not self)
+    def __init__(self, *batches):
+        self.batches, self.is_closed = [list(batch) for batch in batches], False
 
-    def receive(self):
-        return self.pop(0)
+    def has_next(self):
+        return bool(self.batches[0]) or self.batches.pop(0) is None
+
+    def take(self):
+        sequence, tokens = self.batches[0].pop(0)
+        return {"sequence": sequence, "tokens": tokens}
+
+    def close(self):
+        self.is_closed = True
 
 
 @pytest.mark.parametrize("together, expected", [
@@ -133,16 +141,18 @@ class Received(list):
 ])  # fmt: skip
 def test_what_arrives_without_episodes_that_failed(together, expected):
     """Of the first two groups of three the second response failed, of the third group two; the fourth has no judge."""
-    received = Received([
+    queue = Queue(
         [(0, [1])], [(5, [1]), (3, [1]), (6, None)], [(1, None), (2, [9]), (9, [2])], [(4, None), (7, None)],
         [(10, [1]), (11, None)],
-    ])  # fmt: skip
+    )  # fmt: skip
     arriving = ArrivingResponses(
-        received, [Prompt(10), Prompt(11), Prompt(12), None], PromptGroups.equal(4, 3), repr, together
+        queue, 11, [Prompt(10), Prompt(11), Prompt(12), None], PromptGroups.equal(4, 3), repr, together
     )
     found = []
     while not arriving.is_done:
+        assert not queue.is_closed
         found.append(arriving.receive())
+    assert queue.is_closed and not queue.batches[0]
     assert [[[text.sequence for text in texts] for texts in call] for call in found] == expected
     texts = {text.sequence: (text.prompt.index, text.text) for call in found for texts in call for text in texts}
     assert texts == {0: (10, "[1]"), 2: (10, "[9]"), 3: (11, "[1]"), 5: (11, "[1]")}

@@ -136,8 +136,8 @@ def run(rank: int, flags: str, most: int, spoils: dict) -> tuple[int, list[str]]
         return sum(loss(out, part, part.logprobs, counts, 0.1)[0] for loss in losses), out.logprobs.detach()
 
     def regression(out, part):
-        terms = clipped_value_loss(out, part.values, part.returns, 0.2)
-        return token_mean(terms.loss, part.response_mask, counts[0]), out.detach()
+        losses, _ = clipped_value_loss(out, part.values, part.returns, 0.2)
+        return token_mean(losses, part.response_mask, counts[0]), out.detach()
 
     def train(role, forward, loss):
         return pipeline.run_microbatches(

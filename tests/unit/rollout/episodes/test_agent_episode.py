@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.mcore.inference.generation import Completion, GenerationRequest
+from megarl.rollout.episodes.agent_episode import AgentEpisode
+from megarl.rollout.episodes.episode import EnvironmentResult, Episode, EpisodeLimits, TurnRequest
 from megarl.rollout.waiting_groups import UNFINISHED, kept_records
 from tests.helpers.programs import inputs, metrics, rl_argv, train
 from tests.helpers.worlds import RankFailed
@@ -39,6 +42,25 @@ def carried(save: Path, step: int) -> list[dict]:
     for facts, _ in kept_records(save / "checkpoints" / f"step_{step:08d}").read(UNFINISHED):
         found += [episode["agent"]["turns"] for episode in facts["episodes"] if not episode["end"]]
     return found
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_an_episode_knows_how_each_of_its_turns_was_asked_for(failed):
+    """The third turn has a row of its own, which is the first by its tokens."""
+    limits = EpisodeLimits(turns=9, turn=9, response=60)
+    episode = AgentEpisode(Episode(0, GenerationRequest([1, 2], 7, 0), line=3, limits=limits))
+    asked = [(None, [1, 2], 5, 70, ("x",)), (0, [5], 4, 71), (None, [0], 3, 72, ("y", "z"))]
+    for turn, (tokens, request) in enumerate(zip(([3, 4], [6], [7]), asked, strict=True)):
+        episode.ask(TurnRequest(0, turn, *request))
+        episode.write(turn, Completion(tokens, [-1.0] * len(tokens), finished=True))
+    episode.settle(None)  # the round ends before the agent does
+    episode = episode.continued(1, episode.request)
+    episode.apply(EnvironmentResult(1, [], 1.0, done=True, failed=failed, turns=(0, 1, 2)))
+    episode.settle(None)
+    found = [(each["stream"], each["limit"], each["stops"]) for each in episode.asked]
+    written = [(episode.before(turn), episode.turn_tokens(turn)) for turn in range(len(episode.turns))]
+    assert found == ([] if failed else [(72, 3, ["y", "z"]), (70, 5, ["x"]), (71, 4, [])])
+    assert written == ([] if failed else [([0], [7]), ([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6])])
 
 
 @pytest.mark.long
