@@ -72,6 +72,18 @@ def test_what_a_pass_does_not_read_has_no_gradient(kind):
         assert set(found.untrained) == {"model.vision_tower.*", "model.multi_modal_projector.*"}
 
 
+# Experts of transformers' interface; single matrices of a part's own; all of them at once for each token.
+EXPERTS = {"olmoe": {(4, 2)}, "jetmoe": {(4, 2)}, "longcat_flash": {(4, 2)}, "llama4_text": set()}
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_how_many_experts_a_token_uses(kind):
+    module = source.of_config(any_types.small_config(kind)).module(torch.float32)
+    found = walk.reach(module).experts
+    owners = {name.rpartition(".")[0] for name, each in module.named_parameters() if each.dim() == 3}
+    assert set(found.values()) == EXPERTS[kind] and (not found or found.keys() == owners)
+
+
 @pytest.mark.parametrize("kind", by_default(["whisper", "phi4_multimodal", "gemma3"], ["whisper"]))
 def test_no_weight_decay_changes_what_no_text_reaches(kind, tmp_path):
     run_world(lambda _: any_types.save(kind, tmp_path / kind) and None, 1)
