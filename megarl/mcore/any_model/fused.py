@@ -273,7 +273,7 @@ def _agree(found: list, wanted: list, limit: float) -> bool:
 def _children(part: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
     """Linear layers, norms that are recognised, and other children with weights."""
     children = [each for each in part.children() if any(True for _ in each.parameters())]
-    linears = [each for each in children if type(each) is nn.Linear]
+    linears: list[nn.Module] = [each for each in children if type(each) is nn.Linear]
     norms = [each for each in children if isinstance(vars(each).get("fused"), ModuleNorm)]
     return linears, norms, [each for each in children if each not in linears and each not in norms]
 

@@ -11,7 +11,7 @@ trained, and neither is a parameter that transformers excludes, as the bias of a
 import re
 import sys
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +118,8 @@ class Reach(NamedTuple):
     slots: tuple[Slot, ...]
     linears: dict[str, tuple[int, int]]  # rows and columns by name of the linear layers that can have factors
     experts: dict[str, tuple[int, int]]  # by name of a part with experts: how many, and how many a token uses
-    untrained: tuple[str, ...]  # patterns of the names of parameters
+    untrained: tuple[str, ...]  # patterns of the names of parameters that no role trains
+    state_shapes: tuple[tuple[int, ...], ...]  # of a sequence's recurrent states
 
 
 def reach(module: PreTrainedModel) -> Reach:
@@ -141,7 +142,8 @@ def reach(module: PreTrainedModel) -> Reach:
     finally:
         for hook in hooks:
             hook.remove()
-    return Reach(module, slots, _linears(module, called), experts, _untrained(module, read))
+    shapes: Any = module.state_shapes
+    return Reach(module, slots, _linears(module, called), experts, _untrained(module, read), shapes)
 
 
 def _own_experts(module: PreTrainedModel, reads: Reads) -> dict[str, tuple[int, int]]:
