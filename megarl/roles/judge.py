@@ -144,9 +144,9 @@ class Judge:
         with self.timers.phase("reward", "judge"), self.frozen_model.offload.present("weights"):
             for number, completion in self.engine.stream(requests, self._end_ids, self._sampling):
                 requests.ended(number, completion)
-        prefilled = self.engine.take_prefill_counts()
+        counts = self.engine.take_counts()
         if for_training:
-            self._counts[2:5] += torch.tensor([requests.tokens, *prefilled], dtype=torch.float64)
+            self._counts[2:5] += torch.tensor([requests.tokens, counts.read, counts.reused], dtype=torch.float64)
 
     def _judgement(self, text: str, count: int) -> Judgement:
         try:

@@ -34,7 +34,7 @@ def has_states(args) -> bool:
 
 def keeps_states(args) -> bool:
     """Whether a role's model has recurrent states: those of Megatron's layers, or of a module of transformers."""
-    return has_states(args) or args.model_folder is not None and bool(args.model_folder.state_shapes())
+    return has_states(args) or args.model_folder is not None and bool(args.model_folder.reach().state_shapes)
 
 
 def flag_of(args) -> str:

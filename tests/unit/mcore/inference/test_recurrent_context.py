@@ -46,7 +46,7 @@ def generated(rank, blocks: int | None = None, shape: str = "recurrent", **setti
 
     engine.context._host_plan = watched
     completions = engine.generate(requests(), NEVER, settings_of(temperature=1.1))
-    seen["read"] = engine.take_prefill_counts().read
+    seen["read"] = engine.take_counts().read
     expected = probe.generate(requests(), NEVER, settings_of(temperature=1.1))
     return texts(completions), largest_gap(model, requests(), completions, 1.1), seen, texts(expected)
 
