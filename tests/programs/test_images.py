@@ -105,7 +105,6 @@ def test_pixels_of_another_processor_are_named(tmp_path):
 
 REFUSED = {
     "--advantage gae --critic-lr 1e-3 --critic-hf-model {other}": "the critic reads the policy's images: it needs the",
-    "--reward model --reward-hf-model {other}": "reward: its model reads prompts by a template of its own; images do",
     "--environment calculator --max-turns 2 --max-turn-length 4": "--environment calculator: does not go with images",
 }
 

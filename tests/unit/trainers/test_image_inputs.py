@@ -31,7 +31,7 @@ def config(model_folder=None, role: str = "actor", **settings):
         ({"environment": "calculator"}, "--environment calculator: does not go with images in prompts yet"),
         ({"rollout_server": "http://x"}, "--rollout-server http://x: does not go with images in prompts"),
         ({"model_folder": "x"}, "actor: --model-source transformers does not go with images"),
-        ({"role": "reward"}, "reward: its model reads prompts by a template of its own; images do not go with it"),
+        ({"role": "reward", "model_folder": "x"}, "reward: --model-source transformers does not go with images"),
     ],
 )
 def test_what_does_not_go_with_images(given, needle):
