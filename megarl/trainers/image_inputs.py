@@ -194,6 +194,8 @@ def _check(config: RunConfig):
     for role in config.with_models():
         if role.megatron.model_folder is not None:
             raise UsageError(f"{role.name}: --model-source transformers does not go with images in prompts")
+        if role.megatron.virtual_pipeline_model_parallel_size:
+            raise UsageError(f"{role.name}: virtual pipeline stages do not go with images in prompts yet")
     if device.has_cuda():
         raise UsageError("prompts have images: on a CUDA device they are not supported yet")
     if s.mtp_drafts or s.predicts:

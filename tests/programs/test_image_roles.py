@@ -11,9 +11,9 @@ import yaml
 
 from tests.helpers import programs
 from tests.helpers.folders import vision_folders
+from tests.helpers.folders.vision_programs import argv, folder, refused
 from tests.helpers.programs import program
 from tests.helpers.worlds import run_world
-from tests.programs.test_images import argv, folder, refused
 
 JUDGE = {"messages": [{"role": "user", "content": "{question} {answer} {response} is"}], "temperature": 0,
          "number": {"last-number": True}, "range": [0, 99], "max-tokens": 4}  # fmt: skip
