@@ -11,8 +11,8 @@ import yaml
 
 from tests.helpers import programs
 from tests.helpers.folders import vision_folders
-from tests.helpers.folders.vision_programs import argv, folder, refused
-from tests.helpers.programs import program
+from tests.helpers.folders.vision_programs import argv, counted, folder, refused
+from tests.helpers.programs import metrics, program
 from tests.helpers.worlds import run_world
 
 JUDGE = {"messages": [{"role": "user", "content": "{question} {answer} {response} is"}], "temperature": 0,
@@ -130,6 +130,16 @@ def test_a_reward_model_scores_pictures_as_transformers(tmp_path):
     values, expected, swapped = (torch.tensor(column) for column in zip(*found, strict=True))
     assert len(found) == 8 and (expected - swapped).abs().min() > 1e-3
     assert values.tolist() == pytest.approx(expected.tolist(), abs=2e-5)
+
+
+def test_a_reward_model_with_the_policys_tower_is_sent_the_pictures(tmp_path):
+    flags = f"--reward model --reward-hf-model {folder() / 'model'} --reward-model {reward_model()}"
+    run_world(counted, 1, program("rl", argv(tmp_path / "one", flags), 1))
+    apart = f"{flags} --role-map actor=0;reference=0;reward=1;rollout=0"
+    computed, sent = run_world(counted, 2, program("rl", argv(tmp_path / "two", apart), 2))
+    assert sent == [] and len(computed) == len(set(computed)) > 0
+    one, two = (metrics(tmp_path / name)[1]["reward/mean"] for name in ("one", "two"))
+    assert two == pytest.approx(one, rel=1e-5) and abs(one) > 1e-12
 
 
 def test_a_judge_writes_of_pictures_as_transformers(tmp_path):

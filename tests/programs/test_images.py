@@ -10,25 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers import programs
 from tests.helpers.folders import vision_folders
-from tests.helpers.folders.vision_programs import argv, folder, refused
+from tests.helpers.folders.vision_programs import argv, counted, folder, refused
 from tests.helpers.forked_programs import launch
 from tests.helpers.programs import metrics, program, write_lines
 from tests.helpers.worlds import run_world
-
-
-def counted(rank: int, parsed) -> list[int]:
-    """The keys of the images that this rank's tower computed in a run, in order."""
-    from megarl.mcore.any_model.tower import Tower
-
-    keys, compute = [], Tower.compute
-
-    def count(tower, pixels):
-        keys.append(pixels.key)
-        return compute(tower, pixels)
-
-    Tower.compute = count
-    programs.in_world(rank, "rl", parsed)
-    return keys
 
 
 def test_a_picture_is_computed_once_and_sent_to_the_ranks_that_train(tmp_path):

@@ -3,6 +3,7 @@
 import functools
 from pathlib import Path
 
+from tests.helpers import programs
 from tests.helpers.folders import vision_folders
 from tests.helpers.forked_programs import check
 from tests.helpers.worlds import run_world
@@ -31,3 +32,18 @@ def refused(argv: list[str]) -> str:
     status, printed, errors = check(argv)
     assert (status, printed) == (2, ""), errors
     return errors.splitlines()[-1]
+
+
+def counted(rank: int, parsed) -> list[int]:
+    """The keys of the images that this rank's tower computed in a run, in order."""
+    from megarl.mcore.any_model.tower import Tower
+
+    keys, compute = [], Tower.compute
+
+    def count(tower, pixels):
+        keys.append(pixels.key)
+        return compute(tower, pixels)
+
+    Tower.compute = count
+    programs.in_world(rank, "rl", parsed)
+    return keys
