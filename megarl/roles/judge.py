@@ -83,6 +83,11 @@ class Judge:
         self._sampling = SamplingSettings(temperature=config.temperature or 1.0, greedy=config.temperature == 0)
         self.begin_step()
 
+    @property
+    def members(self) -> list[FrozenModel]:
+        """Its one model, as an ensemble of reward models has several."""
+        return [self.frozen_model]
+
     def begin_step(self):
         # Judgements, those with numbers, tokens written, prompt tokens read, and those found in the cache; pairs whose
         # orders agree, pairs with numbers in both orders.

@@ -79,13 +79,23 @@ class ImageProcessor:
         return 1, rows // self.patch, columns // self.patch
 
     def tokens(self, width: int, height: int) -> int:
-        """Rows of an image in the token stream. UsageError: more than an id can name."""
-        count = math.prod(self.grid(width, height)) // self.merge**2
+        """Rows of an image in the token stream. UsageError: more than an id can name, or than `max_pixels` are: of a
+        narrow image, whose shorter side is one token, the classes make the longer one too long."""
+        _, rows, columns = self.grid(width, height)
+        count = rows * columns // self.merge**2
         if not 1 <= count <= MAX_ROWS:
             fits = MAX_ROWS * (self.patch * self.merge) ** 2
             raise UsageError(
                 f"an image of {width} × {height} pixels becomes {count:,} tokens; allowed: 1 to {MAX_ROWS:,}, as "
                 f"with --image-max-pixels {fits}"
+            )
+        frames = self.frames if self.kind == "Glm4vImageProcessor" else 1
+        pixels = frames * rows * columns * self.patch**2
+        if width * height * frames > self.max_pixels and pixels > self.max_pixels:
+            enough = frames * math.ceil(max(width, height) / min(width, height)) * (self.patch * self.merge) ** 2
+            raise UsageError(
+                f"an image of {width} × {height} pixels is so narrow that {self.kind} makes {pixels:,} of it, more "
+                f"than {self.max_pixels:,}; --image-max-pixels {enough} is enough"
             )
         return count
 

@@ -17,9 +17,10 @@ from tests.helpers.models.batches import create_mesh
 from tests.helpers.worlds import run_world
 
 
-def config(model_folder=None, role: str = "actor", **settings):
+def config(model_folder=None, role: str = "actor", virtual: int | None = None, **settings):
     plain = {"mtp_drafts": False, "predicts": False, "rollout_server": None, "environment": None}
-    one = SimpleNamespace(name=role, megatron=SimpleNamespace(model_folder=model_folder))
+    args = SimpleNamespace(model_folder=model_folder, virtual_pipeline_model_parallel_size=virtual)
+    one = SimpleNamespace(name=role, megatron=args)
     return SimpleNamespace(settings=SimpleNamespace(**plain | settings), with_models=lambda: [one], trained=("actor",))
 
 
@@ -31,7 +32,8 @@ def config(model_folder=None, role: str = "actor", **settings):
         ({"environment": "calculator"}, "--environment calculator: does not go with images in prompts yet"),
         ({"rollout_server": "http://x"}, "--rollout-server http://x: does not go with images in prompts"),
         ({"model_folder": "x"}, "actor: --model-source transformers does not go with images"),
-        ({"role": "reward"}, "reward: its model reads prompts by a template of its own; images do not go with it"),
+        ({"role": "critic", "virtual": 2}, "critic: virtual pipeline stages do not go with images in prompts yet"),
+        ({"role": "reward", "model_folder": "x"}, "reward: --model-source transformers does not go with images"),
     ],
 )
 def test_what_does_not_go_with_images(given, needle):

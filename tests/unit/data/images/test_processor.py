@@ -40,6 +40,17 @@ def test_an_image_of_too_many_tokens_names_the_flag(tmp_path):
         found.tokens(20_000, 20_000)
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "glm4v"])
+def test_a_narrow_image_beyond_the_bound_names_one_that_is_enough(family, tmp_path):
+    folder = write_folder(tmp_path / "folder", family)
+    narrow = processor_of(folder, 20_000)
+    with pytest.raises(UsageError, match="8191 × 50 pixels is so narrow that .* makes .*, more than 20,000") as caught:
+        narrow.tokens(8191, 50)
+    enough = int(str(caught.value).split("--image-max-pixels ")[1].split()[0])
+    assert enough > 20_000 and processor_of(folder, enough).tokens(8191, 50) > 1
+    assert narrow.tokens(30, 1) >= 1  # made larger, so the bound is not what it exceeds
+
+
 def test_settings_and_their_hash(tmp_path):
     one = processor_of(write_folder(tmp_path / "a"))
     assert one.fingerprint != processor_of(tmp_path / "a", 100_000).fingerprint
