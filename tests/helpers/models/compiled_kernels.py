@@ -76,7 +76,7 @@ OPTIONS = {
 }
 HEAD_ROWS = dict.fromkeys(("logits", "temperatures", "sums", "statistics", "grads"), "*fp32")
 HEAD_ROWS |= {"targets": "*i64", "out": "*bf16", "row_stride": "i64", "out_stride": "i64", "temperature": "fp32"}
-HEAD_ROWS |= dict.fromkeys(("count", "columns", "rows", "sum_stride"), "i32")
+HEAD_ROWS |= dict.fromkeys(("count", "columns", "rows", "sum_stride", "statistic_stride", "grad_stride"), "i32")
 cases += [
     (kernel, HEAD_ROWS, dict(TILE=head_rows.TILE, HAS_TEMPERATURES=flag))
     for kernel, flag in ((head_rows._sum_row, False), (head_rows._grad_row, True))
