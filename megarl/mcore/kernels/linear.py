@@ -221,6 +221,13 @@ def to_all_ranks(x: Tensor, group, sequence_parallel: bool) -> Tensor:
     return copy_to_tensor_model_parallel_region(x, group=group)
 
 
+def of_all_tokens(layer):
+    """A column-parallel layer whose input is what `to_all_ranks` returned: it reduces no gradient a second time."""
+    layer.sequence_parallel = layer.allreduce_dgrad = False
+    layer.disable_grad_reduce = True
+    return layer
+
+
 def _linear_gradient(ctx, grad):
     """Overlaps the collective of the input gradient with the weight gradient."""
     x, weight = ctx.saved_tensors

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.kernels.batch_invariance import sigmoid, silu
-from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, to_all_ranks
+from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, of_all_tokens, to_all_ranks
 from megarl.mcore.kernels.norm import RMSNorm, rms_norm
 from megarl.mcore.model.decoder_layer import StepPlan, local_layer
 from megarl.mcore.parallel.context_parallel import to_heads, to_tokens
@@ -209,9 +209,9 @@ class KimiDelta(GatedDeltaNet):
                 config.hidden_size, len(self.sizes.latents) * rank, config, self.tp_group
             )
         for part in self.sizes.latents:
-            up = submodules.in_proj(rank, self.sizes.wide[part] * ranks, **own)
-            up.sequence_parallel = up.allreduce_dgrad = False  # its input is what `to_all_ranks` returned
-            self.add_module(f"{part}_proj", up)
+            self.add_module(
+                f"{part}_proj", of_all_tokens(submodules.in_proj(rank, self.sizes.wide[part] * ranks, **own))
+            )
 
     def _projected(self, hidden: Tensor) -> Tensor:
         projected = super()._projected(hidden)

@@ -17,9 +17,16 @@ from megarl.mcore.attention.cache_attention import softmax_scale
 from megarl.mcore.attention.chosen_keys import Choice, KeyReads, choose, chosen_attention
 from megarl.mcore.attention.rotary_embeddings import Rotation
 from megarl.mcore.attention.segments import SegmentPlan
-from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, at_least_rows, linear, to_all_ranks
+from megarl.mcore.kernels.linear import (
+    ReplicatedLinear,
+    apply_linear,
+    at_least_rows,
+    linear,
+    of_all_tokens,
+    to_all_ranks,
+)
 from megarl.mcore.model.decoder_layer import StepPlan
-from megarl.mcore.model.latent_attention import LatentAttention, of_all_tokens, rotate_pairs
+from megarl.mcore.model.latent_attention import LatentAttention, rotate_pairs
 from megarl.mcore.model.pipeline_layout import indexer_of
 from megarl.mcore.parallel.context_parallel import gather_for_attention
 from megarl.mcore.parallel.process_groups import split_state_dict
