@@ -19,6 +19,7 @@ from tests.helpers.programs import environment, inputs, metrics, rl_argv, sample
 from tests.helpers.rollout.engine_records import generated
 from tests.helpers.rollout.replays import played
 from tests.helpers.tiers import long
+from tests.helpers.waiting import SAFETY_SECONDS
 from tests.helpers.worlds import RankFailed
 
 KEY = "0123456789abcdef"
@@ -32,7 +33,7 @@ def driver(kind: str = "sums", key: str = "") -> Iterator[str]:
     process = subprocess.Popen(command, env=environment())
     try:
         yield f"--agent-sessions --port {port}"
-        assert process.wait(60) == 0
+        assert process.wait(SAFETY_SECONDS) == 0
     finally:
         process.kill()
         process.wait()

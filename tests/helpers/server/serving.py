@@ -24,8 +24,7 @@ from megarl.serving.app import build_app
 from megarl.serving.configuration import FrontendConfig
 from megarl.serving.context import ServingContext
 from tests.helpers.texts import small_tokenizers
-
-LIMIT = 60.0  # seconds after which a test that waits has failed
+from tests.helpers.waiting import SAFETY_SECONDS
 
 Script = Callable[["ScriptedLeader", messages.ToReplica], None]
 
@@ -52,17 +51,17 @@ class ScriptedLeader:
     def wait_for(self, count: int, kind: type = messages.Generate) -> list:
         """The messages of a kind, once there are `count`."""
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self._of(kind)) >= count, LIMIT), self.frames
+            assert self._changed.wait_for(lambda: len(self._of(kind)) >= count, SAFETY_SECONDS), self.frames
             return self._of(kind)
 
     def wait_closed(self):
         """Waits until the frontend has closed the connection."""
-        self._thread.join(LIMIT)
+        self._thread.join(SAFETY_SECONDS)
         assert not self._thread.is_alive()
 
     def close(self):
         """Ends the connection after what was sent, and the thread."""
-        self.link.close(LIMIT)
+        self.link.close(SAFETY_SECONDS)
         self._thread.join()
 
     def _of(self, kind: type) -> list:
@@ -154,7 +153,7 @@ class Served:
         self.url, self.address, self.key = self.found
         self.port = int(self.url.rpartition(":")[2])
         headers = {"Authorization": f"Bearer {config.api_keys[0]}"} if config.api_keys else {}
-        self.client = httpx.Client(base_url=self.url, timeout=LIMIT, headers=headers)
+        self.client = httpx.Client(base_url=self.url, timeout=SAFETY_SECONDS, headers=headers)
         script = script or Answers(self.tokenizer, {})
         for replica in range(leaders):
             self.connect(replica, script, ready or {})
@@ -184,7 +183,7 @@ class Served:
         return [json.loads(line) for line in lines]
 
     def exit_status(self) -> int:
-        return self.process.status(LIMIT)
+        return self.process.status(SAFETY_SECONDS)
 
     @property
     def stderr(self) -> str:
@@ -232,7 +231,7 @@ def answering(folder, answers: dict[str, str], **settings):
 
 def openai_client(server: Served) -> openai.OpenAI:
     """OpenAI's client of a server without keys, as a context."""
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT, max_retries=0)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=SAFETY_SECONDS, max_retries=0)
 
 
 # -- the application without leaders and without a process -------------------------------------------------------------

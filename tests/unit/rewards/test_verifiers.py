@@ -14,7 +14,6 @@ from tests.helpers.envs.moody_rewards import PLUG_IN
 from tests.helpers.tiers import long
 
 FAILED = Score(-2.0, False)
-PATIENCE = 300  # seconds of a wait that should be short
 
 
 def samples(*responses: str) -> list[Sample]:
