@@ -61,6 +61,7 @@ def pytest_runtestloop(session):
         raise pytest.UsageError("a module calls programs.inputs() when it is imported: forks would share the folder")
     with warnings.catch_warnings(action="ignore"):  # of packages; a test would ignore them, too
         worlds.warm()
+        programs.made_inputs()
     folder, forks = Path(tempfile.mkdtemp(prefix="megarl-jobs-")), {}
     reporter = session.config.pluginmanager.getplugin("terminalreporter")
     for number in range(jobs):
