@@ -106,7 +106,7 @@ PAIR = [
 
 @pytest.mark.parametrize("ranks, cases", [(1, ALONE[::2]), long((1, ALONE[1::2])), long((2, PAIR))])
 def test_a_real_update_uses_the_planned_memory(ranks, cases):
-    for rank, results in enumerate(run_world(update_of_rank, ranks, cases, timeout=240)):
+    for rank, results in enumerate(run_world(update_of_rank, ranks, cases)):
         for case, (exact, peak, planned) in zip(cases, results, strict=True):
             assert exact, (rank, case)
             # Experts on a CPU keep less than Megatron's path, which the plan describes.
