@@ -6,6 +6,7 @@ gap stays 0. So every family is compared with transformers.
 """
 
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,8 @@ def alone(kind: str, count: int):
 
 
 @pytest.mark.parametrize(
-    "kind, count", by_default([(kind, count) for kind in KINDS for count in (16, 48)], [("qwen3_vl", 16)])
+    "kind, count",
+    by_default([(kind, count) for kind in KINDS for count in (16, 48)], [("qwen3_vl", 16), ("mistral3", 16)]),
 )
 def test_forward_and_greedy_are_those_of_transformers(kind, count):
     apart, greedy, largest_gap, _ = alone(kind, count)
@@ -207,7 +209,7 @@ def trained(rank: int, folder: VisionFolder, flags: str):
     return own, again, is_same, unscored
 
 
-@pytest.mark.parametrize("kind", by_default(["qwen2_5_vl", "qwen3_vl", "qwen3_5"], ["qwen3_vl"]))
+@pytest.mark.parametrize("kind", by_default(["qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3"], ["qwen3_vl"]))
 def test_gradients_are_those_of_transformers(kind):
     folder = vision_folders.folder_of(kind)
     ((own, again, is_same, unscored),) = run_world(trained, 1, folder, "")
@@ -225,7 +227,7 @@ def gradients_of_transformers(rank: int, kind: str, folder: VisionFolder) -> dic
     """By megarl's names."""
     model = vision_folders.module_of(kind)
     for prompt, more in zip(vision_folders.PROMPTS, folder.greedy, strict=True):
-        vision_folders.scored(model, prompt, folder.images, more).sum().backward()
+        vision_folders.scored(model, kind, prompt, more, folder.images).sum().backward()
     text = model.model.language_model
     return {"embedding.word_embeddings.weight": text.embed_tokens.weight.grad,
             "decoder.final_layernorm.weight": text.norm.weight.grad}  # fmt: skip
@@ -247,7 +249,7 @@ def test_exports_have_the_tower_as_it_was(kind, tmp_path):
         return {name: each for file in path.glob("*.safetensors") for name, each in load_file(file).items()}
 
     before, after = tensors(folder.path), tensors(tmp_path / "export")
-    assert before.keys() == after.keys() and any("visual" in name for name in before)
+    assert before.keys() == after.keys() and any(re.search("visual|vision_tower", name) for name in before)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 

@@ -24,7 +24,8 @@ ATTENTION = "sdpa"  # eager attention keeps a square of the patches of an image
 
 # By `model_type` of config.json: the families whose images were compared with transformers' own forward. How the rotary
 # channels are divided among the axes of a position: sections where config.json has none, and whether these alternate.
-FAMILIES = {
+# None: a token has one position, its index.
+FAMILIES: dict[str, tuple[tuple[int, int, int], bool] | None] = {
     "qwen2_vl": ((16, 24, 24), False),
     "qwen2_5_vl": ((16, 24, 24), False),
     "qwen3_vl": ((24, 20, 20), True),
@@ -32,7 +33,13 @@ FAMILIES = {
     "glm4v_moe": ((8, 12, 12), False),
     "qwen3_5": ((11, 11, 10), True),
     "qwen3_5_moe": ((11, 11, 10), True),
+    "mistral3": None,
 }
+# Entries of config.json beside `vision_config` that say how a tower's numbers become rows.
+PROJECTION = (
+    "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_feature_layer",
+    "vision_feature_layers", "vision_feature_select_strategy",
+)  # fmt: skip
 
 
 class Tower:
@@ -45,7 +52,7 @@ class Tower:
             allowed = ", ".join(FAMILIES)
             raise folder.error(f"model_type {kind!r}: images need a vision tower of {allowed}")
         self.config = source.config_of(folder)
-        self._default_sections, self._is_interleaved = FAMILIES[kind]
+        self._axes = FAMILIES[kind]
 
     @property
     def layers(self) -> int:
@@ -54,27 +61,35 @@ class Tower:
 
     def size(self, grid: tuple[int, int, int]) -> tuple[int, int, int]:
         """The rows of an image of (t, h, w) patches in time, height and width."""
-        merge = self.config.vision_config.spatial_merge_size  # patches on each side of the square that becomes a row
+        # Patches on each side of the square that becomes a row.
+        owners = self.config.vision_config, self.config
+        merge = next((found for each in owners if (found := getattr(each, "spatial_merge_size", None))), 1)
         return grid[0], grid[1] // merge, grid[2] // merge
 
     def store(self, dtype: torch.dtype, source: ImageSource | None = None) -> ImageStore:
         """An empty store for a language model of the folder in a precision. UsageError for sections of other axes."""
         text = self.config.get_text_config()
+        if self._axes is None:
+            return ImageStore(None, text.hidden_size, self.layers, dtype, source)
+        default, is_interleaved = self._axes
         parameters = text.rope_parameters
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         rotated = int(head * parameters.get("partial_rotary_factor", 1))
-        sections = parameters.get("mrope_section", self._default_sections)
+        sections = parameters.get("mrope_section", default)
         if len(sections) != 3 or sum(sections) != rotated // 2:
             raise self.folder.error(
                 f"config.json: mrope_section {sections}: allowed are three numbers whose sum is {rotated // 2}"
             )
-        axes = axes_of(tuple(sections), self._is_interleaved)
-        return ImageStore(axes, text.hidden_size, self.layers, dtype, source)
+        return ImageStore(axes_of(tuple(sections), is_interleaved), text.hidden_size, self.layers, dtype, source)
 
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of what an image's rows depend on beside its pixels, hexadecimal: the tower's weights and config."""
-        found = hashlib.sha256(json.dumps([ATTENTION, self.folder.config["vision_config"]], sort_keys=True).encode())
+        config = self.folder.config
+        described = [ATTENTION, config["vision_config"]]
+        if projection := {name: config[name] for name in PROJECTION if name in config}:
+            described.append(projection)
+        found = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
         for name, tensor in sorted(self._module.state_dict().items()):
             found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -82,9 +97,13 @@ class Tower:
 
     def compute(self, pixels: Pixels) -> Image:
         """The rows of one image, in fp32 on the host. ValueError if they are not as many as its ids."""
-        grid = torch.tensor([pixels.grid])
+        values, more = torch.from_numpy(pixels.values), {}
+        if values.dim() == 2:  # patches
+            more = {"image_grid_thw": torch.tensor([pixels.grid])}
+        elif self.config.vision_config.model_type == "pixtral":
+            more = {"image_sizes": torch.tensor([values.shape[2:]])}
         with torch.no_grad():
-            found = self._module.model.get_image_features(torch.from_numpy(pixels.values), grid, return_dict=True)
+            found = self._module.model.get_image_features(values, **more, return_dict=True)
         embeddings = _joined(found.pooler_output)
         size = self.size(pixels.grid)
         if not len(embeddings) == size[0] * size[1] * size[2] == pixels.tokens:

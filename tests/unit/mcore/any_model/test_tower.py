@@ -29,9 +29,10 @@ def copied(tmp_path, kind: str = "qwen3_vl"):
 def own_and_theirs(rank: int, kind: str, folder: vision_folders.VisionFolder):
     model, tower = vision_folders.module_of(kind), Tower(HFFolder(folder.path))
     for pixels in folder.images.values():
+        given = vision_folders.inputs_of(kind, ["A"], {"A": pixels})
+        given = {name: given[name] for name in ("pixel_values", "image_grid_thw", "image_sizes") if name in given}
         with torch.no_grad():
-            grid = torch.tensor([pixels.grid])
-            found = model.model.get_image_features(torch.from_numpy(pixels.values), grid, return_dict=True)
+            found = model.model.get_image_features(**given, return_dict=True)
         image = tower.compute(pixels)
         assert torch.equal(image.embeddings, torch.cat(list(found.pooler_output)))
         features = [each[0] for each in getattr(found, "deepstack_features", ())]
