@@ -67,6 +67,8 @@ class RunImages:
                 self._check_processor(role, folder, encoder)
                 self._towers[str(folder.path)] = Tower(folder)
             self._tower(role).store(role.megatron.params_dtype)  # UsageError for other axes
+            if role.megatron.model_folder is not None:
+                self._tower(role).check_module()
         self._policy = self._tower(config.roles["actor" if "actor" in config.roles else "reward"])
 
     @staticmethod
@@ -170,8 +172,6 @@ def _check(config: RunConfig):
     """UsageError for what does not go with images."""
     s = config.settings
     for role in config.with_models():
-        if role.megatron.model_folder is not None:
-            raise UsageError(f"{role.name}: --model-source transformers does not go with images in prompts")
         if role.name not in READERS and role.name not in config.trained:
             raise UsageError(f"{role.name}: its model reads prompts by a template of its own; images do not go with it")
     if device.has_cuda():

@@ -12,6 +12,7 @@ from tests.helpers import programs
 from tests.helpers.folders import vision_folders
 from tests.helpers.forked_programs import check, launch
 from tests.helpers.programs import metrics, program, write_lines
+from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
 FLAGS = ("--max-prompt-length 80 --max-response-length 6 --max-tokens-per-microbatch 200 --prompts-per-step 4"
@@ -155,3 +156,26 @@ def test_what_is_said_of_pictures_is_learned_and_does_not_depend_on_the_layout(n
     assert one == pytest.approx(other, abs=1e-4) and one[-1] < one[0]
     if name == "sft":
         assert [row["images/cache_hits"] for row in found["one"]] == [0, 5, 5]
+
+
+@pytest.mark.parametrize("family", [long("mistral3"), long("llava")])
+def test_runs_of_other_families_resume_to_the_bit(family, tmp_path):
+    run_world(vision_folders.write_program_folder, 1, tmp_path / "data", family)
+    data = tmp_path / "data"
+    flags = f"{vision_folders.source_of(family)} --export-hf"
+
+    def trained(name: str, more: str):
+        tokens = argv(tmp_path / name, f"{flags} {more}", data / "model")
+        tokens[tokens.index("--prompts") + 1] = str(data / "pictures.jsonl")
+        programs.train("rl", tokens)
+        found = metrics(tmp_path / name)[2] if "iters 2" in more else {}
+        samples = tmp_path / name / "samples" / "step_00000002.jsonl"
+        return {k: v for k, v in found.items() if not k.startswith("time/")}, samples.exists() and samples.read_text()
+
+    whole = trained("whole", "--train-iters 2")
+    trained("cut", "--train-iters 1")
+    again = trained("cut", f"--load {tmp_path / 'cut'} --train-iters 2")
+    assert whole[0]["images/count"] > 0 and whole[0]["rollout/logprob_gap_max"] == 0 and "[image " in whole[1]
+    same = "loss/policy", "grad_norm", "reward/mean", "rollout/logprob_gap_max"
+    assert {k: again[0].get(k) for k in same} == {k: whole[0].get(k) for k in same}
+    assert again[1] == whole[1]

@@ -195,7 +195,8 @@ def read_processor(
             raise UsageError(f"--image-max-pixels {max_pixels}: allowed is at least {side**2}, one token of {where}")
         numbers["max_pixels"] = max_pixels if kind in _BY_AREA else (math.isqrt(max_pixels) // side * side) ** 2
         numbers["min_pixels"] = min(numbers["min_pixels"], max_pixels)
-    return ImageProcessor(kind, text, *numbers.values(), placeholder, sides, breaks)
+    patch, merge, frames, least, most = numbers.values()
+    return ImageProcessor(kind, text, patch, merge, frames, least, most, placeholder, sides, breaks)
 
 
 def _numbers(

@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from megarl.data.images.names import Pixels
 from megarl.mcore.any_model import source
 from megarl.mcore.any_model.attention import Unsupported
+from megarl.mcore.any_model.module_map import Conversions
 from megarl.mcore.vision.store import Image, ImageSource, ImageStore, axes_of
 from megarl.mcore.weights.hf.folder import FolderReader, HFFolder
 
@@ -34,12 +35,19 @@ FAMILIES: dict[str, tuple[tuple[int, int, int], bool] | None] = {
     "qwen3_5": ((11, 11, 10), True),
     "qwen3_5_moe": ((11, 11, 10), True),
     "mistral3": None,
+    "exaone4_5": None,
+    "hyperclovax_vision_v2": None,
+    "lfm3_vl": None,
+    "lighton_ocr": None,
+    "llava": None,
+    "vipllava": None,
 }
+WITH_CLASS = ("clip_vision_model",)  # towers whose first row is of no patch; LLaVA's strategy "default" leaves it out
 # Entries of config.json beside `vision_config` that say how a tower's numbers become rows.
 PROJECTION = (
-    "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_feature_layer",
-    "vision_feature_layers", "vision_feature_select_strategy",
-)  # fmt: skip
+    "multimodal_projector_bias projector_hidden_act projector_layernorm_eps spatial_merge_size vision_feature_layer "
+    "vision_feature_layers vision_feature_select_strategy"
+)
 
 
 class Tower:
@@ -52,7 +60,20 @@ class Tower:
             allowed = ", ".join(FAMILIES)
             raise folder.error(f"model_type {kind!r}: images need a vision tower of {allowed}")
         self.config = source.config_of(folder)
-        self._axes = FAMILIES[kind]
+        self._axes, vision = FAMILIES[kind], self.config.vision_config.model_type
+        strategy = getattr(self.config, "vision_feature_select_strategy", None)
+        if strategy is not None and (strategy == "default") != (vision in WITH_CLASS):
+            raise folder.error(
+                f"config.json: vision_feature_select_strategy {strategy!r} of {vision}: a row is no patch of an image"
+            )
+
+    def check_module(self):
+        """UsageError if a module of transformers does not read images of this family as its language model."""
+        if self._axes is not None:
+            raise self.folder.error(
+                f"model_type {self.folder.config['model_type']!r}: {source.FLAG} does not go with images whose rows "
+                "have three positions; Megatron's layers compute it"
+            )
 
     @property
     def layers(self) -> int:
@@ -87,7 +108,7 @@ class Tower:
         """SHA-256 of what an image's rows depend on beside its pixels, hexadecimal: the tower's weights and config."""
         config = self.folder.config
         described = [ATTENTION, config["vision_config"]]
-        if projection := {name: config[name] for name in PROJECTION if name in config}:
+        if projection := {name: config[name] for name in PROJECTION.split() if name in config}:
             described.append(projection)
         found = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
         for name, tensor in sorted(self._module.state_dict().items()):
@@ -121,26 +142,31 @@ class Tower:
         except Unsupported as error:
             raise self.folder.error(f"config.json: transformers cannot build it ({error})") from None
         module.model.language_model = module.lm_head = None
-        reader = FolderReader(self.folder)
+        weights, reader = self.folder.weights, FolderReader(self.folder)
+        conversions = Conversions(module, {name: stored.shape for name, stored in weights.items()})
+        given = {name: group for group in conversions.groups for name in group.weights}
         for name, tensor in module.state_dict(keep_vars=True).items():
-            owner, _, own = name.rpartition(".")
-            values = self._read(reader, name, tensor)
-            part = module.get_submodule(owner)
-            if isinstance(tensor, nn.Parameter):
-                part._parameters[own] = nn.Parameter(values, requires_grad=False)
-            else:
-                part._buffers[own] = values
+            wanted = f"its vision tower needs it with {tuple(tensor.shape)}"
+            if name not in given:
+                raise self.folder.error(f"{name} is missing; {wanted}")
+            if given[name].weights[name] != tuple(tensor.shape):
+                raise self.folder.error(f"{name} has the shape {given[name].weights[name]}; {wanted}")
+        for group in conversions.groups:
+            for name, values in group.made(reader.read, module).items():
+                _set(module, name, values.float())
         return module
 
-    def _read(self, reader: FolderReader, name: str, tensor: Tensor) -> Tensor:
-        weights = self.folder.weights
-        stored = next((each for each in (name, name.removeprefix("model.")) if each in weights), None)
-        if stored is None or weights[stored].shape != tuple(tensor.shape):
-            problem = "is missing" if stored is None else f"has the shape {weights[stored].shape}"
-            raise self.folder.error(f"{name} {problem}; its vision tower needs it with {tuple(tensor.shape)}")
-        return torch.empty(tensor.shape).copy_(reader.read(stored))
+
+def _set(module: nn.Module, name: str, values: Tensor):
+    """Sets a frozen parameter or a buffer of a module by its name."""
+    owner, _, own = name.rpartition(".")
+    part = module.get_submodule(owner)
+    if own in part._parameters:
+        part._parameters[own] = nn.Parameter(values, requires_grad=False)
+    else:
+        part._buffers[own] = values
 
 
 def _joined(rows: Tensor | tuple[Tensor, ...] | list[Tensor]) -> Tensor:
     """[n, H] of one image, which transformers gives as a tensor or as a sequence of them."""
-    return rows if isinstance(rows, Tensor) else torch.cat(list(rows))
+    return rows.flatten(0, -2) if isinstance(rows, Tensor) else torch.cat(list(rows))

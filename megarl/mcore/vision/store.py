@@ -252,6 +252,8 @@ def attach(chunk, store: ImageStore):
     if chunk.images is store:  # two roles may run one model
         return
     chunk.images = store
+    if chunk.replaces_rows:
+        return
     if chunk.pre_process:
         # Rows of images stand on token 0, whose gradient then has exactly nothing of them.
         chunk.embedding.word_embeddings.register_forward_pre_hook(lambda module, args: (args[0].clamp(min=0),))

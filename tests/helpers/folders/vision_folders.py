@@ -46,11 +46,13 @@ QWEN2 = {"embed_dim": 32, "hidden_size": 64, "patch_size": 4, "num_heads": 2, "d
 PIXTRAL = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "patch_size": 4, "image_size": 64,
            "num_attention_heads": 2, "head_dim": 16, "num_hidden_layers": 2}  # fmt: skip
 PLAIN_IDS = {"image_token_id": PLACEHOLDER}
+CLIP = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "patch_size": 4,
+        "image_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "projection_dim": 32}  # fmt: skip
+WINDOWS = TOWER | {"fullatt_block_indexes": [1], "window_size": 16}
 # By family: the beginning of transformers' classes, the tower, the language model, the tokens.
 KINDS = {
     "qwen2_vl": ("Qwen2VL", QWEN2, {"rope_parameters": SECTIONS}, IDS),
-    "qwen2_5_vl": ("Qwen2_5_VL", TOWER | {"fullatt_block_indexes": [1], "window_size": 16},
-                   {"rope_parameters": SECTIONS}, IDS),
+    "qwen2_5_vl": ("Qwen2_5_VL", WINDOWS, {"rope_parameters": SECTIONS}, IDS),
     "qwen3_vl": ("Qwen3VL", DEEP, {"head_dim": 32, "rope_parameters": INTERLEAVED}, IDS),
     "qwen3_vl_moe": ("Qwen3VLMoe", DEEP, EXPERTS | {"head_dim": 32, "rope_parameters": INTERLEAVED,
                                                     "mlp_only_layers": []}, IDS),
@@ -58,7 +60,24 @@ KINDS = {
     "qwen3_5": ("Qwen3_5", PLAIN, DELTA, IDS),
     "qwen3_5_moe": ("Qwen3_5Moe", PLAIN, DELTA | EXPERTS | {"shared_expert_intermediate_size": 32}, IDS),
     "mistral3": ("Mistral3", PIXTRAL, {"model_type": "mistral", "head_dim": 32}, PLAIN_IDS | {"spatial_merge_size": 2}),
+    "exaone4_5": ("Exaone4_5_", WINDOWS | {"num_key_value_heads": 2},
+                  {"model_type": "exaone4", "sliding_window": 8, "layer_types": ["sliding_attention"] * 3
+                   + ["full_attention"]}, IDS),
+    "hyperclovax_vision_v2": ("HyperCLOVAXVisionV2", WINDOWS | {"model_type": "qwen2_5_vl_vision"},
+                              {"model_type": "hyperclovax"}, IDS),
+    "lfm3_vl": ("Lfm3Vl", {"hidden_size": 32, "intermediate_size": 48, "patch_size": 4, "num_attention_heads": 2,
+                           "num_key_value_heads": 2, "num_hidden_layers": 3}, {"model_type": "lfm3"},
+                IDS | {"projector_hidden_size": 64}),
+    "lighton_ocr": ("LightOnOcr", PIXTRAL, {"model_type": "qwen3", "head_dim": 32},
+                    PLAIN_IDS | {"spatial_merge_size": 2}),
+    "llava": ("Llava", CLIP, {"model_type": "llama"}, PLAIN_IDS),
+    "llava_pixtral": ("Llava", PIXTRAL, {"model_type": "mistral"},
+                      PLAIN_IDS | {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}),
+    "vipllava": ("VipLlava", CLIP, {"model_type": "llama"}, {"image_token_index": PLACEHOLDER,
+                                                             "vision_feature_layer": [-1, 1]}),
 }  # fmt: skip
+MODULES = ("exaone4_5", "hyperclovax_vision_v2", "lfm3_vl", "lighton_ocr", "llava", "llava_pixtral", "vipllava")
+OF_ONE_SIZE = ("llava", "vipllava")
 GRIDS = {"A": (1, 4, 4), "B": (1, 4, 4), "C": (1, 4, 12), "D": (1, 8, 6)}
 # A and B are of one size; some prompts begin alike; one ends, one begins with an image; the last ones have none, but
 # the second a placeholder that is text.
@@ -93,7 +112,7 @@ class VisionFolder(NamedTuple):
 
 def with_breaks(rows: list[int], kind: str, grid: tuple[int, int, int]) -> list[int]:
     """The rows of an image of a family as they are in a token stream: Pixtral's have a token after each line."""
-    if KINDS[kind][1].get("model_type") != "pixtral":
+    if KINDS[kind][1].get("model_type") != "pixtral" or kind == "lighton_ocr":
         return rows
     line = grid[2] // KINDS[kind][3].get("spatial_merge_size", 1)
     broken = [token for first in range(0, len(rows), line) for token in (*rows[first : first + line], 104)]
@@ -110,7 +129,8 @@ def inputs_of(kind: str, prompt: list, images: dict[str, Pixels], more: list[int
     values = [torch.from_numpy(images[name].values) for name in names]
     if values and values[0].dim() == 2:  # patches
         found["image_grid_thw"] = torch.tensor([images[name].grid for name in names])
-        found["mm_token_type_ids"] = (ids < 0).long()
+        if kind not in MODULES:
+            found["mm_token_type_ids"] = (ids < 0).long()
     elif KINDS[kind][1].get("model_type") == "pixtral" and values:
         found["image_sizes"] = torch.tensor([each.shape[2:] for each in values])
         height, width = found["image_sizes"].amax(0).tolist()
@@ -148,11 +168,15 @@ def module_of(kind: str, more_text: dict | None = None, more_vision: dict | None
 
 
 def drawn_pixels(kind: str, grid: tuple[int, int, int], seed: int) -> Pixels:
-    """An image of noise for a family, with so many patches."""
+    """An image of noise for a family, with so many patches, or a quarter if each is a row; some have one size."""
     _, vision, _, ids = KINDS[kind]
-    patch, merge = vision["patch_size"], (ids | vision).get("spatial_merge_size", 1)
-    if "temporal_patch_size" in vision:
-        shape = grid[0] * grid[1] * grid[2], 3 * vision["temporal_patch_size"] * patch**2
+    is_flat = vision.get("model_type") in ("pixtral", "clip_vision_model")
+    patch, merge = vision["patch_size"], (ids | vision).get("spatial_merge_size", 1 if is_flat else 2)
+    grid = (1, grid[1] // 2, grid[2] // 2) if merge == 1 else grid
+    if kind in OF_ONE_SIZE:
+        grid = 1, vision["image_size"] // patch, vision["image_size"] // patch
+    if not is_flat:
+        shape = grid[0] * grid[1] * grid[2], 3 * 2 * patch**2
     else:
         shape = 1, 3, grid[1] * patch, grid[2] * patch
     values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
@@ -220,31 +244,41 @@ def store_of(folder: VisionFolder, dtype: torch.dtype = torch.float32):
     return store
 
 
+def source_of(kind: str) -> str:
+    """The flag of a family that Megatron's layers do not compute."""
+    return "--model-source transformers" if kind in MODULES else ""
+
+
 def model_of(folder: VisionFolder, flags: str = ""):
     """As `hf_layouts.build`, on a store with the folder's images."""
     from megarl.mcore.vision.store import attach
     from tests.helpers.folders import hf_layouts
 
-    role, groups, model, weights = hf_layouts.build(folder.path, flags, False)
+    role, groups, model, weights = hf_layouts.build(folder.path, f"{source_of(folder.kind)} {flags}", False)
     store = store_of(folder, role.megatron.params_dtype)
     for chunk in model:
         attach(chunk, store)
     return role, groups, model, weights
 
 
-def write_program_folder(rank: int, folder: Path):
-    """Writes `model`, a small Qwen3-VL with a tokenizer, a chat template and an image processor, and prompts with
-    pictures of three sizes: pictures.jsonl, answered.jsonl with responses, and pairs.jsonl with preferences."""
+def write_program_folder(rank: int, folder: Path, family: str = "qwen3_vl"):
+    """Writes `model`, a small Qwen3-VL, Mistral 3 or LLaVA with a tokenizer, a chat template and an image processor,
+    and prompts with pictures of three sizes: pictures.jsonl, answered.jsonl with responses, and pairs.jsonl with
+    preferences."""
     from tests.helpers.programs import write_lines
     from tests.helpers.texts import picture_prompts
 
     folder.mkdir(parents=True)
-    sizes = {"longest_edge": 16384, "shortest_edge": 1024}
-    model = picture_prompts.write_folder(folder / "model", "qwen3_vl", size=sizes)
+    settings, vision = {
+        "qwen3_vl": ({"size": {"longest_edge": 16384, "shortest_edge": 1024}}, {"patch_size": 16, "depth": 2}),
+        "mistral3": ({"size": {"longest_edge": 64}, "patch_size": 8}, {"patch_size": 8}),
+        "llava": ({"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}, {}),
+    }[family]
+    model = picture_prompts.write_folder(folder / "model", family, **settings)
     config = json.loads((model / "config.json").read_text())
     vocabulary = {"vocab_size": 512, "num_hidden_layers": 2, "eos_token_id": 2}
     place = {"image_token_id": config["image_token_id"]}
-    module_of("qwen3_vl", vocabulary, {"patch_size": 16, "depth": 2}, place).save_pretrained(model)
+    module_of(family, vocabulary, vision, place).save_pretrained(model)
     rows = []
     for i, (width, height) in enumerate([(64, 64), (96, 64), (64, 96), (64, 64)] * 3):
         (folder / f"{i % 5}.png").write_bytes(picture_prompts.encoded(picture_prompts.picture(width, height, i % 5)))

@@ -17,9 +17,9 @@ from tests.helpers.models.batches import create_mesh
 from tests.helpers.worlds import run_world
 
 
-def config(model_folder=None, role: str = "actor", **settings):
+def config(role: str = "actor", **settings):
     plain = {"mtp_drafts": False, "predicts": False, "rollout_server": None, "environment": None}
-    one = SimpleNamespace(name=role, megatron=SimpleNamespace(model_folder=model_folder))
+    one = SimpleNamespace(name=role)
     return SimpleNamespace(settings=SimpleNamespace(**plain | settings), with_models=lambda: [one], trained=("actor",))
 
 
@@ -30,7 +30,6 @@ def config(model_folder=None, role: str = "actor", **settings):
         ({"mtp_drafts": True}, "multi-token prediction (--mtp-drafts, --mtp-train) does not go with images"),
         ({"environment": "calculator"}, "--environment calculator: does not go with images in prompts yet"),
         ({"rollout_server": "http://x"}, "--rollout-server http://x: does not go with images in prompts"),
-        ({"model_folder": "x"}, "actor: --model-source transformers does not go with images"),
         ({"role": "reward"}, "reward: its model reads prompts by a template of its own; images do not go with it"),
     ],
 )
