@@ -67,8 +67,7 @@ class RunImages:
                 self._check_processor(role, folder, encoder)
                 self._towers[str(folder.path)] = Tower(folder)
             self._tower(role).store(role.megatron.params_dtype)  # UsageError for other axes
-            if role.megatron.model_folder is not None:
-                self._tower(role).check_module()
+            self._tower(role).check_reader(role.megatron.model_folder is not None)
         self._policy = self._tower(config.roles["actor" if "actor" in config.roles else "reward"])
 
     @staticmethod
@@ -174,8 +173,6 @@ def _check(config: RunConfig):
     for role in config.with_models():
         if role.name not in READERS and role.name not in config.trained:
             raise UsageError(f"{role.name}: its model reads prompts by a template of its own; images do not go with it")
-    if device.has_cuda():
-        raise UsageError("prompts have images: on a CUDA device they are not supported yet")
     if s.mtp_drafts or s.predicts:
         raise UsageError("multi-token prediction (--mtp-drafts, --mtp-train) does not go with images in prompts")
     if s.rollout_server is not None:

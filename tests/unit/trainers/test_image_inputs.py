@@ -10,7 +10,6 @@ from megarl.batch import Batch
 from megarl.comm.exchange import PendingSends
 from megarl.data.images.names import image_ids
 from megarl.errors import UsageError
-from megarl.mcore import device
 from megarl.mcore.vision.store import Image, ImageStore
 from megarl.trainers import image_inputs
 from tests.helpers.models.batches import create_mesh
@@ -38,12 +37,6 @@ def test_what_does_not_go_with_images(given, needle):
         image_inputs._check(config(**given))
     assert needle in str(caught.value)
     image_inputs._check(config())
-
-
-def test_images_on_a_cuda_device_are_refused(monkeypatch):
-    monkeypatch.setattr(device, "has_cuda", lambda: True)
-    with pytest.raises(UsageError, match="on a CUDA device they are not supported yet"):
-        image_inputs._check(config())
 
 
 @dataclasses.dataclass
