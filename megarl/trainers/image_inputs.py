@@ -112,6 +112,7 @@ class RunImages:
         folder = self._folder(role)
         self._towers.setdefault(str(folder.path), Tower(folder))
         self._tower(role).store(role.megatron.params_dtype)  # UsageError for other axes
+        self._tower(role).check_reader(role.megatron.model_folder is not None)
 
     def _check_processor(self, role: RoleSettings, folder: HFFolder, encoder: Encoder):
         found = images_of(folder, encoder.tokenizer, self._settings)
@@ -192,12 +193,11 @@ def _check(config: RunConfig):
     """UsageError for what does not go with images."""
     s = config.settings
     for role in config.with_models():
-        if role.megatron.model_folder is not None:
+        is_scorer = role.name not in READERS and role.name not in config.trained
+        if role.megatron.model_folder is not None and is_scorer:
             raise UsageError(f"{role.name}: --model-source transformers does not go with images in prompts")
         if role.megatron.virtual_pipeline_model_parallel_size:
             raise UsageError(f"{role.name}: virtual pipeline stages do not go with images in prompts yet")
-    if device.has_cuda():
-        raise UsageError("prompts have images: on a CUDA device they are not supported yet")
     if s.mtp_drafts or s.predicts:
         raise UsageError("multi-token prediction (--mtp-drafts, --mtp-train) does not go with images in prompts")
     if s.rollout_server is not None:

@@ -3,17 +3,21 @@
 import functools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.emulator.programs import needs_emulator
 from tests.helpers import programs
 from tests.helpers.folders import vision_folders
 from tests.helpers.folders.vision_programs import argv, counted, folder, refused
 from tests.helpers.forked_programs import launch
 from tests.helpers.programs import metrics, program, write_lines
+from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
+from tools.gpu.programs import texts_of
 
 
 def test_a_picture_is_computed_once_and_sent_to_the_ranks_that_train(tmp_path):
@@ -115,3 +119,51 @@ def test_what_is_said_of_pictures_is_learned_and_does_not_depend_on_the_layout(n
     assert one == pytest.approx(other, abs=1e-4) and one[-1] < one[0]
     if name == "sft":
         assert [row["images/cache_hits"] for row in found["one"]] == [0, 5, 5]
+
+
+def of_family(family: str, folder: Path) -> Callable[[Path, str], list[str]]:
+    """Command lines (folder of a run, flags) of train_rl with a small folder of a family, which is written."""
+    run_world(vision_folders.write_program_folder, 1, folder, family)
+
+    def argv_of(save: Path, flags: str) -> list[str]:
+        tokens = argv(save, f"{vision_folders.source_of(family)} {flags}", folder / "model")
+        tokens[tokens.index("--prompts") + 1] = str(folder / "pictures.jsonl")
+        return tokens
+
+    return argv_of
+
+
+@pytest.mark.parametrize("family", [long("mistral3"), long("llava")])
+def test_runs_of_other_families_resume_to_the_bit(family, tmp_path):
+    argv_of = of_family(family, tmp_path / "data")
+    for name, flags in {
+        "whole": "--train-iters 2",
+        "cut": "--train-iters 1",
+        "again": f"--load {tmp_path / 'cut'} --train-iters 2",
+    }.items():
+        programs.train("rl", argv_of(tmp_path / name, f"{flags} --export-hf"))
+    whole, again = (programs.timeless(metrics(tmp_path / name)[2]) for name in ("whole", "again"))
+    assert whole["images/count"] > 0 and whole["rollout/logprob_gap_max"] == 0
+    same = [name for name in whole if not name.startswith("images/")]  # another process has computed none before
+    assert {name: again.get(name) for name in same} == {name: whole[name] for name in same}
+    assert texts_of(tmp_path / "again")[-1] == texts_of(tmp_path / "whole")[-1]
+
+
+@pytest.mark.parametrize("family, flags, ranks", [
+    long(("mistral3", "", 1)), long(("llava", "", 1)), long(("llava", "--tensor-model-parallel-size 2", 2)),
+    long(("mistral3", "--role-map actor=1;reference=1;reward=0;rollout=0", 2)),
+])  # fmt: skip
+@needs_emulator
+def test_pictures_on_emulated_devices(family, flags, ranks, emulator, tmp_path):
+    """In fp32 as on a CPU; in bf16 the same with graphs of decode steps and without."""
+    argv_of = of_family(family, tmp_path / "data")
+    found = {}
+    for name, more in {"cpu": "", "fp32": "", "auto": "--bf16", "off": "--bf16 --decode-graphs off"}.items():
+        lines = argv_of(tmp_path / name, f"{flags} --train-iters 2 {more}")
+        counts = programs.train("rl", lines, ranks) if name == "cpu" else emulator.run("rl", lines, ranks)
+        assert name != "auto" or counts["graph launch"] > 0
+        found[name] = programs.timeless(metrics(tmp_path / name)[2])
+        assert found[name]["images/count"] > 0 and found[name]["rollout/logprob_gap_max"] < 1e-5
+    assert found["auto"] == found["off"]
+    assert texts_of(tmp_path / "fp32") == texts_of(tmp_path / "cpu") != []
+    assert found["fp32"]["actor/grad_norm"] == pytest.approx(found["cpu"]["actor/grad_norm"], rel=1e-3)
