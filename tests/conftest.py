@@ -4,6 +4,7 @@ A forked child hangs in a thread pool that its parent has started, and cannot us
 touched. Tests of a CUDA device start their own processes.
 """
 
+import contextlib
 import gc
 import itertools
 import os
@@ -27,6 +28,13 @@ from megarl.confine import sandbox
 from tests.helpers import programs, worlds
 
 torch.set_num_threads(1)
+with contextlib.suppress(ImportError):  # tools/te_check.sh has none
+    import hypothesis
+
+    # The same examples in each run, however long one takes.
+    hypothesis.settings.register_profile("megarl", deadline=None, derandomize=True, database=None,
+                                         suppress_health_check=[hypothesis.HealthCheck.too_slow])  # fmt: skip
+    hypothesis.settings.load_profile("megarl")
 gc.disable()  # until tests are collected: a fourth of the time of imports
 
 
@@ -53,6 +61,7 @@ def pytest_runtestloop(session):
         raise pytest.UsageError("a module calls programs.inputs() when it is imported: forks would share the folder")
     with warnings.catch_warnings(action="ignore"):  # of packages; a test would ignore them, too
         worlds.warm()
+        programs.made_inputs()
     folder, forks = Path(tempfile.mkdtemp(prefix="megarl-jobs-")), {}
     reporter = session.config.pluginmanager.getplugin("terminalreporter")
     for number in range(jobs):

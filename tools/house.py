@@ -21,9 +21,9 @@ LONG = 48  # words of a sentence that tires
 
 # What the tree may have at most.
 LIMITS = {
-    "files": 465,
-    "files below 60 lines": 66,
-    "classes": 706,
+    "files": 449,
+    "files below 60 lines": 63,
+    "classes": 678,
     "fmt: skip": 102,
     "star-passed local tuples": 59,
     "functions with 9 and more parameters": 1,

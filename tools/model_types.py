@@ -8,6 +8,7 @@ built, its attention is found, and its self-check runs.
 """
 
 import argparse
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -18,10 +19,18 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES  # noqa: E402
+from transformers.models.auto.modeling_auto import (  # noqa: E402
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
-from megarl.errors import UsageError, one_line  # noqa: E402  the checkout's own code
+from megarl.data.images.processor import KINDS  # noqa: E402  the checkout's own code
+from megarl.errors import UsageError, one_line  # noqa: E402
 from megarl.mcore.any_model import self_check, source  # noqa: E402
 from megarl.mcore.any_model.attention import Slot, Unsupported  # noqa: E402
+from megarl.mcore.any_model.tower import FAMILIES  # noqa: E402
 from megarl.mcore.weights.hf.families import families  # noqa: E402
 from tests.helpers.folders import any_types  # noqa: E402
 
@@ -36,6 +45,12 @@ have. {runs} run; {refused} are refused with the line below; {others} are not ju
 
 **mapped**: without the flag, Megarl's own layers compute a folder of this type. An encoder counts as a decoder here, as
 transformers' `is_decoder` makes it one.
+"""
+IMAGES = """## With images
+
+What becomes of [images in prompts](images.md) with each of the {all} types of transformers that read images and text.
+{runs} run, compared with transformers' own forward. The others read text alone if they run at all; their reason is the
+first that the type's class shows.
 """
 LONGEST = 128  # tokens: more than the windows of small models
 CACHES = "caches of several shapes"
@@ -87,6 +102,47 @@ def features(module: Any, slots: tuple[Slot, ...]) -> list[str]:
     return [name for name, is_there in has.items() if is_there]
 
 
+def judge_images(kind: str, running: set[str]) -> Found:
+    """Says of a type whether prompts may have images. `running`: text types that run."""
+    if kind in FAMILIES:
+        layers = "Megatron's layers", "transformers"
+        return Found(kind, "runs", " and ".join(layers[:1] if FAMILIES[kind] else layers[kind not in families() :]))
+    return Found(kind, "refused", _problem_of_images(kind, running))
+
+
+def _problem_of_images(kind: str, running: set[str]) -> str:
+    """Why a type whose images do not run is refused: the first reason that holds."""
+    config = CONFIG_MAPPING[kind]
+    found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config]
+    model = found[0] if isinstance(found, tuple) else found
+    code = inspect.getsource(sys.modules[model.__module__])
+    processor = (IMAGE_PROCESSOR_MAPPING_NAMES.get(kind) or {}).get("pil")
+    try:
+        text = config().get_text_config().model_type
+    except Exception:  # whatever a class raises that has no defaults
+        text = kind
+    problems = {
+        f"{model.__name__} has no get_image_features: its tower does not stand apart": "def get_image_features" in code,
+        "its images attend within themselves": "token_type_ids" not in inspect.signature(model.forward).parameters,
+        "its rows have three positions, and Megarl's layers do not map it": "def get_rope_index" not in code,
+        "its layers add features of images, and Megarl's layers do not map it": "deepstack" not in code,
+        "transformers has no image processor with Pillow for it": processor is not None,
+        f"{processor}: megarl does not know the tokens of its images": str(processor).removesuffix("Pil") in KINDS,
+        f"its language model, {text}, does not run": text in running,
+    }
+    return next((text for text, holds in problems.items() if not holds), "not compared with transformers' own forward")
+
+
+def image_part(running: set[str]) -> str:
+    """The part of the page about types that read images."""
+    every = [judge_images(kind, running) for kind in sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)]
+    runs, refused = ([each for each in every if each.status == status] for status in ("runs", "refused"))
+    parts = [IMAGES.format(all=len(every), runs=len(runs)).rstrip("\n")]
+    for columns, rows in ((("type", "language model on"), runs), (("type", "why images are refused"), refused)):
+        parts.append(table(columns, [(f"`{each.kind}`", each.text) for each in rows]))
+    return "\n\n".join(parts)
+
+
 def page(every: list[Found]) -> str:
     """The page of what became of all types."""
     by_status = {
@@ -100,6 +156,7 @@ def page(every: list[Found]) -> str:
     ])]  # fmt: skip
     for title, rows in (("Refused", refused), ("Not judged", others)):
         parts += [f"## {title}", table(("type", "reason"), [(f"`{each.kind}`", _escaped(each.text)) for each in rows])]
+    parts.append(image_part({each.kind for each in runs}))
     return "\n\n".join(parts) + "\n"
 
 

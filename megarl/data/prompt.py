@@ -92,7 +92,12 @@ class Prompt:
     @property
     def text(self) -> str:
         """The prompt as readable text, for samples and logs."""
-        return readable(text_of(self.conversation))
+        return readable(self.marked_text)
+
+    @property
+    def marked_text(self) -> str:
+        """The same with the marks of its images, for a model that reads them."""
+        return text_of(self.conversation)
 
 
 def parse_line(line: str, where: str) -> dict[str, Any]:

@@ -24,13 +24,14 @@ ALL_LINEAR = "all-linear"
 # Those of `megarl.mcore.lora.targets`, whose import takes seconds: it imports Megatron.
 TARGETS = tuple(
     """
-    q_proj k_proj v_proj o_proj gate_proj up_proj down_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj in_proj_q
-    in_proj_k in_proj_v in_proj_z in_proj_b in_proj_a in_proj out_proj
+    q_proj k_proj v_proj o_proj gate_proj up_proj down_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj g_proj
+    in_proj_q in_proj_k in_proj_v in_proj_z in_proj_b in_proj_a g_a_proj g_b_proj f_a_proj f_b_proj in_proj out_proj
     """.split()
 )
 NAMES = f"{ALL_LINEAR}, or names with commas among {', '.join(TARGETS)}"
 FLAGS = ("lora_rank", "lora_alpha", "lora_rslora", "lora_targets", "lora_adapter")
 QUERY_LATENT = ("q_a_proj", "q_b_proj")
+OF_HIDDEN = ("in_proj_z", "in_proj_a")  # which layers with latents of gates and decays do not have
 OF_ADAPTER = ("lora_alpha", "lora_rslora", "lora_targets")  # an adapter's folder gives them
 
 
@@ -146,8 +147,6 @@ def _settings_of(role: str, role_settings, args, hf_model) -> "LoRASettings | No
         raise UsageError(
             f"{role}: --transformer-impl {args.transformer_impl}: allowed is local with --lora-rank or --lora-adapter"
         )
-    if args.linear_channel_decay:
-        raise UsageError(f"{role}: --linear-channel-decay: not yet with --lora-rank or --lora-adapter")
     if role_settings.lora_adapter is not None:
         return _of_adapter(role, role_settings, args, hf_model)
     alpha = role_settings.lora_rank if role_settings.lora_alpha is None else role_settings.lora_alpha
@@ -199,12 +198,23 @@ def _missing(args) -> dict[str, str]:
     """The targets that a model does not have, and what they need."""
     from megarl.mcore.config.model_flags import is_gated  # imports Megatron
     from megarl.mcore.config.recurrent_rules import FLAG, PATTERN, has_states
-    from megarl.mcore.lora.targets import ATTENTION_TARGETS, IN_PROJ_TARGETS, LATENT_TARGETS, MLP_TARGETS
+    from megarl.mcore.lora.targets import (
+        ATTENTION_TARGETS,
+        GATE_LATENT_TARGETS,
+        GATE_TARGETS,
+        IN_PROJ_TARGETS,
+        LATENT_TARGETS,
+        MLP_TARGETS,
+    )
 
     found = {} if is_gated(args) else {"gate_proj": "a gated MLP, as of --swiglu"}
-    pattern = args.hybrid_layer_pattern
+    pattern, gate_rank = args.hybrid_layer_pattern, "--linear-gate-rank"
     if args.experimental_attention_variant is None:
         found |= dict.fromkeys(IN_PROJ_TARGETS, FLAG)
+    has_rank = args.linear_gate_rank is not None
+    found |= dict.fromkeys(OF_HIDDEN, f"no {gate_rank}") if has_rank else dict.fromkeys(GATE_LATENT_TARGETS, gate_rank)
+    if not args.multi_latent_attention or not args.attention_output_gate:
+        found |= dict.fromkeys(GATE_TARGETS, "--multi-latent-attention and --attention-output-gate")
     found |= {"in_proj": PATTERN} if pattern is None else {}
     found |= {} if has_states(args) else {"out_proj": f"{FLAG} or {PATTERN}"}
     if pattern is not None and "*" not in pattern:

@@ -223,7 +223,7 @@ def _rows(rows: int, names: tuple[str, ...], args) -> list[int]:
     if names in MAMBA_LINEARS.values():  # each rank has the whole B
         return [rows * t]
     if projections < 3:
-        gates = 2 if projections == 2 and is_gated(args) else 1
+        gates = 2 if projections == 2 and (is_gated(args) or "gate_proj" not in names) else 1
         return [rows // gates] * projections if gates == projections else [0] * (projections - 1) + [rows]
     heads = HeadLayout.of(args)
     if heads.ranks_of_group(t) > 1:  # each rank has the whole B

@@ -83,6 +83,11 @@ class Judge:
         self._sampling = SamplingSettings(temperature=config.temperature or 1.0, greedy=config.temperature == 0)
         self.begin_step()
 
+    @property
+    def members(self) -> list[FrozenModel]:
+        """Its one model, as an ensemble of reward models has several."""
+        return [self.frozen_model]
+
     def begin_step(self):
         # Judgements, those with numbers, tokens written, prompt tokens read, and those found in the cache; pairs whose
         # orders agree, pairs with numbers in both orders.
@@ -144,9 +149,9 @@ class Judge:
         with self.timers.phase("reward", "judge"), self.frozen_model.offload.present("weights"):
             for number, completion in self.engine.stream(requests, self._end_ids, self._sampling):
                 requests.ended(number, completion)
-        prefilled = self.engine.take_prefill_counts()
+        counts = self.engine.take_counts()
         if for_training:
-            self._counts[2:5] += torch.tensor([requests.tokens, *prefilled], dtype=torch.float64)
+            self._counts[2:5] += torch.tensor([requests.tokens, counts.read, counts.reused], dtype=torch.float64)
 
     def _judgement(self, text: str, count: int) -> Judgement:
         try:

@@ -24,6 +24,7 @@ from megarl.rewards.base import Sample, Score, failure
 from megarl.rewards.composition import SHAPING, Shaped, compose, fail_unscored, parse_cosine, shaping_scores
 from megarl.rewards.expression import ADAPTIVE, ENVIRONMENT, INFALLIBLE, JUDGE, MODEL, Term, expressions_of
 from megarl.rewards.verifiers import VerifierSet
+from megarl.roles.frozen_model import FrozenModel
 from megarl.roles.judge import Judge, JudgedResponse
 from megarl.roles.judge_requests import ArrivingResponses
 from megarl.roles.loss_mask import valid_sequences
@@ -58,6 +59,7 @@ class Reward:
         self.drops = settings.reward_failure == "drop" and any(term.name not in INFALLIBLE for term in terms)
         self.role_groups, self.timers = role_groups, timers
         self.tokenizer, self.verifiers = tokenizer, verifiers
+        self.model = model
         self.reward_model = model if isinstance(model, RewardModel) else None
         self.judge = model if isinstance(model, Judge) else None
         self.moments = RunningMoments()  # of the reward model's scores of training responses
@@ -65,6 +67,11 @@ class Reward:
         self._warned: set[str] = set()  # verifiers of whose failures the user was told
         self.running: StepBatch | None = None  # whose responses are being scored
         self.begin_step()
+
+    @property
+    def frozen_models(self) -> list[FrozenModel]:
+        """The reward models or the judge on this rank."""
+        return [] if self.model is None else self.model.members
 
     def begin_step(self):
         """Resets the step's statistics."""

@@ -43,7 +43,7 @@ from megarl.rollout.requests import (
     sampling_of,
 )
 from megarl.rollout.schedule import Schedule, ScheduledRounds, Stream
-from megarl.rollout.statistics import EngineCounts
+from megarl.rollout.statistics import EngineStatistics
 from megarl.rollout.weight_sync import UNCHANGED, WeightSync
 from megarl.tool_formats.thinking_budget import ThinkingBudget
 
@@ -84,7 +84,7 @@ class Rollout:
         self.timers, self.tokenizer = timers, tokenizer
         self.mesh, self.role_groups = mesh, mesh["rollout"]
         self.metrics: dict[str, float] = {}
-        self._counts = EngineCounts(settings, self.role_groups)
+        self._counts = EngineStatistics(settings, self.role_groups)
         self.engine = self._weight_sync = self.model = self.bank = None
         self.scheduled: ScheduledRounds | None = None
         self._fingerprint: tuple | None = None

@@ -14,8 +14,7 @@ from megarl.environments.protocol import Observation, Turn
 from megarl.errors import warn
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RolloutEngine
-from megarl.mcore.inference.reusable_blocks import PrefillCounts
-from megarl.mcore.inference.speculative_decode import DecodeCounts
+from megarl.mcore.inference.generation import EngineCounts
 from megarl.mcore.vision.store import ImageCounts
 from megarl.measurements import MAX_PARTS, NamesOfRun
 from megarl.rollout.episodes.agent_episode import AgentEpisode
@@ -124,22 +123,20 @@ def metrics_of(own: EpisodeStatistics, role_groups: RoleGroups, known: NamesOfRu
 # -- what the engine did -----------------------------------------------------------------------------------------------
 
 
-class EngineCounts:
+class EngineStatistics:
     """The counts of a replica's engine since the last `take_metrics`, on a rank of the rollout."""
 
     def __init__(self, settings: Settings, role_groups: RoleGroups):
         self._settings, self._role_groups = settings, role_groups
-        self._decoded, self._prefilled = DecodeCounts(), PrefillCounts()
+        self._counts = EngineCounts()
         self._images: ImageCounts | None = None
 
     def add(self, engine: RolloutEngine, is_training: bool):
         """Counts what the engine did since the last call, if it was for training."""
-        decoded, prefilled = engine.take_decode_counts(), engine.take_prefill_counts()
-        images = engine.take_image_counts()
+        counts, images = engine.take_counts(), engine.take_image_counts()
         if is_training:
             self._images = images if self._images is None or images is None else self._images.plus(images)
-            self._decoded = self._decoded.plus(decoded)
-            self._prefilled = self._prefilled.plus(prefilled)
+            self._counts = self._counts.plus(counts)
 
     def take_metrics(self) -> dict[str, float]:
         """The metrics `rollout/…` and `images/…` of all replicas; {} without drafts, prefix caching and images. A
@@ -150,13 +147,11 @@ class EngineCounts:
         of_images = {} if images is None else images.metrics(role_groups)
         if not (drafts or s.rollout_prefix_caching):
             return of_images
-        counts = [*self._decoded, *self._prefilled]
-        self._decoded, self._prefilled = DecodeCounts(), PrefillCounts()
+        counts, self._counts = self._counts, EngineCounts()
         table = torch.zeros(len(role_groups.replicas), len(counts), dtype=torch.int64, device=device.device())
         table[role_groups.dp_rank] = torch.tensor(counts)
         table = role_groups.dp_all_reduce(table)
-        *decoded, read, reused = table.sum(0).tolist()
-        total, found = DecodeCounts._make(decoded), of_images
+        total, found = EngineCounts._make(table.sum(0).tolist()), of_images
         if drafts:
             found |= {
                 "rollout/decode_steps": int(table[:, 0].max()),
@@ -166,5 +161,5 @@ class EngineCounts:
         if s.mtp_drafts:
             found["rollout/mtp_acceptance"] = total.right / max(total.predicted, 1)
         if s.rollout_prefix_caching:
-            found |= {"rollout/prefill_tokens": read, "rollout/reused_tokens": reused}
+            found |= {"rollout/prefill_tokens": total.read, "rollout/reused_tokens": total.reused}
         return found

@@ -50,6 +50,8 @@ class EvaluationInputs(PolicyInputs):
         check_names(self.prompt_sets, s.eval_samples)
         check_environments(s, self.encoder, self.prompt_sets)
         self.reward_factory.check(*self.prompt_sets.values())
+        if self.images is not None:
+            self.images.add_scorer(config.roles["reward"], self.reward_factory.encoder)
 
     def rollout(self, mesh: RoleMesh, timers: Timers) -> Rollout | RemoteRollout:
         """What generates the responses: this program with its policy, or a server. Collective of the world."""
@@ -71,6 +73,8 @@ def evaluate(config: RunConfig, timers: Timers):
     inputs, mesh, _ = read_inputs(config, timers, lambda: EvaluationInputs(config), sys.stderr)
     rollout = inputs.rollout(mesh, timers)
     reward = inputs.reward_factory.role(mesh["reward"], inputs.tokenizer, timers)
+    for scorer in reward.frozen_models if inputs.images is not None else ():
+        inputs.images.attach(scorer.role, scorer.model)
     rollout.load_weights()
     evaluations = Evaluations(s, mesh, rollout, reward, inputs.prompt_sets, inputs.tokens, timers)
     if s.save:

@@ -58,15 +58,16 @@ class RunImages:
         """Checks that every model of the run that reads the prompts has a tower for their images. UsageError."""
         assert encoder.images is not None
         self._settings, self._images = config.settings, encoder.images
-        self._stores: dict[tuple[str, torch.dtype], ImageStore] = {}  # by tower and precision
+        self._scorers: dict[str, Images] = {}  # role -> the images as a processor of its own makes them
+        self._stores: dict[tuple[str, str, torch.dtype], ImageStore] = {}  # by processor, tower and precision
         _check(config)
         self._towers: dict[str, Tower] = {}  # by folder
         for role in config.with_models():
-            folder = self._folder(role)
-            if str(folder.path) not in self._towers:
-                self._check_processor(role, folder, encoder)
-                self._towers[str(folder.path)] = Tower(folder)
-            self._tower(role).store(role.megatron.params_dtype)  # UsageError for other axes
+            if role.name in READERS or role.name in config.trained:
+                folder = self._folder(role)
+                if str(folder.path) not in self._towers:
+                    self._check_processor(role, folder, encoder)
+                self._add_tower(role)
         self._policy = self._tower(config.roles["actor" if "actor" in config.roles else "reward"])
 
     @staticmethod
@@ -97,6 +98,22 @@ class RunImages:
             raise UsageError(f"{role.name}: --hf-model is missing: prompts have images, and its folder the tower")
         return role.hf_model.folder
 
+    def add_scorer(self, role: RoleSettings, encoder: Encoder | None):
+        """Adds the role of a reward model or judge, which reads prompts by a template and a processor of its own.
+
+        `encoder`: of the role, which knows the images; None: it has no model. UsageError as for other roles.
+        """
+        if encoder is not None:
+            assert encoder.images is not None
+            self._scorers[role.name] = encoder.images
+            self._add_tower(role)
+
+    def _add_tower(self, role: RoleSettings):
+        folder = self._folder(role)
+        self._towers.setdefault(str(folder.path), Tower(folder))
+        self._tower(role).store(role.megatron.params_dtype)  # UsageError for other axes
+        self._tower(role).check_reader(role.megatron.model_folder is not None)
+
     def _check_processor(self, role: RoleSettings, folder: HFFolder, encoder: Encoder):
         found = images_of(folder, encoder.tokenizer, self._settings)
         if found is None or found.fingerprint != self._images.fingerprint:
@@ -105,9 +122,15 @@ class RunImages:
     def _tower(self, role: RoleSettings) -> Tower:
         return self._towers[str(self._folder(role).path)]
 
-    def _key(self, role: RoleSettings) -> tuple[str, torch.dtype]:
+    def _images_of(self, role: RoleSettings) -> Images:
+        """The images as a role reads them: the policy's, but with another processor."""
+        own = self._scorers.get(role.name, self._images)
+        return self._images if own.fingerprint == self._images.fingerprint else own
+
+    def _key(self, role: RoleSettings) -> tuple[str, str, torch.dtype]:
         """Equal for roles that read the same numbers."""
-        return self._tower(role).digest if len(self._towers) > 1 else "", role.megatron.params_dtype
+        tower = self._tower(role).digest if len(self._towers) > 1 else ""
+        return self._images_of(role).fingerprint, tower, role.megatron.params_dtype
 
     def attach(self, role: RoleSettings, model):
         """Has a role's model on this rank read images of its store. `model`: None: it is on other ranks."""
@@ -115,7 +138,7 @@ class RunImages:
             key = self._key(role)
             if key not in self._stores:
                 tower = self._tower(role)
-                self._stores[key] = tower.store(key[1], TowerSource(self._images, tower))
+                self._stores[key] = tower.store(key[-1], TowerSource(self._images_of(role), tower))
             attach(chunk, self._stores[key])
 
     def dispatch(self, batch: StepBatch, roles: dict[str, RoleSettings]):
@@ -123,7 +146,7 @@ class RunImages:
         if self._settings.debug_train_only:  # no rank has generated: each computes what it reads
             return
         source = roles["actor"]
-        for name in (name for name in ("actor", "reference", "teacher", "critic") if name in batch.mesh.roles):
+        for name in (name for name in (*READERS, *self._scorers) if name in batch.mesh.roles):
             if self._key(roles[name]) != self._key(source):
                 continue  # it has a tower of its own
             pending, store = batch.pending_sends(ROLLOUT, name), self._stores.get(self._key(source))
@@ -170,12 +193,11 @@ def _check(config: RunConfig):
     """UsageError for what does not go with images."""
     s = config.settings
     for role in config.with_models():
-        if role.megatron.model_folder is not None:
+        is_scorer = role.name not in READERS and role.name not in config.trained
+        if role.megatron.model_folder is not None and is_scorer:
             raise UsageError(f"{role.name}: --model-source transformers does not go with images in prompts")
-        if role.name not in READERS and role.name not in config.trained:
-            raise UsageError(f"{role.name}: its model reads prompts by a template of its own; images do not go with it")
-    if device.has_cuda():
-        raise UsageError("prompts have images: on a CUDA device they are not supported yet")
+        if role.megatron.virtual_pipeline_model_parallel_size:
+            raise UsageError(f"{role.name}: virtual pipeline stages do not go with images in prompts yet")
     if s.mtp_drafts or s.predicts:
         raise UsageError("multi-token prediction (--mtp-drafts, --mtp-train) does not go with images in prompts")
     if s.rollout_server is not None:

@@ -40,7 +40,8 @@ def summary(config: RunConfig, inputs: Any) -> list[str]:
     factory = getattr(inputs, "reward_factory", None)
     if factory is not None and factory.judge_prompts is not None:
         tokens = factory.judge_prompts.example(next(iter(sets.values()))[0])
-        rows.append(("judge reads", _shown(tokens, text_with_special(factory.encoder.tokenizer, tokens))))
+        read = text_with_special(factory.encoder.tokenizer, tokens, factory.encoder.images)
+        rows.append(("judge reads", _shown(tokens, read)))
     if config.trained or config.settings.debug_rollout_only:
         rows += _training(config, getattr(inputs, "manifest", {}).get("step", 0))
     width = max(len(name) for name, _ in rows)

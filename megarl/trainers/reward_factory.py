@@ -63,12 +63,25 @@ class RewardFactory:
         if role.has_model:
             self.encoder = build_role_encoder(role, settings)
             check_vocabulary(role, self.encoder.tokenizer.vocab_size)
+            self._read_images(role, prompts)
             check = self._prompt_check()
             for prompt_set in prompts if checks_prompts else ():
                 own = prompts_of_terms(settings, prompt_set).get(JUDGE if role.is_judge else MODEL)
                 if own is not None:
                     check(own)
             self.weights = [self._judge_weights(role)] if role.is_judge else self._find_weights(role)
+
+    def _read_images(self, role: RoleSettings, prompts: tuple[PromptSet, ...]):
+        """Makes the images of prompts known to the encoder of the role's model. UsageError: it reads none."""
+        for prompt_set in (prompt_set for prompt_set in prompts if len(prompt_set.images)):
+            if role.hf_model is None:
+                raise UsageError("reward: prompts have images; its model needs a vision-language folder")
+            if self.encoder.images is None:
+                raise role.hf_model.folder.error("prompts have images; its model has no vision tower, or no template")
+            try:
+                self.encoder.images.add(prompt_set.images, prompt_set.images.read)
+            except UsageError as error:
+                raise UsageError(f"{prompt_set.flag} {prompt_set.path}: {error}") from None
 
     def _prompt_check(self) -> Callable[[PromptSet], object]:
         """What checks that the model of the role can read each prompt of a set."""

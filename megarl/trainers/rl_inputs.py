@@ -56,6 +56,8 @@ class RLInputs:
         self._read_teachers_lines(config)
         check_environments(s, encoder, self.prompt_sets)
         self.reward_factory.check(*self.prompt_sets.values())
+        if self.images is not None:
+            self.images.add_scorer(config.roles["reward"], self.reward_factory.encoder)
         tokens = self.tokenizer.vocab_size
         self.frontend_config = None if keys is None else frontend_config(config, keys, encoder)
         check_vocabulary(config.roles["actor"], tokens)

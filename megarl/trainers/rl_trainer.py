@@ -127,8 +127,8 @@ class RLTrainer(Trainer):
             return
         for name, model in self._models().items():
             self.images.attach(roles[name], model.model)
-        for of_teacher in self.teacher.frozen_models:
-            self.images.attach(of_teacher.role, of_teacher.model)
+        for frozen in (*self.teacher.frozen_models, *self.reward.frozen_models):
+            self.images.attach(frozen.role, frozen.model)
         self.images.attach(roles["actor"], self.rollout.model)
 
     def _build_rollout(self, timers: Timers) -> Rollout | SavedRollout:

@@ -107,6 +107,7 @@ def single_of(shape: str, flags: str) -> tuple:
 
 
 HYBRID_MOE = f"{MOE} --moe-layer-freq 1 --hybrid-layer-pattern ME*M --moe-latent-size 40"
+CHANNEL_LAYOUTS = {name: layout for name, layout in RECURRENT_LAYOUTS.items() if name != "tp2-one-group"}
 MAMBA_LAYOUTS = {
     name: (size, shape.replace(MOE, HYBRID_MOE), flags)
     for name, (size, shape, flags) in RECURRENT_LAYOUTS.items()
@@ -117,10 +118,11 @@ MAMBA_LAYOUTS = {
 MODELS = {
     "latent": (LATENT_LAYOUTS, "_down_proj kv_layernorm"),
     "recurrent": (RECURRENT_LAYOUTS, "out_norm.weight conv1d.weight.key in_proj.weight.z linear_qkv.weight"),
+    "kimi": (CHANNEL_LAYOUTS, "latent_proj z_proj alpha_proj.weight dt_bias in_proj.weight.beta kv_up_proj"),
     "mamba": (MAMBA_LAYOUTS,
               "norm.weight conv1d.weight.B conv1d.bias.C in_proj.weight.dt linear_qkv.weight fc1.weight"),
 }  # fmt: skip
-OF_MODELS = [("latent", "tp2-sp"), ("recurrent", "sharded-cp2"), ("mamba", "tp2-sp")]
+OF_MODELS = [("latent", "tp2-sp"), ("recurrent", "sharded-cp2"), ("kimi", "tp2-sp"), ("mamba", "tp2-sp")]
 
 
 @pytest.mark.parametrize(

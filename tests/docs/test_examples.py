@@ -16,6 +16,7 @@ from tests.helpers.envs.session_driver import free_port
 from tests.helpers.pages import documents
 from tests.helpers.programs import ROOT, environment, metrics, rl_argv, samples, train
 from tests.helpers.tiers import long
+from tests.helpers.waiting import SAFETY_SECONDS
 from tools._metric_catalog import METRICS
 
 DOCS = ROOT / "docs"
@@ -94,7 +95,7 @@ def test_the_driver_of_the_page_runs_unchanged(tmp_path):
         flags = f"--agent-sessions --port {port} --max-turns 2 --max-tokens-per-microbatch 500 --train-iters 1"
         few = "--prompts-per-step 2 --samples-per-prompt 2 --minibatch-size 4 --max-response-length 20"
         train("rl", rl_argv(tmp_path / "run", f"{flags} {few}"))
-        assert driver.wait(60) == 0
+        assert driver.wait(SAFETY_SECONDS) == 0
     finally:
         driver.kill()
         driver.wait()

@@ -54,17 +54,29 @@ def write_lines(path: Path, rows: list) -> Path:
 
 @functools.cache
 def inputs() -> Path:
-    """Folder with train.jsonl, heldout.jsonl, tokenizer.model and the warm start `sft`; made once, removed at exit."""
-    folder = Path(tempfile.mkdtemp(prefix="megarl-tests-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    """Folder of this process with train.jsonl, heldout.jsonl, tokenizer.model and the warm start `sft`, for runs beside
+    them, too; removed at exit."""
+    return shutil.copytree(made_inputs(), _folder(), dirs_exist_ok=True)
+
+
+@functools.cache
+def made_inputs() -> Path:
+    """What all processes of --jobs copy; made once."""
+    folder = _folder()
     rows = [addition(first, second) for first in range(30) for second in range(10)]
     held_out = rows[7::19]
     write_lines(folder / "heldout.jsonl", held_out)
     write_lines(folder / "train.jsonl", [row for row in rows if row not in held_out])
     texts = [text for row in rows for text in (row["prompt"], row["answer"])]
     (folder / "tokenizer.model").write_bytes(train_tokenizer(texts, 16, False))
-    sft = _sft(folder, folder / "sft", ["--train-iters", str(SFT_STEPS)])
-    train("sft", sft)
+    train("sft", _sft(folder, folder / "sft", ["--train-iters", str(SFT_STEPS)]))
+    return folder
+
+
+def _folder() -> Path:
+    """A new folder, which goes when the process that made it ends; forks of it leave it."""
+    folder, owner = Path(tempfile.mkdtemp(prefix="megarl-tests-")), os.getpid()
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
     return folder
 
 

@@ -4,21 +4,21 @@ import contextlib
 import functools
 import json
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 from megarl.errors import UsageError
 from megarl.replay import prepared
-from tests.helpers.envs.session_driver import free_port
+from tests.helpers.envs import session_driver
 from tests.helpers.envs.sum_environments import EPISODES
-from tests.helpers.programs import environment, inputs, metrics, rl_argv, samples, timeless, train
+from tests.helpers.programs import inputs, metrics, rl_argv, samples, timeless, train
 from tests.helpers.rollout.engine_records import generated
 from tests.helpers.rollout.replays import played
 from tests.helpers.tiers import long
+from tests.helpers.waiting import SAFETY_SECONDS
 from tests.helpers.worlds import RankFailed
 
 KEY = "0123456789abcdef"
@@ -27,15 +27,16 @@ KEY = "0123456789abcdef"
 @contextlib.contextmanager
 def driver(kind: str = "sums", key: str = "") -> Iterator[str]:
     """Flags of a run whose sessions a driver in another process plays; at the end the driver has ended, too."""
-    port = free_port()
-    command = [sys.executable, "-m", "tests.helpers.envs.session_driver", f"http://127.0.0.1:{port}", key, kind]
-    process = subprocess.Popen(command, env=environment())
+    port = session_driver.free_port()
+    process = get_context("fork").Process(target=session_driver.main, args=(f"http://127.0.0.1:{port}", key, kind))
+    process.start()
     try:
         yield f"--agent-sessions --port {port}"
-        assert process.wait(60) == 0
+        process.join(SAFETY_SECONDS)
+        assert process.exitcode == 0
     finally:
         process.kill()
-        process.wait()
+        process.join()
 
 
 def run(save: Path, flags: str, size: int = 1) -> Path:

@@ -3,56 +3,21 @@
 import functools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.emulator.programs import needs_emulator
 from tests.helpers import programs
 from tests.helpers.folders import vision_folders
-from tests.helpers.forked_programs import check, launch
+from tests.helpers.folders.vision_programs import argv, counted, folder, refused
+from tests.helpers.forked_programs import launch
 from tests.helpers.programs import metrics, program, write_lines
+from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
-
-FLAGS = ("--max-prompt-length 80 --max-response-length 6 --max-tokens-per-microbatch 200 --prompts-per-step 4"
-         " --samples-per-prompt 2 --minibatch-size 8 --ppo-epochs 1 --advantage grpo --kl-coefficient 0 --lr 1e-4"
-         " --rollout-buffer-gb 0.01 --rollout-max-requests 8 --reward tests.helpers.programs:graded_reward"
-         " --save-interval 1 --lr-decay-iters 9")  # fmt: skip
-
-
-@functools.cache
-def folder() -> Path:
-    path = vision_folders.temporary() / "pictures"
-    run_world(vision_folders.write_program_folder, 1, path)
-    return path
-
-
-def argv(save: Path, flags: str = "", model: Path | None = None, prompts: str = "pictures") -> list[str]:
-    model = model or folder() / "model"
-    tokens = f"--hf-model {model} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}"
-    return f"{tokens} --prompts {folder() / prompts}.jsonl {FLAGS} --save {save} --train-iters 1 {flags}".split()
-
-
-def refused(argv: list[str]) -> str:
-    """The last line of a program that must refuse its input; one before it is about parts that are not trained."""
-    status, printed, errors = check(argv)
-    assert (status, printed) == (2, ""), errors
-    return errors.splitlines()[-1]
-
-
-def counted(rank: int, parsed) -> list[int]:
-    """The keys of the images that this rank's tower computed in a run, in order."""
-    from megarl.mcore.any_model.tower import Tower
-
-    keys, compute = [], Tower.compute
-
-    def count(tower, pixels):
-        keys.append(pixels.key)
-        return compute(tower, pixels)
-
-    Tower.compute = count
-    programs.in_world(rank, "rl", parsed)
-    return keys
+from tools.gpu.programs import texts_of
 
 
 def test_a_picture_is_computed_once_and_sent_to_the_ranks_that_train(tmp_path):
@@ -105,7 +70,6 @@ def test_pixels_of_another_processor_are_named(tmp_path):
 
 REFUSED = {
     "--advantage gae --critic-lr 1e-3 --critic-hf-model {other}": "the critic reads the policy's images: it needs the",
-    "--reward model --reward-hf-model {other}": "reward: its model reads prompts by a template of its own; images do",
     "--environment calculator --max-turns 2 --max-turn-length 4": "--environment calculator: does not go with images",
 }
 
@@ -155,3 +119,51 @@ def test_what_is_said_of_pictures_is_learned_and_does_not_depend_on_the_layout(n
     assert one == pytest.approx(other, abs=1e-4) and one[-1] < one[0]
     if name == "sft":
         assert [row["images/cache_hits"] for row in found["one"]] == [0, 5, 5]
+
+
+def of_family(family: str, folder: Path) -> Callable[[Path, str], list[str]]:
+    """Command lines (folder of a run, flags) of train_rl with a small folder of a family, which is written."""
+    run_world(vision_folders.write_program_folder, 1, folder, family)
+
+    def argv_of(save: Path, flags: str) -> list[str]:
+        tokens = argv(save, f"{vision_folders.source_of(family)} {flags}", folder / "model")
+        tokens[tokens.index("--prompts") + 1] = str(folder / "pictures.jsonl")
+        return tokens
+
+    return argv_of
+
+
+@pytest.mark.parametrize("family", [long("mistral3"), long("llava")])
+def test_runs_of_other_families_resume_to_the_bit(family, tmp_path):
+    argv_of = of_family(family, tmp_path / "data")
+    for name, flags in {
+        "whole": "--train-iters 2",
+        "cut": "--train-iters 1",
+        "again": f"--load {tmp_path / 'cut'} --train-iters 2",
+    }.items():
+        programs.train("rl", argv_of(tmp_path / name, f"{flags} --export-hf"))
+    whole, again = (programs.timeless(metrics(tmp_path / name)[2]) for name in ("whole", "again"))
+    assert whole["images/count"] > 0 and whole["rollout/logprob_gap_max"] == 0
+    same = [name for name in whole if not name.startswith("images/")]  # another process has computed none before
+    assert {name: again.get(name) for name in same} == {name: whole[name] for name in same}
+    assert texts_of(tmp_path / "again")[-1] == texts_of(tmp_path / "whole")[-1]
+
+
+@pytest.mark.parametrize("family, flags, ranks", [
+    long(("mistral3", "", 1)), long(("llava", "", 1)), long(("llava", "--tensor-model-parallel-size 2", 2)),
+    long(("mistral3", "--role-map actor=1;reference=1;reward=0;rollout=0", 2)),
+])  # fmt: skip
+@needs_emulator
+def test_pictures_on_emulated_devices(family, flags, ranks, emulator, tmp_path):
+    """In fp32 as on a CPU; in bf16 the same with graphs of decode steps and without."""
+    argv_of = of_family(family, tmp_path / "data")
+    found = {}
+    for name, more in {"cpu": "", "fp32": "", "auto": "--bf16", "off": "--bf16 --decode-graphs off"}.items():
+        lines = argv_of(tmp_path / name, f"{flags} --train-iters 2 {more}")
+        counts = programs.train("rl", lines, ranks) if name == "cpu" else emulator.run("rl", lines, ranks)
+        assert name != "auto" or counts["graph launch"] > 0
+        found[name] = programs.timeless(metrics(tmp_path / name)[2])
+        assert found[name]["images/count"] > 0 and found[name]["rollout/logprob_gap_max"] < 1e-5
+    assert found["auto"] == found["off"]
+    assert texts_of(tmp_path / "fp32") == texts_of(tmp_path / "cpu") != []
+    assert found["fp32"]["actor/grad_norm"] == pytest.approx(found["cpu"]["actor/grad_norm"], rel=1e-3)

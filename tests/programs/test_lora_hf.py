@@ -13,7 +13,7 @@ from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.folders import hf_folders
 from tests.helpers.forked_programs import refusal
 from tests.helpers.models.lora_models import stored_tensors
-from tests.helpers.programs import metrics, timeless_rows, train, write_lines
+from tests.helpers.programs import metrics, train, write_lines
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 
@@ -23,12 +23,12 @@ RL = (
     " --reward length --kl-coefficient 0.1 --kl-in loss --lr 1e-2 --save-interval 1 --export-hf --export-peft"
 )
 LORA = "--lora-rank 4 --lora-alpha 8"
-CASES = ("llama3", "qwen3_moe", "qwen3_next", "nemotron_h_moe")
+CASES = ("llama3", "qwen3_moe", "qwen3_next", "nemotron_h_moe", "kimi_linear", "ling_3")
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Folders of a dense model, of one with experts and of two with recurrent states, and a file of prompts."""
+    """Folders of a dense model, of one with experts and of four with recurrent states, and a file of prompts."""
     folder = tmp_path_factory.mktemp("hf")
     for case in CASES:
         hf_folders.write_folder(case, folder / case)
@@ -114,26 +114,18 @@ def difference_in_peft(rank: int, source, export, adapter, case: str) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.long  # by default tests/laws and test_lora_programs.py
-def test_a_run_resumes_exactly_and_its_base_is_the_reference(run, data, tmp_path):
-    case, save = run
-    flags = f"{lora_of(case)} --train-iters 2 --load {folders.step_folder(save, 1)}"
-    train("rl", argv(data, case, tmp_path, flags))
-    assert timeless_rows(tmp_path, [2]) == timeless_rows(save, [2])
-    one, other = (stored_tensors(folders.step_folder(folder, 2)) for folder in (tmp_path, save))
-    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-    rows = metrics(save)
-    assert rows[1]["kl/reference"] == 0 and rows[2]["kl/reference"] > 0
-    assert max(row["rollout/logprob_gap_max"] for row in rows.values()) <= largest_gap_allowed()
-
-
 TP2_EP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"
 APART = (
     "--role-map actor=0-1;reference=0-1;reward=0-1;rollout=2 --expert-model-parallel-size 2"
     " --rollout-expert-model-parallel-size 1 --verify-weights"
 )
 OF_STATES = [(2, TP2_EP2), (2, f"{TP2_EP2} --bf16"), (3, f"{APART} --bf16")]
-RECURRENT = {"qwen3_next": {"in_proj_q", "in_proj_z", "in_proj_a"}, "nemotron_h_moe": {"in_proj"}}
+RECURRENT = {
+    "qwen3_next": {"in_proj_q", "in_proj_z", "in_proj_a", "q_proj"},
+    "nemotron_h_moe": {"in_proj", "q_proj"},
+    "kimi_linear": {"in_proj_q", "in_proj_b", "g_a_proj", "g_b_proj", "f_a_proj", "f_b_proj", "q_proj"},
+    "ling_3": {"in_proj_q", "in_proj_z", "in_proj_a", "g_proj", "q_b_proj"},
+}
 
 
 @pytest.mark.long
@@ -147,7 +139,7 @@ def test_factors_of_recurrent_layers_roll_out_exactly(size, flags, case, data, t
     assert rows[3]["kl/reference"] > 0 and rows[1]["actor/ppo_kl_first"] == 0
     stored = stored_tensors(folders.step_folder(tmp_path, 3))
     changed = {key.split(".")[-2] for key in stored if key.endswith(".lora_B") and stored[key].any()}
-    assert RECURRENT[case] | {"out_proj", "q_proj", "o_proj"} <= changed
+    assert RECURRENT[case] | {"out_proj", "o_proj"} <= changed
 
 
 @pytest.mark.long

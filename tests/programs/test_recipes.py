@@ -8,12 +8,9 @@ import pytest
 import yaml
 
 from megarl import arguments
-from megarl.algorithms import ESTIMATORS, PREFERENCE_LOSSES
-from megarl.algorithms.aggregation import AGGREGATIONS
-from megarl.algorithms.estimators import NO_ADVANTAGE
-from megarl.algorithms.policy_losses import POLICY_LOSSES
+from megarl.algorithms import PREFERENCE_LOSSES
 from tests.helpers.forked_programs import accepted
-from tests.helpers.programs import RL_RECIPES, ROOT, SHAPE, assert_close, inputs, metrics, preference_argv, train
+from tests.helpers.programs import RL_RECIPES, ROOT, SHAPE, inputs, metrics, preference_argv, train
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 
@@ -85,26 +82,6 @@ RUN = (
     " --prompts-per-step 4 --samples-per-prompt 4 --train-iters 2 --lr 1e-4 --rollout-buffer-gb 0.001"
     " --rollout-max-requests 16 --seed 5 --reward tests.helpers.programs:coarse_reward"
 )
-VARIANTS = {recipe: (recipe, "") for recipe in MODELS} | {
-    "opo, sapo": ("rloo", "--advantage opo --policy-loss sapo"),
-    "preference": ("rloo", "--advantage preference --kl-in loss --ppo-epochs 1"),
-    "reinforce++-baseline, gspo-token": ("rloo", "--advantage reinforce++-baseline --policy-loss gspo-token"),
-    "dppo-kl": ("dppo", "--policy-loss dppo-kl"),
-    "luspo": ("gspo", "--policy-loss luspo"),
-    "fipo": ("dapo", "--policy-loss fipo --advantage pass-at-k"),
-    "clip-cov": ("dapo", "--policy-loss clip-cov --clip-cov-least 0.1 --clip-cov-share 0.2"),
-    "otb": ("rloo", "--advantage otb"),
-    "otb, two ranks": ("dr_grpo", "--advantage otb"),
-    "kl-cov": ("dapo", "--policy-loss kl-cov --kl-cov-share 0.1"),
-    "maxrl": ("maxrl", "--policy-loss ppo-clip"),
-    "topr": ("vespo", "--policy-loss topr"),
-    "real": ("grpo", "--policy-loss real"),
-}
-LAYOUTS = (
-    "--max-tokens-per-microbatch 20",
-    "--tensor-model-parallel-size 2",
-)  # of two ranks, alternating: two replicas, one
-SAME = ["reward/mean", "actor/loss", "actor/grad_norm", "actor/ppo_kl", "rollout/tokens", "perf/tokens"]
 
 
 def parsed(save: Path, recipe: str, flags: str = "", size: int = 1) -> arguments.RunConfig:
@@ -180,27 +157,6 @@ def test_a_role_map_without_a_critic(tmp_path):
     program = parsed(tmp_path, "grpo", "--role-map actor=0;reward=1;reference=1", size=2)
     assert run_world(train_and_list_models, 2, program) == [[False], [False]]
     check_rows(tmp_path, "grpo")
-
-
-def test_variants_cover_every_loss_estimator_and_aggregation():
-    found = [parsed(Path("none"), recipe, flags).settings for recipe, flags in VARIANTS.values()]
-    assert {settings.policy_loss for settings in found} == set(POLICY_LOSSES)
-    assert {settings.advantage for settings in found} == set(ESTIMATORS) - {NO_ADVANTAGE}
-    assert {settings.loss_aggregation for settings in found} == set(AGGREGATIONS)
-
-
-@pytest.mark.long  # by default tests/laws and tests/unit/roles/test_actor_loss.py
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_recipes_updates_do_not_depend_on_the_layout(variant, tmp_path):
-    """Two epochs, so that ratios leave 1; preferences have one."""
-    (recipe, flags), layout = VARIANTS[variant], LAYOUTS[list(VARIANTS).index(variant) % 2]
-    for size, its in ((1, ""), (2, layout)):
-        program = parsed(tmp_path / str(size), recipe, f"--ppo-epochs 2 {flags} {its}", size)
-        run_world(train_and_list_models, size, program)
-    one, two = metrics(tmp_path / "1"), metrics(tmp_path / "2")
-    for step in (1, 2):
-        assert (one[step]["actor/ppo_kl"] != 0) == (variant != "preference")
-        assert_close(two[step], one[step], SAME, 2e-5)
 
 
 def values_of(program: arguments.RunConfig) -> dict:

@@ -18,6 +18,7 @@ from tests.helpers.envs.open_sessions import LOGPROBS, PROMPT, TOKENS, open_sess
 from tests.helpers.envs.session_driver import free_port
 from tests.helpers.programs import metrics, program, rl_argv
 from tests.helpers.rollout.engine_records import asked_and_written, generated, recorded, turns_in_rows
+from tests.helpers.waiting import SAFETY_SECONDS
 from tests.helpers.worlds import run_world
 
 pytestmark = pytest.mark.nightly
@@ -110,7 +111,7 @@ def test_what_is_trained_on_is_what_the_driver_has_seen(name, kind, folders, tmp
     parsed = program("rl", rl_argv(tmp_path / "run", flags), 1)
     with driver(name, folders(name), f"http://127.0.0.1:{port}", out, kind) as process:
         run_world(recorded, 1, parsed, tmp_path / "seen.json")
-        assert process.wait(60) == 0
+        assert process.wait(SAFETY_SECONDS) == 0
     rows = metrics(tmp_path / "run")
     assert set(rows) == {1, 2} and len(results(out)) == 8
     rollouts = [fields for step in (1, 2) for fields in generated(tmp_path / "run", step).values()]

@@ -62,13 +62,6 @@ def test_no_response_goes_on_after_a_stop_string(size, flags, folder):
     assert stopped >= 3
 
 
-@pytest.mark.long  # by default tests/unit/mcore/inference/test_end_tokens.py
-@pytest.mark.parametrize("flags", ["--speculative-rollout", "--mtp-train --mtp-drafts"])
-def test_drafts_change_nothing(flags, folder):
-    one, other = (run_of(folder, f"{more} --rollout-max-requests 6", 1) for more in ("", flags))
-    assert all(samples(one, step) == samples(other, step) for step in (1, 2))
-
-
 def test_a_stop_string_of_one_token_is_a_stop_token(folder, tmp_path):
     from megarl.data.tokenizers import build_tokenizer
     from tests.helpers.programs import inputs

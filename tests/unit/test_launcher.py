@@ -20,10 +20,10 @@ from megarl.child_process import STOP_SIGNALS
 from megarl.errors import CHECKS_FIRST
 from megarl.planning import ranks
 from tests.helpers.programs import environment
+from tests.helpers.waiting import SAFETY_SECONDS
 from tests.helpers.worlds import wait_until, wait_until_gone
 
 pytestmark = pytest.mark.one_thread  # else the launcher executes torchrun
-PATIENCE = 300  # seconds of a wait that should be short; the tests are about order and outcome, not about time
 
 
 def rank() -> int:
@@ -36,13 +36,9 @@ def note_pid(folder):
 
 def pids(folder, count: int) -> list[int]:
     """Waits for the pids that `count` ranks note."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        found = [path.read_text() for path in folder.iterdir()]
-        if len(found) == count and all(found):
-            return list(map(int, found))
-        time.sleep(0.02)
-    raise AssertionError(f"{count} ranks did not start")
+    noted = lambda: [path.read_text() for path in folder.iterdir()]  # noqa: E731
+    assert wait_until(lambda: len(noted()) == count and all(noted())), f"{count} ranks did not start"
+    return list(map(int, noted()))
 
 
 def test_ranks_meet_and_end_with_status_0(tmp_path):
@@ -66,7 +62,7 @@ def test_a_failing_rank_ends_the_others_and_gives_the_status(tmp_path, capfd):
         pids(tmp_path, 3)
         if rank() == 1:
             return 3
-        time.sleep(PATIENCE)
+        time.sleep(SAFETY_SECONDS)
 
     assert launcher.run_ranks(fail, 3) == 3
     assert wait_until_gone(pids(tmp_path, 3))
@@ -104,7 +100,7 @@ def test_sigterm_reaches_all_ranks(tmp_path):
         dist.init_process_group("gloo")  # the launcher serves the store once it can pass signals on
         if rank() == 0:
             os.kill(os.getppid(), signal.SIGTERM)
-        time.sleep(PATIENCE)
+        time.sleep(SAFETY_SECONDS)
 
     assert launcher.run_ranks(stop, 2) == 128 + signal.SIGTERM
     assert wait_until_gone(pids(tmp_path, 2))
@@ -131,11 +127,11 @@ def test_after_an_interrupt_stuck_ranks_are_killed(tmp_path, monkeypatch):
         if rank() == 0:  # as a terminal does
             for pid in (os.getppid(), *pids(tmp_path, 2)):
                 os.kill(pid, signal.SIGINT)
-        time.sleep(PATIENCE)
+        time.sleep(SAFETY_SECONDS)
 
     monkeypatch.setattr(launcher, "GRACE", 0.5)
     process = in_launcher(stop, 2)
-    process.join(PATIENCE)
+    process.join(SAFETY_SECONDS)
     assert process.exitcode == 128 + signal.SIGINT
     assert wait_until_gone(pids(tmp_path, 2))
 
@@ -168,7 +164,7 @@ def test_a_second_signal_kills_ranks_that_ignore_it(tmp_path, monkeypatch):
             while True:  # two signals before the launcher has seen the first are one
                 os.kill(os.getppid(), signal.SIGTERM)
                 time.sleep(0.05)
-        time.sleep(PATIENCE)
+        time.sleep(SAFETY_SECONDS)
 
     monkeypatch.setattr(launcher, "GRACE", 0.1)
     assert launcher.run_ranks(ignore, 2, max_restarts=5) == 128 + signal.SIGTERM
@@ -194,7 +190,7 @@ def test_failed_ranks_are_started_again_with_a_store_of_their_own(tmp_path, capf
 def test_ranks_end_with_their_launcher(tmp_path):
     def stay() -> int:
         note_pid(tmp_path)
-        time.sleep(PATIENCE)
+        time.sleep(SAFETY_SECONDS)
 
     process = in_launcher(stay, 2)
     found = pids(tmp_path, 2)

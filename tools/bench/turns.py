@@ -101,7 +101,7 @@ def measure(args: argparse.Namespace, shape: common.Shape) -> dict:
         def run():
             episodes = episodes_of(args, shape.vocab)
             seconds = timed(engines[name], episodes)
-            found[name], counts[name] = episodes.found, engines[name].take_prefill_counts()
+            found[name], counts[name] = episodes.found, engines[name].take_counts()
             return seconds
 
         return run

@@ -16,8 +16,8 @@ from tests.helpers.pages import combinations
 
 Row = tuple[str, Callable[[Path], list[str]]]  # program, and save folder -> command line
 ROUTED = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --router-replay rollout"
-MORE = [combinations.LATENT, f"{ROUTED} --lora-rank 2", "--use-torch-fsdp2", "--decode-graphs off",
-        "--window-size 3,0 --softmax-type learnable --use-distributed-optimizer"]  # fmt: skip
+MORE = [combinations.LATENT, *combinations.CHANNELS, f"{ROUTED} --lora-rank 2", "--use-torch-fsdp2",
+        "--decode-graphs off", "--window-size 3,0 --softmax-type learnable --use-distributed-optimizer"]  # fmt: skip
 GROUPED = [f"{ROUTED} --moe-grouped-gemm{more}" for more in ("", " --offload", " --use-distributed-optimizer")]
 EXACT = ["--exact-rollout", f"{ROUTED} --exact-rollout"]
 MUON = ["--optimizer muon", "--optimizer muon --use-distributed-optimizer"]

@@ -19,10 +19,10 @@ from megarl.data.images.names import (
     ImageRef,
     Pixels,
     content_key,
-    image_ids,
     key_of,
     mark_of,
     names_in,
+    row_of,
     sha256_of,
 )
 from megarl.data.images.processor import ImageProcessor
@@ -116,7 +116,7 @@ class Images:
 
     def ids(self, ref: ImageRef) -> list[int]:
         """Its ids there."""
-        return image_ids(self.key(ref), self.tokens(ref))
+        return self.processor.ids(self.key(ref), ref.width, ref.height)
 
     def of_token(self, token: int) -> ImageRef | None:
         """The image that an id is a row of; None: it is unknown."""
@@ -204,6 +204,9 @@ class Images:
 
 def cut_at_borders(ids: Sequence[int], cut: int) -> int:
     """How many of the first ids to leave out, at least `cut`, so that no image loses only some of its rows."""
-    while 0 < cut < len(ids) and ids[cut] < 0 and ids[cut - 1] - 1 == ids[cut]:
-        cut += 1
+    for at in range(cut, len(ids) if cut else 0):
+        if ids[at] < 0:
+            if row_of(ids[at]) == 0:
+                break
+            cut = at + 1
     return cut

@@ -2,13 +2,15 @@
 
 An image is a path, bytes, {"bytes", "path"} of datasets' Image, {"image"}, {"url"} or a data: URL; nothing is
 downloaded. It stands in a column (`images`, `image`) or in a part of a content. Its place is a part of the type image,
-`<image>` in a content that is a string, or before the first user's text if a line names no place.
+`<image>` or `<image 2>` (the second of the column) in a content that is a string, or before the first user's text if a
+line names no place.
 """
 
 import array
 import base64
 import binascii
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from megarl.plain_files import read_bytes, reason_of, resolved
 
 NAMES = ("images", "image")  # of columns
 PLACE = "<image>"
+_NUMBERED = re.compile(r"<image ([1-9][0-9]?)>")
 PARTS = ("image", "image_url")  # types of parts that are images
 _INNER = ("bytes", "image", "path", "url", "image_url")  # names in an object that is an image, the first counts
 _ALL = {"type": "all"}  # this object, not one like it, is the place of all images of a line
@@ -155,6 +158,7 @@ def placed(value: Any, given: Sequence[Any], read: Read) -> Any:
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not all(isinstance(message, dict) for message in messages):
         return value
+    messages, given = _numbered(messages, given)
     places = sum(_places(message, bool(given)) for message in messages)
     refs = list(map(read, given))
     if refs and not places:
@@ -164,6 +168,24 @@ def placed(value: Any, given: Sequence[Any], read: Read) -> Any:
     waiting = iter(refs)
     found = [_marked(message, waiting, bool(given), read) for message in messages]
     return found[0]["content"] if isinstance(value, str) else found
+
+
+def _numbered(messages: list[dict[str, Any]], given: Sequence[Any]) -> tuple[list[dict[str, Any]], Sequence[Any]]:
+    """Messages with a plain place for each `<image 2>`, and the images in the order of these. UsageError: the numbers
+    are not those of the images."""
+    is_said = [isinstance(each.get("content"), str) and each.get("role") != "assistant" for each in messages]
+    said = [message["content"] for message, is_text in zip(messages, is_said, strict=True) if is_text]
+    numbers = [int(number) for text in said for number in _NUMBERED.findall(text)]
+    if not given or not numbers or any(PLACE in text for text in said):
+        return messages, given
+    if sorted(numbers) != list(range(1, len(given) + 1)):
+        names = ", ".join(f"<image {number}>" for number in numbers[:8])
+        raise UsageError(f"has places for {names}, each of which may be there once, and {len(given)} images")
+    found = [
+        {**message, "content": _NUMBERED.sub(PLACE, message["content"])} if is_text else message
+        for message, is_text in zip(messages, is_said, strict=True)
+    ]
+    return found, [given[number - 1] for number in numbers]
 
 
 def _first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ from megarl.mcore.inference.paged_context import PagedContext
 from megarl.mcore.inference.recurrent_context import RecurrentContext
 from megarl.mcore.kernels.batch_invariance import VECTOR
 from megarl.mcore.parallel.context_parallel import gather_for_attention
+from megarl.mcore.vision.store import ImageRows
 
 NAME = "megarl"
 # What modules pass on that changes no score here: positions are in the rotary embeddings, and attention is causal.
@@ -76,6 +77,7 @@ class Pass:
     rotations: dict = field(default_factory=dict)  # of `fused.rotation`
     functions: Sequence = ()  # `recurrence.functions_of` the module
     recurrences: int = 0  # that ran so far, in the order of their states
+    images: ImageRows | None = None  # among its tokens
 
     def slot(self, module: nn.Module) -> Slot:
         """The slot of a module's present call. Calls of a recomputed layer begin again at its first slot."""
@@ -211,6 +213,13 @@ def running(each: Pass) -> Iterator[None]:
             yield
     finally:
         _current = before
+
+
+def with_images(embedding, args, embedded: Tensor) -> Tensor:
+    """A forward hook of an embedding, whose rows [1, T, H] of images are those of the current pass."""
+    if _current is None or (rows := _current.images) is None:
+        return embedded
+    return embedded.index_copy(1, rows.at, rows.embeddings().unsqueeze(0).to(embedded.dtype))
 
 
 def attention(module, query, key, value, attention_mask, scaling=None, **others):

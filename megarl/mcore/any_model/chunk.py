@@ -81,6 +81,7 @@ class AnyChunk(MegatronModule):
     model_type = vp_stage = None
     mtp_process = False
     images: ImageStore | None = None
+    replaces_rows = True  # of images, by itself
 
     def __init__(self, config, args, pg_collection, value_head: nn.Module | None = None):
         """Builds the module without values: import or a weight transfer fills it.
@@ -113,6 +114,7 @@ class AnyChunk(MegatronModule):
             self.routers = routing.install(self.hf, device.device())
         if self.routers:
             config.moe_router_topk = self.routers[0].topk  # the engine's tables of routes
+        self.hf.get_input_embeddings().register_forward_hook(attention.with_images)
         self._logit_inputs = LogitInputs(self.hf)
         config.final_logit_softcapping = None if value_head else self._logit_inputs.softcap
         head = self.hf.get_output_embeddings()
@@ -229,6 +231,8 @@ class AnyChunk(MegatronModule):
     def _run(self, tokens: Tensor, positions: Tensor, each: Pass) -> Tensor:
         """Tokens and positions [1, T] -> [T, H], what a head reads."""
         each.tokens, each.functions = tokens.shape[1], self._functions
+        if self.images is not None:  # rows of images stand on token 0, whose gradient then has nothing of them
+            each.images, tokens = self.images.rows(tokens[0]), tokens.clamp(min=0)
         if missing := rows.missing_rows(each.tokens):
             tokens, positions = (nn.functional.pad(x, (0, missing)) for x in (tokens, positions))
         with _computing(each, self._product):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from megarl.data import node_files
 from megarl.mcore.any_model import routing, self_check, source, tensor_parallel, tensor_trial, walk
 from megarl.mcore.any_model.adapters import ModuleLinears
-from megarl.mcore.any_model.attention import Slot, Unsupported, mean_cache
+from megarl.mcore.any_model.attention import Unsupported, mean_cache
 from megarl.mcore.any_model.chunk import PREFIX, AnyChunk
 from megarl.mcore.any_model.source import Source
 from megarl.mcore.any_model.walk import Reach
@@ -44,18 +44,6 @@ class FolderModule(str):
     def chunk(self, args, config, pg_collection, value_head: torch.nn.Module | None) -> AnyChunk:
         """The model without values. Arguments as of `AnyChunk`."""
         return AnyChunk(config, args, pg_collection, value_head)
-
-    def slots(self) -> tuple[Slot, ...]:
-        """The slots of the module's attention. Raises Unsupported."""
-        return self.reach().slots
-
-    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of a sequence's recurrent states. Raises Unsupported."""
-        return self.reach().module.state_shapes  # type: ignore[return-value]  # `source.find_slots` set it
-
-    def untrained(self) -> tuple[str, ...]:
-        """As of `Reach`: what no role trains."""
-        return self.reach().untrained
 
     @_once
     def self_check(self, longest: int):
@@ -159,7 +147,7 @@ class FolderModule(str):
 
     def mean_cache(self, ranks: int) -> tuple[int, int]:
         """As of `attention.mean_cache`."""
-        return mean_cache(self.slots(), ranks)
+        return mean_cache(self.reach().slots, ranks)
 
     @_once
     def _tensors(self, value_head: bool) -> tuple[PreTrainedModel, dict[str, Tensor]]:

@@ -31,30 +31,26 @@ PLAIN = bool, int, float, str, type(None), Tensor  # arguments by which a part h
 
 
 class Merged:
-    """Linear layers of one input, by their names in a part; a rollout computes them as one product.
+    """Linear layers of one input; a rollout computes them as one product.
 
     `groups`: in which their columns alternate: the first group of each layer, the second of each, and so on.
     """
 
-    def __init__(self, part: nn.Module, names: list[str], groups: int = 1):
-        self.part, self.names, self.groups = part, names, groups
-
-    def linears(self) -> list[Any]:
-        """The layers, with all that is wrapped around them by now."""
-        return [self.part._modules[name] for name in self.names]
+    def __init__(self, linears: list[nn.Module], groups: int = 1):
+        self.linears: list[Any] = linears
+        self.groups = groups
 
     def is_possible(self) -> bool:
         """Whether the layers are nothing but products with weights that are whole."""
-        linears = self.linears()
-        return all(map(_is_bare, linears)) and len({each.bias is None for each in linears}) == 1
+        return all(map(_is_bare, self.linears)) and len({each.bias is None for each in self.linears}) == 1
 
     def weight(self) -> Tensor:
         """[N, K] of all, differentiable."""
-        return self._join([each.weight for each in self.linears()])
+        return self._join([each.weight for each in self.linears])
 
     def bias(self) -> Tensor | None:
         """[N] of all."""
-        biases = [each.bias for each in self.linears()]
+        biases = [each.bias for each in self.linears]
         return None if biases[0] is None else self._join(biases)
 
     def _join(self, parts: list[Tensor]) -> Tensor:
@@ -62,24 +58,19 @@ class Merged:
 
     def __call__(self, x: Tensor) -> Tensor | None:
         """[…, K] -> […, N] without gradients; None where the merged weight is not prepacked."""
-        return prepacked_product(self, x, sum(each.out_features for each in self.linears()), self.bias())
+        return prepacked_product(self, x, sum(each.out_features for each in self.linears), self.bias())
 
 
 class GatedMLP:
     """down(silu(gate(x)) · up(x)) (2002.05202 eq. 5)."""
 
-    def __init__(self, part: nn.Module, wide: list[str], down: str):
-        """`wide`: names of gate and up, or of the linear layer that is both."""
-        self.part, self.merged, self._down = part, Merged(part, wide), down
-
-    @property
-    def down(self) -> nn.Module:
-        """The second linear layer."""
-        return self.part._modules[self._down]
+    def __init__(self, wide: list[nn.Module], down: Any):
+        """`wide`: gate and up, or the linear layer that is both."""
+        self.merged, self.down = Merged(wide), down
 
     def __call__(self, x: Tensor) -> Tensor:
         """[…, H] -> […, H]."""
-        both, linears = self.merged(x), self.merged.linears()
+        both, linears = self.merged(x), self.merged.linears
         if both is None and x.numel() > x.shape[-1] ** 2 and self.merged.is_possible():  # smaller than the outputs
             both = functional.linear(x, self.merged.weight(), self.merged.bias())
         return self.down(activated(torch.cat([each(x) for each in linears], dim=-1) if both is None else both))
@@ -88,21 +79,16 @@ class GatedMLP:
 class Attention:
     """Projections to heads, their norms, rotation of channels half a head apart, attention, projection."""
 
-    def __init__(self, part: nn.Module, linears: list[str], norms: list[str], rotates: bool):
-        """Names of the linear layers, in the order q, k, v, output, and of the norms of q and k, if it has them."""
+    def __init__(self, part: nn.Module, linears: list[nn.Module], norms: list[nn.Module], rotates: bool):
+        """The linear layers are in the order q, k, v, output, the norms in the order q, k, if there are any."""
         self.part, self._own, self.norms, self.rotates = part, part.forward, norms, rotates
-        self.merged, self._output = Merged(part, linears[:3], self.slot.groups), linears[3]
+        self.merged, self.output = Merged(linears[:3], self.slot.groups), linears[3]
         self.scores: Scores | None = None  # what the part says of its scores
 
     @property
     def slot(self) -> Slot:
         """Of its one call of the attention function."""
         return vars(self.part)["attention_slots"][0]
-
-    @property
-    def output(self) -> nn.Module:
-        """The last linear layer."""
-        return self.part._modules[self._output]
 
     def __call__(self, hidden_states: Tensor, position_embeddings=None, attention_mask=None, cache=None, **others):
         """[1, T, H] -> the same shape, and None for the weights of attention."""
@@ -114,14 +100,13 @@ class Attention:
             grouped = all_heads.view(tokens, slot.groups, -1, slot.key_channels)
             query, key, value = grouped[:, :, :-2].flatten(1, 2), grouped[:, :, -2], grouped[:, :, -1]
         else:
-            heads = (linear(hidden_states).view(tokens, -1) for linear in self.merged.linears())
+            heads = (linear(hidden_states).view(tokens, -1) for linear in self.merged.linears)
             widths = slot.key_channels, slot.key_channels, slot.value_channels
             query, key, value = (x.unflatten(1, (-1, width)) for x, width in zip(heads, widths, strict=True))
         if self.norms:
-            norms = (self.part._modules[name] for name in self.norms)
             query, key = (
                 norm(x.reshape(tokens, -1, norm.weight.numel())).view(x.shape)
-                for norm, x in zip(norms, (query, key), strict=True)
+                for norm, x in zip(self.norms, (query, key), strict=True)
             )
         if self.rotates:
             query, key = rotated_heads(query, key, *(x.unsqueeze(1) for x in rotation(position_embeddings)))
@@ -150,14 +135,11 @@ class Layer:
         self.part, self._own, self.multiplier = part, part.forward, multiplier
         self.first, self.attention, self.second, self.mlp = (vars(each)["fused"] for each in parts)
         self._made: tuple = (None, [])  # attention's merged weight, and the operator's weights made with it
-        self._norms = [self.first, self.second, *(vars(part)["fused"] for part in self._head_norms())]
-
-    def _head_norms(self) -> list[nn.Module]:
-        return [self.attention.part._modules[name] for name in self.attention.norms]
+        self._norms = [self.first, self.second, *(vars(norm)["fused"] for norm in self.attention.norms)]
 
     def has_operator(self) -> bool:
         """Whether the operator computes such a layer."""
-        slot, linears = self.attention.slot, [*self.mlp.merged.linears(), self.mlp.down, self.attention.output]
+        slot, linears = self.attention.slot, [*self.mlp.merged.linears, self.mlp.down, self.attention.output]
         is_wide = slot.channels == slot.key_channels == slot.value_channels and not slot.has_score_options
         has_head_norms = all(norm.part.weight.numel() == slot.channels for norm in self._norms[2:])
         has_plain_parts = all(each.bias is None for each in linears) and len({each.eps for each in self._norms}) == 1
@@ -214,7 +196,7 @@ def products(module: nn.Module) -> tuple[list[Tensor], Iterator[tuple[Any, Tenso
     of `Conv1D` transposed."""
     fused = [vars(part)["fused"] for part in module.modules() if "fused" in vars(part)]
     merged = [each.merged for each in fused if isinstance(each, (GatedMLP, Attention)) and each.merged.is_possible()]
-    parts = {id(linear) for each in merged for linear in each.linears()}
+    parts = {id(linear) for each in merged for linear in each.linears}
     single = [each.weight for each in module.modules() if isinstance(each, nn.Linear) and id(each) not in parts]
     turned = [x.weight for x in module.modules() if isinstance(x, Conv1D) and native.supports(x.weight)]
     return single, itertools.chain(
@@ -288,12 +270,12 @@ def _agree(found: list, wanted: list, limit: float) -> bool:
     return is_alike and all(agree(one, other, limit) for one, other in pairs)
 
 
-def _children(part: nn.Module) -> tuple[list[str], list[str], list[str]]:
-    """Names of linear layers, of norms that are recognised, and of other children with weights."""
-    with_weights = {name: each for name, each in part.named_children() if any(True for _ in each.parameters())}
-    linears = [name for name, each in with_weights.items() if type(each) is nn.Linear]
-    norms = [name for name, each in with_weights.items() if isinstance(vars(each).get("fused"), ModuleNorm)]
-    return linears, norms, [name for name in with_weights if name not in linears and name not in norms]
+def _children(part: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
+    """Linear layers, norms that are recognised, and other children with weights."""
+    children = [each for each in part.children() if any(True for _ in each.parameters())]
+    linears: list[nn.Module] = [each for each in children if type(each) is nn.Linear]
+    norms = [each for each in children if isinstance(vars(each).get("fused"), ModuleNorm)]
+    return linears, norms, [each for each in children if each not in linears and each not in norms]
 
 
 def _norms(part: nn.Module):
@@ -310,15 +292,14 @@ def _attentions(part: nn.Module):
 def _mlps(part: nn.Module):
     linears, norms, others = _children(part)
     if len(linears) in (2, 3) and not norms and not others:
-        yield from (GatedMLP(part, wide, linears[-1]) for wide in (linears[:-1], linears[-2::-1]))
+        yield from (GatedMLP(wide, linears[-1]) for wide in (linears[:-1], linears[-2::-1]))
 
 
 def _layers(part: nn.Module):
-    linears, norms, others = _children(part)
-    children = [part._modules[name] for name in others]
+    linears, norms, children = _children(part)
     attends = [each for each in children if isinstance(vars(each).get("fused"), Attention)]
     mlps = [each for each in children if isinstance(vars(each).get("fused"), GatedMLP)]
     if len(attends) == len(mlps) == 1 and len(children) == len(norms) == 2 and not linears:
-        first, second = (part._modules[name] for name in norms)
+        first, second = norms
         made = (Layer(part, [first, *attends, second, *mlps], multiplier) for multiplier in (1.0, *floats_of(part)))
         yield from (each for each in made if each.has_operator())

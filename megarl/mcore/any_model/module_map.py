@@ -94,7 +94,7 @@ def read_model(path: str, flag: str, longest: int) -> AnyModel:
     found = source.read(folder)
     module = FolderModule(folder.path)
     try:
-        slots = module.slots()
+        slots = module.reach().slots
         module.self_check(longest)
     except Unsupported as error:
         raise folder.error(f"{error}, which {source.FLAG} does not compute") from None

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, initialization
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from megarl.errors import UsageError, one_line
 from megarl.mcore.any_model import attention, rows
@@ -78,14 +81,18 @@ def read(folder: HFFolder) -> Source:
         raise folder.error(f"config.json: auto_map: code in a folder is not run, and transformers has no type {kind!r}")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise folder.error(f"config.json: model_type {kind!r}: the installed transformers has no such type")
-    config_class = CONFIG_MAPPING[kind]
-    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise folder.error(f"config.json: model_type {kind!r}: transformers has no language model (ForCausalLM) of it")
+    mappings = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    mapping = next((each for each in mappings if CONFIG_MAPPING[kind] in each), None)
+    if mapping is None:
+        raise folder.error(
+            f"config.json: model_type {kind!r}: transformers has no language model (ForCausalLM) of it, and none that "
+            "reads images"
+        )
     config = config_of(folder)
     config.dtype = None
     if hasattr(config.get_text_config(), "is_decoder"):
         config.get_text_config().is_decoder = True
-    return of_config(config)
+    return of_config(config, mapping)
 
 
 def config_of(folder: HFFolder) -> Any:

@@ -14,8 +14,10 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from megarl.data.images.names import Pixels
+from megarl.mcore import device
 from megarl.mcore.any_model import source
 from megarl.mcore.any_model.attention import Unsupported
+from megarl.mcore.any_model.module_map import Conversions
 from megarl.mcore.vision.store import Image, ImageSource, ImageStore, axes_of
 from megarl.mcore.weights.hf.folder import FolderReader, HFFolder
 
@@ -24,7 +26,8 @@ ATTENTION = "sdpa"  # eager attention keeps a square of the patches of an image
 
 # By `model_type` of config.json: the families whose images were compared with transformers' own forward. How the rotary
 # channels are divided among the axes of a position: sections where config.json has none, and whether these alternate.
-FAMILIES = {
+# None: a token has one position, its index.
+FAMILIES: dict[str, tuple[tuple[int, int, int], bool] | None] = {
     "qwen2_vl": ((16, 24, 24), False),
     "qwen2_5_vl": ((16, 24, 24), False),
     "qwen3_vl": ((24, 20, 20), True),
@@ -32,7 +35,20 @@ FAMILIES = {
     "glm4v_moe": ((8, 12, 12), False),
     "qwen3_5": ((11, 11, 10), True),
     "qwen3_5_moe": ((11, 11, 10), True),
+    "mistral3": None,
+    "exaone4_5": None,
+    "hyperclovax_vision_v2": None,
+    "lfm3_vl": None,
+    "lighton_ocr": None,
+    "llava": None,
+    "vipllava": None,
 }
+WITH_CLASS = ("clip_vision_model",)  # towers whose first row is of no patch; LLaVA's strategy "default" leaves it out
+# Entries of config.json beside `vision_config` that say how a tower's numbers become rows.
+PROJECTION = (
+    "multimodal_projector_bias projector_hidden_act projector_layernorm_eps spatial_merge_size vision_feature_layer "
+    "vision_feature_layers vision_feature_select_strategy"
+)
 
 
 class Tower:
@@ -45,7 +61,27 @@ class Tower:
             allowed = ", ".join(FAMILIES)
             raise folder.error(f"model_type {kind!r}: images need a vision tower of {allowed}")
         self.config = source.config_of(folder)
-        self._default_sections, self._is_interleaved = FAMILIES[kind]
+        self._axes, vision = FAMILIES[kind], self.config.vision_config.model_type
+        strategy = getattr(self.config, "vision_feature_select_strategy", None)
+        if strategy is not None and (strategy == "default") != (vision in WITH_CLASS):
+            raise folder.error(
+                f"config.json: vision_feature_select_strategy {strategy!r} of {vision}: a row is no patch of an image"
+            )
+
+    def check_reader(self, is_module: bool):
+        """UsageError if the language model does not read images here. `is_module`: it is a module of transformers."""
+        if self._axes is None:
+            return
+        kind = f"model_type {self.folder.config['model_type']!r}: "
+        if is_module:
+            raise self.folder.error(
+                f"{kind}{source.FLAG} does not go with images whose rows have three positions; Megatron's layers "
+                "compute it"
+            )
+        if device.has_cuda():
+            raise self.folder.error(
+                f"{kind}on a CUDA device images whose rows have three positions are not supported yet"
+            )
 
     @property
     def layers(self) -> int:
@@ -54,27 +90,35 @@ class Tower:
 
     def size(self, grid: tuple[int, int, int]) -> tuple[int, int, int]:
         """The rows of an image of (t, h, w) patches in time, height and width."""
-        merge = self.config.vision_config.spatial_merge_size  # patches on each side of the square that becomes a row
+        # Patches on each side of the square that becomes a row.
+        owners = self.config.vision_config, self.config
+        merge = next((found for each in owners if (found := getattr(each, "spatial_merge_size", None))), 1)
         return grid[0], grid[1] // merge, grid[2] // merge
 
     def store(self, dtype: torch.dtype, source: ImageSource | None = None) -> ImageStore:
         """An empty store for a language model of the folder in a precision. UsageError for sections of other axes."""
         text = self.config.get_text_config()
+        if self._axes is None:
+            return ImageStore(None, text.hidden_size, self.layers, dtype, source)
+        default, is_interleaved = self._axes
         parameters = text.rope_parameters
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         rotated = int(head * parameters.get("partial_rotary_factor", 1))
-        sections = parameters.get("mrope_section", self._default_sections)
+        sections = parameters.get("mrope_section", default)
         if len(sections) != 3 or sum(sections) != rotated // 2:
             raise self.folder.error(
                 f"config.json: mrope_section {sections}: allowed are three numbers whose sum is {rotated // 2}"
             )
-        axes = axes_of(tuple(sections), self._is_interleaved)
-        return ImageStore(axes, text.hidden_size, self.layers, dtype, source)
+        return ImageStore(axes_of(tuple(sections), is_interleaved), text.hidden_size, self.layers, dtype, source)
 
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of what an image's rows depend on beside its pixels, hexadecimal: the tower's weights and config."""
-        found = hashlib.sha256(json.dumps([ATTENTION, self.folder.config["vision_config"]], sort_keys=True).encode())
+        config = self.folder.config
+        described = [ATTENTION, config["vision_config"]]
+        if projection := {name: config[name] for name in PROJECTION.split() if name in config}:
+            described.append(projection)
+        found = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
         for name, tensor in sorted(self._module.state_dict().items()):
             found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -82,9 +126,13 @@ class Tower:
 
     def compute(self, pixels: Pixels) -> Image:
         """The rows of one image, in fp32 on the host. ValueError if they are not as many as its ids."""
-        grid = torch.tensor([pixels.grid])
+        values, more = torch.from_numpy(pixels.values), {}
+        if values.dim() == 2:  # patches
+            more = {"image_grid_thw": torch.tensor([pixels.grid])}
+        elif self.config.vision_config.model_type == "pixtral":
+            more = {"image_sizes": torch.tensor([values.shape[2:]])}
         with torch.no_grad():
-            found = self._module.model.get_image_features(torch.from_numpy(pixels.values), grid, return_dict=True)
+            found = self._module.model.get_image_features(values, **more, return_dict=True)
         embeddings = _joined(found.pooler_output)
         size = self.size(pixels.grid)
         if not len(embeddings) == size[0] * size[1] * size[2] == pixels.tokens:
@@ -102,26 +150,31 @@ class Tower:
         except Unsupported as error:
             raise self.folder.error(f"config.json: transformers cannot build it ({error})") from None
         module.model.language_model = module.lm_head = None
-        reader = FolderReader(self.folder)
+        weights, reader = self.folder.weights, FolderReader(self.folder)
+        conversions = Conversions(module, {name: stored.shape for name, stored in weights.items()})
+        given = {name: group for group in conversions.groups for name in group.weights}
         for name, tensor in module.state_dict(keep_vars=True).items():
-            owner, _, own = name.rpartition(".")
-            values = self._read(reader, name, tensor)
-            part = module.get_submodule(owner)
-            if isinstance(tensor, nn.Parameter):
-                part._parameters[own] = nn.Parameter(values, requires_grad=False)
-            else:
-                part._buffers[own] = values
+            wanted = f"its vision tower needs it with {tuple(tensor.shape)}"
+            if name not in given:
+                raise self.folder.error(f"{name} is missing; {wanted}")
+            if given[name].weights[name] != tuple(tensor.shape):
+                raise self.folder.error(f"{name} has the shape {given[name].weights[name]}; {wanted}")
+        for group in conversions.groups:
+            for name, values in group.made(reader.read, module).items():
+                _set(module, name, values.float())
         return module
 
-    def _read(self, reader: FolderReader, name: str, tensor: Tensor) -> Tensor:
-        weights = self.folder.weights
-        stored = next((each for each in (name, name.removeprefix("model.")) if each in weights), None)
-        if stored is None or weights[stored].shape != tuple(tensor.shape):
-            problem = "is missing" if stored is None else f"has the shape {weights[stored].shape}"
-            raise self.folder.error(f"{name} {problem}; its vision tower needs it with {tuple(tensor.shape)}")
-        return torch.empty(tensor.shape).copy_(reader.read(stored))
+
+def _set(module: nn.Module, name: str, values: Tensor):
+    """Sets a frozen parameter or a buffer of a module by its name."""
+    owner, _, own = name.rpartition(".")
+    part = module.get_submodule(owner)
+    if own in part._parameters:
+        part._parameters[own] = nn.Parameter(values, requires_grad=False)
+    else:
+        part._buffers[own] = values
 
 
 def _joined(rows: Tensor | tuple[Tensor, ...] | list[Tensor]) -> Tensor:
     """[n, H] of one image, which transformers gives as a tensor or as a sequence of them."""
-    return rows if isinstance(rows, Tensor) else torch.cat(list(rows))
+    return rows.flatten(0, -2) if isinstance(rows, Tensor) else torch.cat(list(rows))

@@ -11,10 +11,10 @@ trained, and neither is a parameter that transformers excludes, as the bias of a
 import re
 import sys
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,6 +31,7 @@ from megarl.mcore.any_model.source import Source
 PRODUCTS = {"addmm", "baddbmm", "bmm", "mm", "mv"}
 BY_ROW = {"convolution", "cumsum", "native_group_norm", "native_layer_norm", "_fused_rms_norm"}
 SUMS = {"linalg_vector_norm", "logsumexp", "mean", "prod", "std", "sum", "var", "var_mean"}
+TOPK = torch.topk, Tensor.topk
 FEW = 32  # terms that a warp of a GPU adds, in any number of rows alike
 
 
@@ -91,16 +92,22 @@ def inexact_part(model: Source) -> str | None:
 
 
 class Reads(TorchFunctionMode):
-    """Notes the parameters of which functions of torch make tensors."""
+    """Notes the parameters of which functions of torch make tensors, and of how many a `topk` chooses how many."""
 
     def __init__(self):
         super().__init__()
         self.ids: set[int] = set()
+        self.stacks: set[int] = set()  # ids of parameters [E, …] of which a module takes single matrices
+        self.choices: list[tuple[int, int]] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if any(map(torch.is_tensor, tree_leaves(out))):
             self.ids.update(id(each) for each in tree_leaves((args, kwargs)) if isinstance(each, nn.Parameter))
+        if func in TOPK:
+            self.choices.append((args[0].shape[-1], out.indices.shape[-1]))
+        if func is Tensor.__getitem__ and isinstance(args[0], nn.Parameter) and (args[0].dim(), out.dim()) == (3, 2):
+            self.stacks.add(id(args[0]))
         return out
 
 
@@ -111,7 +118,8 @@ class Reach(NamedTuple):
     slots: tuple[Slot, ...]
     linears: dict[str, tuple[int, int]]  # rows and columns by name of the linear layers that can have factors
     experts: dict[str, tuple[int, int]]  # by name of a part with experts: how many, and how many a token uses
-    untrained: tuple[str, ...]  # patterns of the names of parameters
+    untrained: tuple[str, ...]  # patterns of the names of parameters that no role trains
+    state_shapes: tuple[tuple[int, ...], ...]  # of a sequence's recurrent states
 
 
 def reach(module: PreTrainedModel) -> Reach:
@@ -129,11 +137,24 @@ def reach(module: PreTrainedModel) -> Reach:
         with source.values_in(module), rows.installed(experts_function=note), reads:
             slots = source.find_slots(module)
             own = module.named_parameters(remove_duplicate=False)
+            experts = experts or _own_experts(module, reads)
             read = {name for name, each in own if id(each) in reads.ids or name.rpartition(".")[0] in called}
     finally:
         for hook in hooks:
             hook.remove()
-    return Reach(module, slots, _linears(module, called), experts, _untrained(module, read))
+    shapes: Any = module.state_shapes
+    return Reach(module, slots, _linears(module, called), experts, _untrained(module, read), shapes)
+
+
+def _own_experts(module: PreTrainedModel, reads: Reads) -> dict[str, tuple[int, int]]:
+    """As `Reach.experts`: parts that take the matrices of single experts without transformers' interface. A router may
+    choose among more than have matrices: the others add nothing, or the token itself."""
+    found = {}
+    for name, part in module.named_modules():
+        for weight in part.parameters(recurse=False):
+            counts = [count for among, count in reads.choices if id(weight) in reads.stacks and among >= len(weight)]
+            found |= {name: (len(weight), max(counts))} if counts else {}
+    return found
 
 
 def _linears(module: PreTrainedModel, called: Collection[str]) -> dict[str, tuple[int, int]]:

@@ -121,6 +121,11 @@ class Latents(NamedTuple):
     value_channels: int  # V; D unless the backend takes values of another size
 
 
+def rows_of(cache: Tensor | Latents) -> Tensor:
+    """What is cached of each token, [blocks, block, …]."""
+    return cache.rows if isinstance(cache, Latents) else cache
+
+
 # -- equal prompts -------------------------------------------------------------------------------------------------
 
 

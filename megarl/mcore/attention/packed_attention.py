@@ -9,7 +9,6 @@ from types import MappingProxyType
 import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megarl.mcore import device
@@ -17,6 +16,7 @@ from megarl.mcore.attention import backends
 from megarl.mcore.attention.rotary_embeddings import rotated_heads
 from megarl.mcore.attention.segments import kind_of_layer
 from megarl.mcore.parallel.context_parallel import gather_for_attention
+from megarl.mcore.parallel.process_groups import split_state_dict
 
 
 class PackedAttention(MegatronModule):
@@ -72,9 +72,4 @@ class ScoredAttention(PackedAttention):
         """The softcap and the sinks."""
         return {"softcap": self.config.attn_logit_softcapping, "sinks": self.softmax_offset}
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
-        """Describes the sinks to checkpoints, split over tensor-parallel ranks."""
-        state, replicas = self.state_dict(prefix="", keep_vars=True), metadata["dp_cp_group"]
-        return make_sharded_tensors_for_checkpoint(
-            state, prefix, {"softmax_offset": 0}, sharded_offsets, tp_group=self.tp_group, dp_cp_group=replicas
-        )
+    sharded_state_dict = split_state_dict

@@ -203,7 +203,7 @@ def module_rules(args) -> list[Rule]:
     unsplit = folder.split_problem(ranks, args.use_torch_fsdp2) if is_module and ranks > 1 else None
     inexact = folder.inexact_part() if is_module and is_exact(args) else None  # whose numbers depend on the batch
     has_scores = kernel == "eager" or kernel == "sdpa" and native.is_used() and not args.bf16  # compiled kernels
-    needs_scores = is_module and any(slot.has_score_options for slot in folder.slots())
+    needs_scores = is_module and any(slot.has_score_options for slot in folder.reach().slots)
     found = [
         *(only(args, f"--{name}-parallel-size", 1) for name in ("pipeline-model", "expert-model")),
         allow("--tensor-model-parallel-size", unsplit is None, f"1: {unsplit}"),

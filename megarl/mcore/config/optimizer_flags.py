@@ -169,7 +169,7 @@ def patterns_of(args, attribute: str) -> list[str]:
 
 def frozen_patterns(args) -> list[str]:
     """The patterns of `--freeze`, of indexers, and of what is never trained in a module of transformers."""
-    own = () if args.model_folder is None else args.model_folder.untrained()
+    own = () if args.model_folder is None else args.model_folder.reach().untrained
     return [*patterns_of(args, FREEZE), *(["*.indexer.*"] if args.dsa_indexer_topk is not None else []), *own]
 
 

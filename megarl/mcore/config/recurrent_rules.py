@@ -34,7 +34,7 @@ def has_states(args) -> bool:
 
 def keeps_states(args) -> bool:
     """Whether a role's model has recurrent states: those of Megatron's layers, or of a module of transformers."""
-    return has_states(args) or args.model_folder is not None and bool(args.model_folder.state_shapes())
+    return has_states(args) or args.model_folder is not None and bool(args.model_folder.reach().state_shapes)
 
 
 def flag_of(args) -> str:
@@ -154,8 +154,6 @@ def _combinations(args) -> list[Rule]:
 
 def check_backend(role: str, args):
     """Raises UsageError if this machine has not what the flags of a role's namespace ask for."""
-    if args.linear_channel_decay and device.has_cuda():
-        raise UsageError(f"{role}: {CHANNEL_DECAY}: not yet on CUDA; allowed is a CPU, whose kernels compute it")
     if args.delta_rule_backend != fused_chunks.BACKEND:
         return
     if not device.has_cuda():

@@ -27,13 +27,13 @@ from megarl.mcore.config.recurrent_rules import has_states
 from megarl.mcore.inference.cache_size import BLOCK_TOKENS
 from megarl.mcore.inference.controller import Controller
 from megarl.mcore.inference.decode_loop import DecodeLoopEngine
-from megarl.mcore.inference.generation import Completion, GenerationRequest
+from megarl.mcore.inference.generation import Completion, EngineCounts, GenerationRequest
 from megarl.mcore.inference.generation_session import ANY_STEP, NONE, WAIT, GenerationSession
 from megarl.mcore.inference.keyed_sampling import KeyedSampling
 from megarl.mcore.inference.paged_context import LatentContext, PagedContext
 from megarl.mcore.inference.recurrent_context import LatentRecurrentContext, RecurrentContext
-from megarl.mcore.inference.reusable_blocks import PrefillCounts, attach_routes
-from megarl.mcore.inference.speculative_decode import DecodeCounts, PredictionDrafts, SpeculativeEngine
+from megarl.mcore.inference.reusable_blocks import attach_routes
+from megarl.mcore.inference.speculative_decode import PredictionDrafts, SpeculativeEngine
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 from megarl.mcore.kernels.linear import prepacked_weights
 from megarl.mcore.model.forward_pass import eval_mode
@@ -171,7 +171,7 @@ class RolloutEngine:
             self.engine.prediction = drafts = PredictionDrafts(self.engine, prediction)
             self.controller.predict_for_others = drafts.predict_for_others
         self.context.request_of = self.engine.get_request
-        self._prefill_counts = PrefillCounts()  # when they were taken last
+        self._prefilled = 0, 0  # tokens of prompts, read and found in the cache, when counts were taken last
         self._image_counts = ImageCounts({}, 0.0)
         self.engine.suspend()
         model.train(was_training)
@@ -301,20 +301,16 @@ class RolloutEngine:
         """Blocks of the cache that no request uses."""
         return self.context.kv_block_allocator.available
 
-    def take_decode_counts(self) -> DecodeCounts:
-        """Returns what decode steps did since the last call; zeros if the engine is not speculative."""
-        if self.drafter is None:
-            return DecodeCounts()
-        counts, self.engine.counts = self.engine.counts, DecodeCounts()
-        predicted, right = self.drafter.take_predicted()
-        return counts._replace(predicted=predicted, right=right)
-
-    def take_prefill_counts(self) -> PrefillCounts:
-        """Returns the tokens of prompts that were read, and found in the cache, since the last call."""
-        c, before = self.context, self._prefill_counts
-        reused = self.engine._prefill_tokens_skipped + c.prefix_cache_prefill_skipped_tokens
-        self._prefill_counts = now = PrefillCounts(c.read_tokens, reused)
-        return PrefillCounts(now.read - before.read, now.reused - before.reused)
+    def take_counts(self) -> EngineCounts:
+        """Returns what was done since the last call."""
+        c, counts, (read, reused) = self.context, EngineCounts(), self._prefilled
+        if self.drafter is not None:
+            counts, self.engine.counts = self.engine.counts, EngineCounts()
+            predicted, right = self.drafter.take_predicted()
+            counts = counts._replace(predicted=predicted, right=right)
+        now = c.read_tokens, self.engine._prefill_tokens_skipped + c.prefix_cache_prefill_skipped_tokens
+        self._prefilled = now
+        return counts._replace(read=now[0] - read, reused=now[1] - reused)
 
     def take_image_counts(self) -> ImageCounts | None:
         """Returns what was read of images since the last call; None: prompts have none."""

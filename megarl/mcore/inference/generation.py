@@ -72,6 +72,26 @@ class Completion:
     versions: list[int] | None = field(default=None, compare=False)  # of the policy, one per token, if known
 
 
+class EngineCounts(NamedTuple):
+    """What an engine did. Decode steps are those in which no prompt is prefilled; only an engine that drafts counts
+    them. Equal prompts of a step, computed once, count each; so do tokens that are read again because their request was
+    evicted."""
+
+    steps: int = 0
+    requests: int = 0  # summed over steps
+    tokens: int = 0  # generated
+    drafted: int = 0
+    accepted: int = 0  # drafted tokens that became part of a response
+    predicted: int = 0  # tokens that the layer of multi-token prediction guessed, drafted or not
+    right: int = 0  # of these
+    read: int = 0  # tokens of prompts
+    reused: int = 0  # tokens of prompts whose blocks were found in the cache
+
+    def plus(self, other: "EngineCounts") -> "EngineCounts":
+        """Returns the sum of both counts."""
+        return EngineCounts(*(a + b for a, b in zip(self, other, strict=True)))
+
+
 class TokenChunk(NamedTuple):
     """What a request has got since its last chunk."""
 

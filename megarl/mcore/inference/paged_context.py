@@ -245,7 +245,7 @@ class PagedContext(DynamicInferenceContext):
 
     @property
     def read_tokens(self) -> int:
-        """Tokens of prompts that were read so far, as `PrefillCounts`."""
+        """Tokens of prompts that were read so far, as `EngineCounts.read`."""
         return self._read_before + self.lifetime_prefill_token_count
 
     def reset(self, preserve_prefix_cache: bool = False, *, preserve_counters: bool = False):

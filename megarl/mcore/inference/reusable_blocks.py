@@ -10,8 +10,6 @@ request ends, before another one reuses its blocks. Megatron's own bookkeeping r
 0, and drops routes of evicted requests. Those have the routes of the pass that computed their keys again.
 """
 
-from typing import NamedTuple
-
 import torch
 from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 from megatron.core.inference.contexts.routing_metadata import RoutingMetadata
@@ -20,18 +18,6 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
 from megarl.mcore.moe.routes import NO_ROUTE
-
-
-class PrefillCounts(NamedTuple):
-    """Tokens of prompts that were read, and whose blocks were found in the cache. Equal prompts of a step, computed
-    once, count each; so do tokens that are read again because their request was evicted."""
-
-    read: int = 0
-    reused: int = 0
-
-    def plus(self, other: "PrefillCounts") -> "PrefillCounts":
-        """Returns the sum of both counts."""
-        return PrefillCounts(self.read + other.read, self.reused + other.reused)
 
 
 class StepRoutes(RoutingMetadata):

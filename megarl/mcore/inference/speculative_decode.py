@@ -12,7 +12,6 @@ Shapes: n requests, T tokens of the step with padding, H hidden size.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,27 +26,12 @@ from megarl.mcore.inference.decode_loop import DecodeLoopEngine
 from megarl.mcore.inference.draft_index import MAX_DEPTH, NO_TOKEN
 from megarl.mcore.inference.draft_rows import Groups
 from megarl.mcore.inference.drafter import Drafter, Drafts, StepCosts
+from megarl.mcore.inference.generation import EngineCounts
 from megarl.mcore.inference.paged_context import PagedContext
 from megarl.mcore.model.gpt import ModelChunk, without_fork_of_random_state
 from megarl.mcore.model.prediction_layer import PredictionLayer
 from megarl.mcore.parallel.process_groups import all_reduce_number
 from megarl.observe import activity
-
-
-class DecodeCounts(NamedTuple):
-    """What decode steps did: steps in which no prompt is prefilled."""
-
-    steps: int = 0
-    requests: int = 0  # summed over steps
-    tokens: int = 0  # generated
-    drafted: int = 0
-    accepted: int = 0  # drafted tokens that became part of a response
-    predicted: int = 0  # tokens that the layer of multi-token prediction guessed, drafted or not
-    right: int = 0  # of these
-
-    def plus(self, other: "DecodeCounts") -> "DecodeCounts":
-        """Returns the sum of both counts."""
-        return DecodeCounts(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class SpeculativeEngine(DecodeLoopEngine):
@@ -57,7 +41,7 @@ class SpeculativeEngine(DecodeLoopEngine):
         super().__init__(controller, context)
         c, self.device_decode.may_go_ahead = self.context, False
         costs = costs_of(self.controller.inference_wrapped_model.model, self.pg_collection.pp)
-        self.drafter, self.counts = Drafter(costs, c.max_requests, c.max_sequence_length), DecodeCounts()
+        self.drafter, self.counts = Drafter(costs, c.max_requests, c.max_sequence_length), EngineCounts()
         self.max_rows = min(2 * c.max_requests, c.max_tokens)  # bounds the memory of a step's logits
         self.prediction: PredictionDrafts | None = None
 
@@ -73,9 +57,9 @@ class SpeculativeEngine(DecodeLoopEngine):
         if not self._only_decodes:
             decoding = count - c.paused_request_count
             if decoding and not c.num_prefill_requests and not admission.may_add(self):
-                self.counts = self.counts.plus(DecodeCounts(steps=1, requests=decoding, tokens=decoding))
+                self.counts = self.counts.plus(EngineCounts(steps=1, requests=decoding, tokens=decoding))
             return super().step_modern()
-        self.counts = self.counts.plus(DecodeCounts(steps=1, requests=count, tokens=count))
+        self.counts = self.counts.plus(EngineCounts(steps=1, requests=count, tokens=count))
         if self.agreed_rows is not None:  # replicas that share experts have as many rows
             return super().step_modern()
         looks = self.prediction is not None or self.drafter.should_look(count)
@@ -164,7 +148,7 @@ class SpeculativeEngine(DecodeLoopEngine):
                 request.generated_log_probs += logprobs[start:end]
         more = int(counts.sum()) - len(requests)
         drafted = len(tokens) - len(requests)
-        self.counts = self.counts.plus(DecodeCounts(tokens=more, drafted=drafted, accepted=more))
+        self.counts = self.counts.plus(EngineCounts(tokens=more, drafted=drafted, accepted=more))
         return self._end_step(drawn_last, [logprobs[row] for row in last.tolist()])
 
     def _end_step(self, tokens: Tensor, logprobs: list[float]) -> dict:

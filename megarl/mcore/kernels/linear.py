@@ -34,6 +34,7 @@ _inner_product = torch.ops.mkldnn._linear_pointwise.default if HAS_INNER_PRODUCT
 _of_torch = torch.nn.functional.linear  # passes of models of transformers replace it
 HAS_WIDER_SUM = hasattr(torch.ops.aten.addmm, "dtype_out")
 HALF = torch.bfloat16, torch.float16
+SMALL_PRODUCT = 16**3  # multiplications up to which torch does not use oneDNN in 16 bits, but sums in another order
 _prepacked: dict[int, Tensor] = {}  # id of a weight -> its copy in the kernel's layout, inside `prepacked_weights`
 PREPACK_ROWS = 64  # rows that the layout is chosen for; results are the same for any number of rows
 _uses_onednn = HAS_INNER_PRODUCT
@@ -118,7 +119,20 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return native.ops.linear(x.contiguous(), weight, _prepacked.get(id(weight)), bias)
     if _has_onednn_kernel(x, weight):
         return _inner_product(x, _prepacked.get(id(weight), weight), bias, "none", [], "")
+    if x.dtype in HALF and x.device.type == "cpu":
+        return _of_more_than(SMALL_PRODUCT, x, weight, bias)
     return _of_torch(x, weight, bias)
+
+
+def _of_more_than(size: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Torch's product with rows of zeros after those of x, if it has no more than `size` multiplications without."""
+    columns, inner = weight.shape
+    rows = x.numel() // max(inner, 1)
+    missing = size // max(columns * inner, 1) + 1 - rows
+    if missing <= 0 or not x.numel():
+        return _of_torch(x, weight, bias)
+    longer = torch.nn.functional.pad(x.reshape(rows, inner), (0, 0, 0, missing))
+    return _of_torch(longer, weight, bias)[:rows].view(*x.shape[:-1], columns)
 
 
 def logits_with(weight: Tensor, is_exact: bool = False) -> Callable[[Tensor], Tensor]:
@@ -219,6 +233,13 @@ def to_all_ranks(x: Tensor, group, sequence_parallel: bool) -> Tensor:
     if sequence_parallel:
         return gather_from_sequence_parallel_region(x, group=group)
     return copy_to_tensor_model_parallel_region(x, group=group)
+
+
+def of_all_tokens(layer):
+    """A column-parallel layer whose input is what `to_all_ranks` returned: it reduces no gradient a second time."""
+    layer.sequence_parallel = layer.allreduce_dgrad = False
+    layer.disable_grad_reduce = True
+    return layer
 
 
 def _linear_gradient(ctx, grad):

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.kernels import native, with_gradient
 from megarl.mcore.kernels.batch_invariance import is_exact
+from megarl.mcore.parallel.process_groups import split_state_dict
 
 
 def _rms_norm_gradient(ctx, grad):
@@ -167,7 +167,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
     def __init__(self, config, heads: int, channels: int, group, shared=None):
         """`heads`: of this rank; `group`: the tensor-parallel group; `shared`: the `SharedGroup` whose head it is."""
         super().__init__()
-        self.eps, self.group, width = config.layernorm_epsilon, group, heads * channels
+        self.eps, self.tp_group, width = config.layernorm_epsilon, group, heads * channels
         self._is_by_rows, self._here = is_exact(config), None  # this rank's part of whole weights
         if shared is not None:
             self._here = slice(shared.number * width, (shared.number + 1) * width)
@@ -186,13 +186,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
         wide = x.flatten(1).to(torch.promote_types(x.dtype, torch.float32))
         weight = self.weight.to(wide.dtype)
         if self._here is not None:
-            weight = copy_to_tensor_model_parallel_region(weight, group=self.group)[self._here]
-        return _split_rms_norm(wide, weight, self.eps, self.group).to(x.dtype).view_as(x)
+            weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)[self._here]
+        return _split_rms_norm(wide, weight, self.eps, self.tp_group).to(x.dtype).view_as(x)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
-        """Describes the weights to checkpoints, split over tensor-parallel ranks unless each has the whole."""
-        state, replicas = self.state_dict(prefix="", keep_vars=True), metadata["dp_cp_group"]
-        axes = {"weight": 0} if self._here is None else {}
-        return make_sharded_tensors_for_checkpoint(
-            state, prefix, axes, sharded_offsets, tp_group=self.group, dp_cp_group=replicas
-        )
+    sharded_state_dict = split_state_dict

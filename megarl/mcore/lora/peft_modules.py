@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.mcore.config.model_flags import is_gated
 from megarl.mcore.lora.targets import IN_PROJ_TARGETS, TARGETS, LoRASettings, factor_shapes
-from megarl.mcore.model.projections import MAMBA_LINEARS, HeadLayout, linears_of
+from megarl.mcore.model.projections import MAMBA_LINEARS, HeadLayout, linears_of, projections_by_part
 from megarl.mcore.weights.hf.family import Family
 from megarl.mcore.weights.hf.mapping import GatedHeads, Mapping, NeighbourHeads, RecurrentPart, Rows, StackedExperts
 
@@ -113,7 +113,9 @@ def _parts(projection: str, projections: tuple[str, ...], heads: HeadLayout, row
     """Rows of a projection's parts that have keys of their own in checkpoints, by name; "": it has none."""
     if projections in MAMBA_LINEARS.values():
         return heads.recurrent.parts
-    return {[*heads.recurrent.parts][projections.index(projection)] if projections == IN_PROJ_TARGETS else "": rows}
+    if projection not in IN_PROJ_TARGETS:
+        return {"": rows}
+    return {part: rows for part, name in projections_by_part(heads.recurrent).items() if name == projection}
 
 
 def _outputs(mappings: dict[Mapping, int], name: str, heads: HeadLayout, before: list[Member]) -> slice | Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from megarl.mcore.config.model_flags import is_gated
 from megarl.mcore.model.pipeline_layout import layer_kinds
 from megarl.mcore.model.projections import (
+    IN_PROJ,
     LINEARS,
     MAMBA_LINEARS,
     HeadLayout,
@@ -28,9 +29,12 @@ ALL_LINEAR = "all-linear"
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
 LATENT_TARGETS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # of multi-latent attention
-IN_PROJ_TARGETS = ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_b", "in_proj_a")
-RECURRENT_TARGETS = (*IN_PROJ_TARGETS, "in_proj", "out_proj")  # of gated delta nets, of Mamba-2, of both
-TARGETS = ATTENTION_TARGETS + MLP_TARGETS + LATENT_TARGETS + RECURRENT_TARGETS
+GATE_TARGETS = ("g_proj",)  # of multi-latent attention with gates
+IN_PROJ_TARGETS = LINEARS[IN_PROJ]
+GATE_LATENT_TARGETS = ("g_a_proj", "g_b_proj", "f_a_proj", "f_b_proj")  # of gates and decays from latents
+# Of gated delta nets, of those with latents, of Mamba-2, of all.
+RECURRENT_TARGETS = (*IN_PROJ_TARGETS, *GATE_LATENT_TARGETS, "in_proj", "out_proj")
+TARGETS = ATTENTION_TARGETS + MLP_TARGETS + LATENT_TARGETS + GATE_TARGETS + RECURRENT_TARGETS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,22 +101,22 @@ def projections_of(linear: str, layer, args, targets: tuple[str, ...]) -> list[P
         layer: Megatron's column- or row-parallel linear layer.
         args: the role's Megatron namespace.
     """
-    names = next((names for suffix, names in linears_of(args).items() if linear.endswith(suffix)), ())
+    suffix, names = next((each for each in linears_of(args).items() if linear.endswith(each[0])), ("", ()))
     count, device = len(layer.weight), layer.weight.device
     rank, ranks = dist.get_rank(layer.tp_group), dist.get_world_size(layer.tp_group)
-    if names == LINEARS["self_attention.linear_qkv"]:
+    if suffix == "self_attention.linear_qkv":
         found = _projections_of_heads(HeadLayout.of(args), torch.arange(count, device=device), rank, ranks)
-    elif names == LINEARS["self_attention.in_proj"]:
+    elif suffix == IN_PROJ and names != MAMBA_LINEARS[IN_PROJ]:
         starts = [0, *itertools.accumulate(layer_sizes(args, ranks).parts.values())]
         found = [Projection(name, slice(a, b)) for name, a, b in zip(names, starts, starts[1:], strict=False)]
-    elif names == MAMBA_LINEARS["self_attention.in_proj"] and ranks > 1:
+    elif suffix == IN_PROJ and ranks > 1:
         # Its share of each part of the whole projection, one after another.
         sizes = [*layer_sizes(args, ranks).parts.values()]
         starts = [0, *itertools.accumulate(size * ranks for size in sizes)]
         of_parts = zip(starts[:-1], sizes, strict=True)
         held = torch.cat([torch.arange(size) + start + rank * size for start, size in of_parts])
         found = [Projection(names[0], slice(0, count), count * ranks, held.to(device))]
-    elif len(names) == 2 and is_gated(args):
+    elif len(names) == 2 and (is_gated(args) or suffix != "linear_fc1"):
         found = [Projection(names[0], slice(0, count // 2)), Projection(names[1], slice(count // 2, count))]
     else:
         found = [Projection(name, slice(0, count)) for name in names[-1:]]

@@ -32,6 +32,7 @@ class ModelChunk(GPTModel):
     """Megatron's model with rotary embeddings by each token's position, so a packed stream may be cut anywhere."""
 
     images: ImageStore | None = None  # that `vision.store.attach` gave it
+    replaces_rows = False  # of images by itself
 
     def forward(self, input_ids, position_ids, attention_mask, inference_context=None, **kwargs):
         """Same as Megatron's; a step of the rollout engine runs the layers' fast path."""

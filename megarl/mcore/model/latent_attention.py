@@ -19,7 +19,7 @@ from megarl.mcore.attention import rotary_embeddings as rotary
 from megarl.mcore.attention.cache_attention import Latents
 from megarl.mcore.attention.rotary_embeddings import Rotation
 from megarl.mcore.kernels.batch_invariance import sigmoid
-from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, to_all_ranks
+from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, of_all_tokens, to_all_ranks
 from megarl.mcore.model.decoder_layer import StepPlan, local_layer
 from megarl.mcore.parallel.context_parallel import gather_for_attention
 
@@ -156,13 +156,6 @@ class LatentAttention(Attention):
             gates = sigmoid(apply_linear(self.linear_gate, hidden)[0].float())
             values = values * gates.to(values.dtype).transpose(1, 2)
         return values.flatten(1).unsqueeze(1)
-
-
-def of_all_tokens(layer):
-    """A column-parallel layer whose input is what `to_all_ranks` returned."""
-    layer.sequence_parallel = layer.allreduce_dgrad = False
-    layer.disable_grad_reduce = True
-    return layer
 
 
 def _padded(heads: Tensor, width: int) -> Tensor:

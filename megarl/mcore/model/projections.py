@@ -2,7 +2,8 @@
 
 Megatron fuses some: `linear_qkv` keeps, for each key and value group, R·D rows of q (twice with gates), D of k and D of
 v; `linear_fc1` all gate rows, then all up rows. `in_proj` of a gated delta net has the rows of `HeadSizes.parts`, of
-which families fuse different ones; that of Mamba-2 is one projection with the rows of `SpaceSizes.parts`.
+which families fuse different ones, each a projection; that of Mamba-2 is one projection with the rows of
+`SpaceSizes.parts`.
 """
 
 from typing import NamedTuple
@@ -22,12 +23,17 @@ LINEARS = {
     "self_attention.linear_q_up_proj": ("q_b_proj",),
     "self_attention.linear_kv_down_proj": ("kv_a_proj_with_mqa",),
     "self_attention.linear_kv_up_proj": ("kv_b_proj",),
+    "self_attention.linear_gate": ("g_proj",),
     "self_attention.in_proj": ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_b", "in_proj_a"),
+    "self_attention.latent_proj": ("g_a_proj", "f_a_proj"),
+    "self_attention.z_proj": ("g_b_proj",),
+    "self_attention.alpha_proj": ("f_b_proj",),
     "self_attention.out_proj": ("out_proj",),
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
-MAMBA_LINEARS = {"self_attention.in_proj": ("in_proj",)}  # instead of those of a gated delta net
+IN_PROJ = "self_attention.in_proj"
+MAMBA_LINEARS = {IN_PROJ: ("in_proj",)}  # instead of those of a gated delta net
 
 Sizes = dict[str, tuple[int, int]]  # rows and columns of projections by name
 
@@ -74,7 +80,15 @@ def linears_of(args) -> dict[str, tuple[str, ...]]:
     """Those of `LINEARS` that a model has; of multi-latent attention perhaps more. `args`: its Megatron namespace."""
     absent = "self_attention.linear_qkv" if args.multi_latent_attention else "self_attention.linear_q_proj"
     found = {suffix: names for suffix, names in LINEARS.items() if suffix != absent}  # both have a q_proj
+    if args.hybrid_layer_pattern is None and has_states(args):
+        return found | {IN_PROJ: tuple(projections_by_part(layer_sizes(args, 1)).values())}
     return found if args.hybrid_layer_pattern is None else found | MAMBA_LINEARS
+
+
+def projections_by_part(sizes: HeadSizes | SpaceSizes) -> dict[str, str]:
+    """The projections in the first one of a gated delta net by the names of its parts."""
+    names = dict(zip(sizes.wide, LINEARS[IN_PROJ], strict=True))
+    return {part: names[part] for part in sizes.parts}
 
 
 def attention_sizes(args) -> Sizes:
@@ -98,6 +112,7 @@ def _latent_attention_sizes(args) -> Sizes:
         "kv_b_proj": (heads * args.qk_head_dim + attended, latent),
         "o_proj": (hidden, attended),
     }
+    sizes |= {"g_proj": (heads, hidden)} if args.attention_output_gate else {}
     of_queries = {"q_a_proj": (queries, hidden), "q_b_proj": (width, queries)}
     return sizes | ({"q_proj": (width, hidden)} if queries is None else of_queries)
 
@@ -108,8 +123,10 @@ def recurrent_sizes(args) -> Sizes:
     found = {"out_proj": (hidden, sizes.heads * sizes.values)}
     if isinstance(sizes, SpaceSizes):
         return found | {"in_proj": (sum(sizes.parts.values()), hidden)}
-    names = dict(zip(sizes.wide, LINEARS["self_attention.in_proj"], strict=True))
-    return found | {names[part]: (rows, hidden) for part, rows in sizes.parts.items()}
+    if sizes.gate_rank:
+        found |= dict.fromkeys(("g_a_proj", "f_a_proj"), (sizes.gate_rank, hidden))
+        found |= {"g_b_proj": (sizes.wide["z"], sizes.gate_rank), "f_b_proj": (sizes.wide["alpha"], sizes.gate_rank)}
+    return found | {name: (sizes.parts[part], hidden) for part, name in projections_by_part(sizes).items()}
 
 
 def mlp_sizes(args, ffn: int, width: int | None = None) -> Sizes:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.kernels.batch_invariance import sigmoid, silu
-from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, to_all_ranks
+from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, of_all_tokens, to_all_ranks
 from megarl.mcore.kernels.norm import RMSNorm, rms_norm
 from megarl.mcore.model.decoder_layer import StepPlan, local_layer
 from megarl.mcore.parallel.context_parallel import to_heads, to_tokens
@@ -209,9 +209,9 @@ class KimiDelta(GatedDeltaNet):
                 config.hidden_size, len(self.sizes.latents) * rank, config, self.tp_group
             )
         for part in self.sizes.latents:
-            up = submodules.in_proj(rank, self.sizes.wide[part] * ranks, **own)
-            up.sequence_parallel = up.allreduce_dgrad = False  # its input is what `to_all_ranks` returned
-            self.add_module(f"{part}_proj", up)
+            self.add_module(
+                f"{part}_proj", of_all_tokens(submodules.in_proj(rank, self.sizes.wide[part] * ranks, **own))
+            )
 
     def _projected(self, hidden: Tensor) -> Tensor:
         projected = super()._projected(hidden)
@@ -229,21 +229,6 @@ class KimiDelta(GatedDeltaNet):
 # -- Mamba-2 -------------------------------------------------------------------------------------------------------
 
 
-class GroupedNorm(torch.nn.Module):
-    """RMSNorm of each group of channels; ranks have whole groups."""
-
-    def __init__(self, channels: int, config):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(channels, dtype=config.params_dtype, device=device.device()))
-        self._epsilon = config.layernorm_epsilon
-
-    def forward(self, x: Tensor, groups: int, dtype: torch.dtype, weight: Tensor) -> Tensor:
-        """[T, I] in fp32 -> [T, I] of a type, normed in fp32 and multiplied by weights of that type."""
-        parts = x.unflatten(1, (groups, -1))
-        normed = rms_norm(parts, parts.new_ones(parts.shape[-1]), self._epsilon).flatten(1)
-        return normed.to(dtype) * weight
-
-
 class Mamba2(RecurrentMixer):
     """x, B and C by a convolution; a state of each head; norm of groups of what it reads times silu(z)."""
 
@@ -253,7 +238,7 @@ class Mamba2(RecurrentMixer):
         super().__init__(config, submodules, layer_number, pg_collection, CONVOLVED, has_bias=True)
         self.D = torch.nn.Parameter(torch.ones(self.sizes.heads, device=device.device()))
         self.dt_bias.draws_steps = True
-        self.norm = GroupedNorm(self.sizes.parts["x"], config)
+        self.norm = RMSNorm(self.sizes.parts["x"], config.layernorm_epsilon, dtype=config.params_dtype)
         self._mark_split(self.D, self.norm.weight)
 
     def _inputs(self, wide: Tensor, shares: int = 1, share: int = 0) -> SpaceInputs:
@@ -266,4 +251,6 @@ class Mamba2(RecurrentMixer):
     def _gated(self, read: Tensor, wide: Tensor, dtype: torch.dtype, shares: int, share: int) -> Tensor:
         sizes = self._sizes_of(shares)
         gated = read.flatten(1) * silu(wide[:, : sizes.parts["z"]].contiguous())
-        return self.norm(gated, sizes.groups, dtype, self.norm.weight.chunk(shares)[share])
+        groups = gated.unflatten(1, (sizes.groups, -1))  # each normed alone, in fp32; ranks have whole ones
+        normed = rms_norm(groups, groups.new_ones(groups.shape[-1]), self.norm.eps).flatten(1)
+        return normed.to(dtype) * self.norm.weight.chunk(shares)[share]

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megarl.mcore import device
@@ -18,11 +17,19 @@ from megarl.mcore.attention.cache_attention import softmax_scale
 from megarl.mcore.attention.chosen_keys import Choice, KeyReads, choose, chosen_attention
 from megarl.mcore.attention.rotary_embeddings import Rotation
 from megarl.mcore.attention.segments import SegmentPlan
-from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, at_least_rows, linear, to_all_ranks
+from megarl.mcore.kernels.linear import (
+    ReplicatedLinear,
+    apply_linear,
+    at_least_rows,
+    linear,
+    of_all_tokens,
+    to_all_ranks,
+)
 from megarl.mcore.model.decoder_layer import StepPlan
-from megarl.mcore.model.latent_attention import LatentAttention, of_all_tokens, rotate_pairs
+from megarl.mcore.model.latent_attention import LatentAttention, rotate_pairs
 from megarl.mcore.model.pipeline_layout import indexer_of
 from megarl.mcore.parallel.context_parallel import gather_for_attention
+from megarl.mcore.parallel.process_groups import split_state_dict
 
 KEY_NORM_EPSILON = 1e-6  # in transformers and in DeepSeek's own code
 
@@ -45,7 +52,7 @@ class Indexer(torch.nn.Module):
         """`heads_of_rank`: column-parallel layer from latents of queries to I·C numbers."""
         super().__init__()
         self.heads, self.channels = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
-        self.rotated, self.config, self.group = config.qk_pos_emb_head_dim, config, group
+        self.rotated, self.config, self.tp_group = config.qk_pos_emb_head_dim, config, group
         self.rotate = rotate_pairs if config.dsa_indexer_rope_interleaved else rotate_halves
         self.linear_wq_b = of_all_tokens(heads_of_rank)
         self.linear_wk = ReplicatedLinear(config.hidden_size, self.channels, config, group)
@@ -54,31 +61,26 @@ class Indexer(torch.nn.Module):
         self.linear_weights_proj = ReplicatedLinear(config.hidden_size, self.heads, config, group)
         self.requires_grad_(False)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
-        """Describes the parameters to checkpoints, the largest one split over tensor-parallel ranks."""
-        state, replicas = self.state_dict(prefix="", keep_vars=True), metadata["dp_cp_group"]
-        return make_sharded_tensors_for_checkpoint(
-            state, prefix, {"linear_wq_b.weight": 0}, sharded_offsets, tp_group=self.group, dp_cp_group=replicas
-        )
+    sharded_state_dict = split_state_dict
 
     @torch.no_grad()
     def queries(self, hidden: Tensor, latent: Tensor, rotation: Rotation) -> tuple[Callable[[Tensor], Tensor], Tensor]:
         """Hidden states and normed latents [T, 1, …], under sequence parallelism of this rank's tokens -> heads and
         weights of all T, as `choose` takes them."""
         both = torch.cat([self.linear_weights_proj(hidden), latent], -1)
-        both = to_all_ranks(both, self.group, self.config.sequence_parallel)
+        both = to_all_ranks(both, self.tp_group, self.config.sequence_parallel)
         weights, latent = both.split((self.heads, latent.shape[-1]), -1)
         return functools.partial(self._heads, latent, rotation), weights.squeeze(1).float() * self.heads**-0.5
 
     @torch.no_grad()
     def keys(self, hidden: Tensor, rotation: Rotation) -> Tensor:
         """[T, 1, H], under sequence parallelism of this rank -> [T, C] of all T."""
-        keys = to_all_ranks(self.k_norm(self.linear_wk(hidden)), self.group, self.config.sequence_parallel)
+        keys = to_all_ranks(self.k_norm(self.linear_wk(hidden)), self.tp_group, self.config.sequence_parallel)
         return self._rotated(keys.unsqueeze(2), rotation).flatten(1)
 
     def _heads(self, latent: Tensor, rotation: Rotation, tokens: Tensor) -> Tensor:
         heads = at_least_rows(lambda x: apply_linear(self.linear_wq_b, x)[0], latent[tokens])
-        heads = gather_from_tensor_model_parallel_region(heads, group=self.group)
+        heads = gather_from_tensor_model_parallel_region(heads, group=self.tp_group)
         return self._rotated(heads.unflatten(-1, (self.heads, self.channels)), rotation.at(tokens)).squeeze(1)
 
     def _rotated(self, x: Tensor, rotation: Rotation) -> Tensor:

@@ -172,7 +172,6 @@ def _attention(args, t: int) -> list[Weight]:
 def _latents(args, t: int) -> list[Weight]:
     """Latents of L and r channels on every rank, with norms; from them, Q query latents and the values, the heads of
     this rank; perhaps a gate of each head."""
-    gates = (args.num_attention_heads, args.hidden_size)
     norms = {"linear_q_down_proj": ("q", args.q_lora_rank), "linear_kv_down_proj": ("kv", args.kv_lora_rank)}
     weights: list[Weight] = []
     for name, size in linear_sizes(args, attention_sizes(args)).items():
@@ -180,9 +179,7 @@ def _latents(args, t: int) -> list[Weight]:
         latent, width = norms.get(name.rpartition(".")[2], ("", 0))
         if args.qk_layernorm and latent:
             weights += _norm(args, f"self_attention.{latent}_layernorm", width)
-    return weights + (
-        _linear(args, "self_attention.linear_gate", gates, False, t) if args.attention_output_gate else []
-    )
+    return weights
 
 
 def _indexer(args, t: int) -> list[Weight]:

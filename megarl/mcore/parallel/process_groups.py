@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -152,3 +153,12 @@ def all_reduce_number(value: int, group, op=dist.ReduceOp.SUM) -> int:
     if dist.get_world_size(group) == 1:
         return value
     return int(all_reduce(torch.tensor([value], dtype=torch.int64, device=device.device()), group, op))
+
+
+def split_state_dict(module, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
+    """A module's `sharded_state_dict`: weights that Megatron's mark calls split are split over its `tp_group`."""
+    state = module.state_dict(prefix="", keep_vars=True)
+    axes = {name: each.partition_dim for name, each in state.items() if getattr(each, "tensor_model_parallel", False)}
+    return make_sharded_tensors_for_checkpoint(
+        state, prefix, axes, sharded_offsets, tp_group=module.tp_group, dp_cp_group=metadata["dp_cp_group"]
+    )

@@ -22,6 +22,7 @@ from megarl.mcore.recurrence import fused_chunks
 from megarl.mcore.recurrence.runs import Runs, States, convolved, decay_ratios, scan_chunks
 
 EPSILON = 1e-6  # added to the squared length of queries and keys
+DECAY_BLOCK = 16  # rows of a chunk between which ratios of decays by channel are computed one by one
 
 
 class HeadSizes(NamedTuple):
@@ -114,7 +115,7 @@ class Inputs(NamedTuple):
         convolve_rows(self.x, self.weight, None, numbers, states.inputs, mixed)
         read = mixed.new_empty(len(mixed), sizes.heads, sizes.values)
         gates = [self.a, self.b, self.decay_logs, self.biases]
-        delta_rows(mixed, gates, numbers, states.memories, read, sizes.groups, EPSILON)
+        delta_rows(mixed, gates, numbers, states.memories, read, sizes.groups, EPSILON, sizes.bound)
         return read
 
     def _gates(self, sizes: HeadSizes) -> tuple[Tensor, Tensor]:
@@ -145,18 +146,35 @@ def _heads_of(mixed: Tensor, sizes: HeadSizes) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v.unflatten(1, (sizes.heads, sizes.values))
 
 
+def _decayed_products(x: Tensor, k: Tensor, sums: Tensor) -> Tensor:
+    """[N, M, H, C, C]: products of x with the keys up to its row, whose channels decay in between.
+
+    A block of rows has ratios of decays between its own rows alone. With the rows before it x decays since the block's
+    first row, and keys up to that row: neither factor exceeds 1. x: [N, M, H, C, K]; k, sums of logarithms of decays:
+    [M, H, C, K].
+    """
+    count, found = k.shape[2], []
+    for first in range(0, count, DECAY_BLOCK):
+        own, before = slice(first, first + DECAY_BLOCK), slice(0, first)
+        start = sums[:, :, first : first + 1]
+        keys = k[:, :, before] * (start - sums[:, :, before]).exp()
+        left = (x[..., own, :] * (sums[:, :, own] - start).exp()) @ keys.mT
+        ratios = decay_ratios(sums[:, :, own].mT) * k[:, :, own].mT.unsqueeze(-2)
+        inside = torch.einsum("nmhik, mhkij -> nmhij", x[..., own, :], ratios)
+        found.append(functional.pad(torch.cat([left, inside], -1), (0, max(count - own.stop, 0))))
+    return torch.cat(found, -2)
+
+
 def _chunk_steps(q: Tensor, k: Tensor, v: Tensor, log_decays: Tensor, strengths: Tensor) -> Callable:
     """As `steps_of` of `scan_chunks`; rows of padding have strength 0 and decay 1, and so change nothing. q, k:
     [M, H, C, K], v: [M, H, C, V], strengths: [M, H, C, 1], log_decays: [M, H, C, D]."""
     of_channels = log_decays.mT.cumsum(-1)
-    ratios, total = decay_ratios(of_channels), of_channels.mT
-
-    def products(x: Tensor) -> Tensor:  # with the keys, as far as these have not decayed
-        if ratios.shape[2] == 1:
-            return x @ k.mT * ratios.squeeze(2)
-        return torch.einsum("mhik, mhjk, mhkij -> mhij", x, k, ratios)
-
-    scores, system = products(q), products(k * strengths)
+    total = of_channels.mT
+    if log_decays.shape[-1] == 1:
+        ratios = decay_ratios(of_channels.squeeze(2))
+        scores, system = q @ k.mT * ratios, (k * strengths) @ k.mT * ratios
+    else:
+        scores, system = _decayed_products(torch.stack([q, k * strengths]), k, total)
     solve = {"upper": False, "unitriangular": True}
     new = torch.linalg.solve_triangular(system, v * strengths, **solve)
     old = torch.linalg.solve_triangular(system, k * strengths * total.exp(), **solve)

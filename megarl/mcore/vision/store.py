@@ -125,7 +125,10 @@ class ImageStore(OrderedDict[int, Image]):
         return self[key].size if key in self or self._source is None else self._source.size(key)
 
     def rows(self, tokens: Tensor) -> "ImageRows | None":
-        """The rows of images among tokens [T]; None: there are none."""
+        """The rows of images among tokens [T]; None: there are none. Steps that become a CUDA graph decode: no token of
+        a response is a row."""
+        if tokens.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
         at = (tokens < 0).nonzero().flatten()
         return ImageRows(at, tokens[at].cpu(), self) if len(at) else None
 
@@ -253,6 +256,8 @@ def attach(chunk, store: ImageStore):
     if chunk.images is store:  # two roles may run one model
         return
     chunk.images = store
+    if chunk.replaces_rows:
+        return
     if chunk.pre_process:
         # Rows of images stand on token 0, whose gradient then has exactly nothing of them.
         chunk.embedding.word_embeddings.register_forward_pre_hook(lambda module, args: (args[0].clamp(min=0),))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megarl.data.conversations import Encoder
+from megarl.data.images.names import readable
 from megarl.data.places import filled
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet
@@ -51,7 +52,8 @@ class JudgePrompts:
 
     def messages(self, prompt: Prompt, responses: Sequence[str]) -> list[dict[str, str]]:
         """The messages with their places filled. UsageError if the prompt lacks a field."""
-        texts = [self._turns.shortened({"role": "user", "content": text})["content"] for text in responses]
+        plain = map(readable, responses)  # a policy's mark is no image
+        texts = [self._turns.shortened({"role": "user", "content": text})["content"] for text in plain]
         values, places = self._values(prompt), PLACES[self.config.mode]
         code = self._code([*texts, *values.values()])
         labels = [f" {number}" if self.config.compares else "" for number in range(1, len(texts) + 1)]
@@ -94,7 +96,7 @@ class JudgePrompts:
     def _values(self, prompt: Prompt) -> dict[str, str]:
         """Texts by place, without the response. UsageError if the prompt lacks one."""
         metadata = prompt.metadata or {}
-        own = {"question": prompt.text, "answer": prompt.answer}
+        own = {"question": prompt.marked_text, "answer": prompt.answer}
         values = {}
         for name in (place for place in self.config.places if place not in PLACES[self.config.mode]):
             value = own[name] if name in own else metadata.get(name)

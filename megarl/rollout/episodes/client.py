@@ -224,7 +224,7 @@ class EnvironmentClient:
         tree = played.tree
         if tree is None or not tree.written:
             raise ValueError("the agent ended without a turn of the policy")
-        played.turns = [turn.turn for turn in tree.written if turn.turn is not None]
+        played.turns = tree.parsed
         turns = tuple(turn.number for turn in tree.written)
         return EnvironmentResult(number, [], end.reward, True, end.correct, turns=turns, truncated=tree.is_truncated)
 

@@ -24,7 +24,7 @@ _ONE_AT_A_TIME = "with --partial-rollouts an agent asks for one turn at a time: 
 
 @dataclass
 class AgentTurn:
-    """A turn that an agent has asked for; `tokens` is None until it is written."""
+    """A turn that an agent has asked for; `reply` is None until it is written."""
 
     number: int
     parent: "AgentTurn | None"
@@ -36,16 +36,19 @@ class AgentTurn:
     depth: int  # turns before it
     is_rewritten: bool  # its history rewrites turns of the policy
     stream: int = 0  # names its random numbers
-    tokens: list[int] | None = None
-    turn: Turn | None = None
     reply: Reply | None = None
     waiting: list[Place] = field(default_factory=list)
     is_asked: bool = True  # by the present run of the agent
 
     @property
+    def row(self) -> list[int]:
+        """Its prompt and what is written of it."""
+        return [*self.prompt, *(() if self.reply is None else self.reply.tokens)]
+
+    @property
     def row_length(self) -> int:
         """Tokens of the row up to the turn's end, at most."""
-        return len(self.prompt) + (self.limit if self.tokens is None else len(self.tokens))
+        return len(self.prompt) + (self.limit if self.reply is None else len(self.reply.tokens))
 
 
 class MessageTree:
@@ -82,7 +85,13 @@ class MessageTree:
     @property
     def written(self) -> list[AgentTurn]:
         """Those of them that the policy has written."""
-        return [turn for turn in self.asked if turn.tokens is not None]
+        return [turn for turn in self.asked if turn.reply is not None]
+
+    @property
+    def parsed(self) -> list[Turn]:
+        """The latter as text and calls."""
+        replies = [turn.reply for turn in self.written]
+        return [reply.turn for reply in replies if reply is not None and reply.turn is not None]
 
     @property
     def rewritten(self) -> int:
@@ -105,8 +114,8 @@ class MessageTree:
         self._turns = self._turns[: number + 1]
         self._by_ask = {key: turn for key, turn in self._by_ask.items() if turn.number <= number}
         self._by_path = {path: turn for path, turn in self._by_path.items() if turn.number < number}
-        is_ahead = len(gone) > 1 or gone[0].tokens is not None
-        gone[0].tokens = gone[0].turn = gone[0].reply = None
+        is_ahead = len(gone) > 1 or gone[0].reply is not None
+        gone[0].reply = None
         return is_ahead
 
     def request(self, place: Place, ask: Ask) -> TurnRequest | Reply | None:
@@ -126,7 +135,7 @@ class MessageTree:
             turn.is_asked = True
             turn.waiting += [place] if turn.reply is None else []
             return turn.reply
-        if self._limits.is_carried and (self._is_concurrent or any(turn.tokens is None for turn in self.asked)):
+        if self._limits.is_carried and (self._is_concurrent or any(turn.reply is None for turn in self.asked)):
             self._is_concurrent = True
             return Reply(None, error=_ONE_AT_A_TIME, code="one_turn_at_a_time")
         try:
@@ -148,18 +157,17 @@ class MessageTree:
     def _to_generate(self, turn: AgentTurn) -> TurnRequest:
         known, parent = 0, None
         if turn.parent is not None:
-            known, parent = len(turn.parent.prompt) + len(turn.parent.tokens or ()), turn.parent.number
+            known, parent = len(turn.parent.row), turn.parent.number
         tokens, stops = turn.prompt[known:], turn.ask.stops
         return TurnRequest(self.number, turn.number, parent, tokens, turn.limit, turn.stream, stops)
 
     def write(self, number: int, tokens: list[int], logprobs: list[float], finished: bool) -> list[tuple[Place, Reply]]:
         """Takes in what the policy has written of a turn; returns the replies to those that wait for it."""
         turn = self._turns[number]
-        turn.tokens = tokens
         text, marked = self._turn_tokens.text(tokens), self._turn_tokens.marked_text(tokens, self._form.all_marks)
-        turn.turn = parse_turn(text, turn.depth, self._form, turn.ask.tools or (), marked)
+        parsed = parse_turn(text, turn.depth, self._form, turn.ask.tools or (), marked)
         finish, is_budget = "stop" if finished else "length", not finished and turn.is_run_limit
-        turn.reply = Reply(turn.turn, finish, turn.prompt, tokens, logprobs, is_budget=is_budget)
+        turn.reply = Reply(parsed, finish, turn.prompt, tokens, logprobs, is_budget=is_budget)
         path = digests([*turn.ask.messages, turn.reply.message], turn.ask.tools)[-1]
         self._by_path.setdefault(path, turn)
         waiting, turn.waiting = turn.waiting, []
@@ -179,8 +187,7 @@ class MessageTree:
             messages, tools, max_tokens, stops = of_ask["ask"]
             ask = Ask(messages, tools, max_tokens, tuple(stops))
             parent = None if fact["parent"] is None else self._turns[fact["parent"]]
-            before = [] if parent is None else [*parent.prompt, *(parent.tokens or ())]
-            prompt = [*before, *fact["prompt"]]
+            prompt = [*(() if parent is None else parent.row), *fact["prompt"]]
             depth, root_length = (0, len(prompt)) if parent is None else (parent.depth + 1, parent.root_length)
             turn = AgentTurn(
                 number, parent, ask, prompt, fact["limit"], of_ask["is_run_limit"], root_length, depth,
@@ -219,13 +226,12 @@ class MessageTree:
         """The tokens of a prompt that continues a turn; None if the template would show the turn otherwise."""
         if not fresh or any(message["role"] == "assistant" for message in fresh):
             return None
-        assert parent.tokens is not None  # a turn that is continued has been written
-        shown = [*self._shown(parent), *fresh]
-        following = self._turn_tokens.following(shown, len(fresh), parent.tokens[-1], ask.tools)
+        last, shown = parent.row[-1], [*self._shown(parent), *fresh]  # a turn that is continued has been written
+        following = self._turn_tokens.following(shown, len(fresh), last, ask.tools)
         if following is None:
             return None
-        between = [] if parent.tokens[-1] in self._ends else [self._turn_tokens.closing_token()]
-        return [*parent.prompt, *parent.tokens, *between, *following]
+        between = [] if last in self._ends else [self._turn_tokens.closing_token()]
+        return [*parent.row, *between, *following]
 
     def _shown(self, turn: AgentTurn) -> list[Message]:
         """The messages up to a turn's own, with the policy's thoughts."""

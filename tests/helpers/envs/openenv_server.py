@@ -6,6 +6,8 @@ import random
 import threading
 from contextlib import contextmanager
 
+from tests.helpers.waiting import SAFETY_SECONDS
+
 TOOLS = [
     {
         "name": "add",
@@ -90,7 +92,7 @@ def openenv_server():
 
     thread = threading.Thread(target=loop.run_until_complete, args=(run(),), daemon=True)
     thread.start()
-    assert ready.wait(60)
+    assert ready.wait(SAFETY_SECONDS)
     try:
         yield f"http://127.0.0.1:{found['port']}", closed
     finally:

@@ -1,4 +1,4 @@
-"""A driver of sessions, as a process of its own: `session_driver.py URL KEY KIND`. It plays until the run has ended.
+"""A driver of sessions, for a process of its own. It plays until the run has ended.
 
 Kinds: `sums` plays the agent of that name; `faults` also leaves some sessions to themselves.
 """
@@ -8,7 +8,6 @@ import contextlib
 import json
 import random
 import socket
-import sys
 import urllib.error
 import urllib.request
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ import openai
 
 from tests.helpers.envs.agents import sums
 from tests.helpers.waiting import SAFETY_SECONDS
+from tests.helpers.worlds import die_with_parent
 
 WAIT = 0.05  # seconds between two tries to take a session
 CLIENTS = 4  # sessions at a time
@@ -90,5 +90,7 @@ async def drive(url: str, key: str, kind: str):
     await asyncio.gather(*(one() for _ in range(CLIENTS)))
 
 
-if __name__ == "__main__":
-    asyncio.run(drive(*sys.argv[1:]))
+def main(url: str, key: str, kind: str):
+    """The driver, which ends with its parent."""
+    die_with_parent()
+    asyncio.run(drive(url, key, kind))

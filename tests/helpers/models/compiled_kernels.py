@@ -76,7 +76,7 @@ OPTIONS = {
 }
 HEAD_ROWS = dict.fromkeys(("logits", "temperatures", "sums", "statistics", "grads"), "*fp32")
 HEAD_ROWS |= {"targets": "*i64", "out": "*bf16", "row_stride": "i64", "out_stride": "i64", "temperature": "fp32"}
-HEAD_ROWS |= dict.fromkeys(("count", "columns", "rows"), "i32")
+HEAD_ROWS |= dict.fromkeys(("count", "columns", "rows", "sum_stride", "statistic_stride", "grad_stride"), "i32")
 cases += [
     (kernel, HEAD_ROWS, dict(TILE=head_rows.TILE, HAS_TEMPERATURES=flag))
     for kernel, flag in ((head_rows._sum_row, False), (head_rows._grad_row, True))
@@ -92,13 +92,15 @@ cases += [
 TOKENS = dict.fromkeys(("x", "weight", "bias", "inputs", "out", "mixed", "a", "b", "steps"), "*fp32")
 TOKENS |= dict.fromkeys(("decay_logs", "biases", "skips", "memories"), "*fp32") | {"numbers": "*i32"}
 TOKENS |= dict.fromkeys(("row_stride", "gate_stride", "step_stride", "channels", "groups", "heads"), "i32")
-TOKENS |= dict.fromkeys(("scale", "epsilon", "min_step"), "fp32")
+TOKENS |= dict.fromkeys(("scale", "epsilon", "bound", "min_step"), "fp32")
 CONVOLVED = dict(TAPS=4, HAS_BIAS=True, TILE=recurrent_rows.CHANNEL_TILE)
 cases += [(recurrent_rows._convolve_row, TOKENS, CONVOLVED)]
+STATE = recurrent_rows._tiles(128, 128)
 cases += [
-    (kernel, TOKENS, recurrent_rows._tiles(128, 128))
-    for kernel in (recurrent_rows._delta_row, recurrent_rows._space_row)
+    (recurrent_rows._delta_row, TOKENS, STATE | dict(DECAYS=decays, IS_BOUNDED=is_bounded))
+    for decays, is_bounded in ((1, False), (128, False), (128, True))
 ]
+cases += [(recurrent_rows._space_row, TOKENS, STATE)]
 TILES = dict(ROWS=exact_rows.ROWS, COLUMNS=exact_rows.COLUMNS, INNER=exact_rows.INNER)
 cases += [(exact_rows._product_tile, FP32, TILES | dict(HAS_BIAS=True))]
 cases += [

@@ -115,15 +115,17 @@ def convolve_rows(x, weight, bias, numbers, inputs, out):
     inputs[states] = read[rows, 1:].float()
 
 
-def delta_rows(mixed, gates, numbers, memories, out, groups, epsilon):
+def delta_rows(mixed, gates, numbers, memories, out, groups, epsilon, bound):
     """As that of `kernels.cuda.recurrent_rows`: the rule of 2412.06464, a token of each row."""
     (_, heads, keys, values), (a, b, decay_logs, biases) = memories.shape, gates
     rows, out = (numbers >= 0).nonzero().squeeze(1), out.zero_()
     q, k, v = mixed[rows].double().split((groups * keys, groups * keys, heads * values), 1)
     q, k = (x.unflatten(1, (groups, keys)).repeat_interleave(heads // groups, 1) for x in (q, k))
     q, k = (x / (x.square().sum(-1, keepdim=True) + epsilon).sqrt() for x in (q, k))
-    decays = (-decay_logs.exp() * torch.nn.functional.softplus(a[rows] + biases)).exp().double()
-    memory = memories[numbers[rows].long()] * decays[..., None, None]
+    before, rates = (a[rows] + biases).unflatten(1, (heads, -1)).double(), decay_logs.exp()[:, None]
+    of_bound = None if bound is None else bound * (rates * before).sigmoid()
+    log_decays = -rates * torch.nn.functional.softplus(before) if of_bound is None else of_bound
+    memory = memories[numbers[rows].long()] * log_decays.exp().unsqueeze(-1)
     change = (v.unflatten(1, (heads, values)) - torch.einsum("thk,thkv->thv", k, memory)) * b[rows].sigmoid()[..., None]
     memory = memory + k.unsqueeze(-1) * change.unsqueeze(-2)
     memories[numbers[rows].long()] = memory.float()

@@ -21,6 +21,12 @@ MAMBA = (
 LATENT = (
     "--multi-latent-attention --kv-lora-rank 16 --q-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8"
 )
+_CHANNELS = (  # beside latents
+    f"{LATENT} --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-channel-decay"
+    " --linear-num-key-heads 2 --linear-num-value-heads 2 --linear-key-head-dim 16 --linear-value-head-dim 16"
+)
+CHANNELS = [f"{_CHANNELS} --position-embedding-type none --linear-gate-rank 8",
+            f"{_CHANNELS} --attention-output-gate --linear-decay-bound -4"]  # fmt: skip
 # Reference and critic have no place here: runs with them are refused, or run as the other values say.
 APART = "--train-iters 3 --advantage grpo --role-map actor=0;reward=1;rollout=1"
 TURNS = (

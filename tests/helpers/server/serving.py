@@ -1,31 +1,35 @@
 """The real HTTP process with a scripted leader at the other end of its link, which stands for the ranks.
 
-The leader is a real peer on a real socket that says what is in `megarl.serving.replica_messages`; it has no model, and
-answers what its script says. It runs in a thread, which is joined at the end.
+The process is a fork, since its imports take longer than most tests; `tests/programs/test_serve.py` starts it as ranks
+do. The leader is a real peer on a real socket that says what is in `megarl.serving.replica_messages`; it has no model,
+and answers what its script says. It runs in a thread, which is joined at the end.
 """
 
 import asyncio
 import contextlib
 import json
+import logging
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from multiprocessing import Pipe, get_context
 
 import httpx
 import openai
 
-from megarl.child_process import Child
+from megarl.child_process import Child, blocked
 from megarl.data.conversations import Encoder, build_encoder
 from megarl.data.tokenizers import build_tokenizer
 from megarl.flags.serving import Serving
-from megarl.serving import links
+from megarl.serving import frontend, links
 from megarl.serving import replica_messages as messages
 from megarl.serving.app import build_app
 from megarl.serving.configuration import FrontendConfig
 from megarl.serving.context import ServingContext
 from tests.helpers.texts import small_tokenizers
-
-LIMIT = 60.0  # seconds after which a test that waits has failed
+from tests.helpers.waiting import SAFETY_SECONDS
 
 Script = Callable[["ScriptedLeader", messages.ToReplica], None]
 
@@ -52,17 +56,17 @@ class ScriptedLeader:
     def wait_for(self, count: int, kind: type = messages.Generate) -> list:
         """The messages of a kind, once there are `count`."""
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self._of(kind)) >= count, LIMIT), self.frames
+            assert self._changed.wait_for(lambda: len(self._of(kind)) >= count, SAFETY_SECONDS), self.frames
             return self._of(kind)
 
     def wait_closed(self):
         """Waits until the frontend has closed the connection."""
-        self._thread.join(LIMIT)
+        self._thread.join(SAFETY_SECONDS)
         assert not self._thread.is_alive()
 
     def close(self):
         """Ends the connection after what was sent, and the thread."""
-        self.link.close(LIMIT)
+        self.link.close(SAFETY_SECONDS)
         self._thread.join()
 
     def _of(self, kind: type) -> list:
@@ -127,6 +131,37 @@ class Answers:
             leader.tokens(messages.RequestUpdate(frame.id, [token], [self.logprob(token)], top and [top], finish, last))
 
 
+class _Forked(Child):
+    """The HTTP process as a fork of this one, without its files, handlers of logs, and session."""
+
+    def __init__(self, log):
+        self.connection, theirs = Pipe()
+        self._fork = get_context("fork").Process(target=self._run, args=(theirs, log), daemon=True)
+        with theirs, blocked():
+            self._fork.start()
+        self.process = self
+        self.pid = self._fork.pid
+
+    @staticmethod
+    def _run(theirs, log):
+        os.setsid()
+        kept = os.dup2(theirs.fileno(), 3)
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+        os.dup2(2, 1)
+        os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+        sys.argv, sys.stderr = ["frontend", str(kept)], os.fdopen(2, "w", buffering=1)
+        logging.root.handlers.clear()
+        os._exit(frontend.main())
+
+    def poll(self) -> int | None:
+        return self._fork.exitcode
+
+    def wait(self, timeout: float | None = None):
+        self._fork.join(timeout)
+        if self._fork.exitcode is None:
+            raise subprocess.TimeoutExpired("frontend", timeout)
+
+
 class Served:
     """A running HTTP process: `url`, `client` (httpx), `leaders`, `process`, `tokenizer`."""
 
@@ -145,8 +180,7 @@ class Served:
         config = FrontendConfig(**{**defaults, **settings}, settings=flags)
         self.leaders: list[ScriptedLeader] = []
         self._log = folder / "stderr"
-        with stderr_in(self._log):
-            self.process = Child("megarl.serving.frontend")
+        self.process = _Forked(self._log)
         self.process.send(config)
         self.found = self.process.connection.recv()  # what is wrong with the configuration, if it is a text
         if isinstance(self.found, str):
@@ -154,7 +188,7 @@ class Served:
         self.url, self.address, self.key = self.found
         self.port = int(self.url.rpartition(":")[2])
         headers = {"Authorization": f"Bearer {config.api_keys[0]}"} if config.api_keys else {}
-        self.client = httpx.Client(base_url=self.url, timeout=LIMIT, headers=headers)
+        self.client = httpx.Client(base_url=self.url, timeout=SAFETY_SECONDS, headers=headers)
         script = script or Answers(self.tokenizer, {})
         for replica in range(leaders):
             self.connect(replica, script, ready or {})
@@ -184,7 +218,7 @@ class Served:
         return [json.loads(line) for line in lines]
 
     def exit_status(self) -> int:
-        return self.process.status(LIMIT)
+        return self.process.status(SAFETY_SECONDS)
 
     @property
     def stderr(self) -> str:
@@ -232,7 +266,7 @@ def answering(folder, answers: dict[str, str], **settings):
 
 def openai_client(server: Served) -> openai.OpenAI:
     """OpenAI's client of a server without keys, as a context."""
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT, max_retries=0)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=SAFETY_SECONDS, max_retries=0)
 
 
 # -- the application without leaders and without a process -------------------------------------------------------------

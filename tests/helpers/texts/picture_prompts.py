@@ -51,9 +51,50 @@ _QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|v
          "<|video_pad|>"]  # fmt: skip
 _GLM = ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|begin_of_image|>",
         "<|image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|video|>", "<|end_of_video|>"]  # fmt: skip
+# As that of Mistral Small 3.1, and one of LLaVA's.
+MISTRAL = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '[SYSTEM_PROMPT]' if message.role == 'system' else '[INST]' if message.role == 'user' }}
+    {%- if message.content is string %}{{- message.content }}
+    {%- else %}
+        {%- for block in message.content %}
+            {%- if block.type == 'text' %}{{- block.text }}{%- elif block.type == 'image' %}{{- '[IMG]' }}{%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {{- '[/SYSTEM_PROMPT]' if message.role == 'system' else '[/INST]' if message.role == 'user' else eos_token }}
+{%- endfor %}
+"""
+LLAVA = """\
+{%- for message in messages %}
+    {{- message.role | upper + ': ' }}
+    {%- if message.content is string %}{{- message.content }}
+    {%- else %}
+        {%- for content in message.content %}
+            {%- if content.type == 'image' %}{{- '<image>\n' }}{%- else %}{{- content.text }}{%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {{- '</s>' if message.role == 'assistant' else ' ' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- 'ASSISTANT:' }}{%- endif %}
+"""
+_MISTRAL = ["<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[IMG]",
+            "[IMG_BREAK]", "[IMG_END]"]  # fmt: skip
+# Special tokens, template, placeholder of an image, end of a turn, padding.
+_TEXTS = {
+    "qwen": (_QWEN, QWEN_VL, "<|image_pad|>", "<|im_end|>", "<|endoftext|>"),
+    "glm4v": (_GLM, GLM_V, "<|image|>", "<|user|>", "<|endoftext|>"),
+    "mistral3": (_MISTRAL, MISTRAL, "[IMG]", "</s>", "<s>"),
+    "llava": (["<s>", "</s>", "<image>"], LLAVA, "<image>", "</s>", "<s>"),
+}
 _CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 _SIZES = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2, **_CLIP}
 _QWEN2 = {"min_pixels": 3136, "max_pixels": 12845056, **_SIZES, "image_processor_type": "Qwen2VLImageProcessor"}
+# What config.json says of the tokens of an image.
+_CONFIGS = {
+    "mistral3": {"vision_config": {"patch_size": 14}, "spatial_merge_size": 2},
+    "llava": {"vision_config": {"patch_size": 14, "image_size": 336}},
+}
 # Family -> the published preprocessor_config.json of a model of it.
 PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {**_QWEN2, "processor_class": "Qwen2VLProcessor"},
@@ -66,6 +107,16 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "glm4v": {
         "size": {"shortest_edge": 12544, "longest_edge": 9633792}, "do_rescale": True, **_SIZES,
         "image_processor_type": "Glm4vImageProcessor", "processor_class": "Glm4vProcessor",
+    },
+    "mistral3": {
+        "do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True, **_CLIP, "patch_size": 14,
+        "resample": 3, "rescale_factor": 1 / 255, "size": {"longest_edge": 1540}, "processor_class": "PixtralProcessor",
+        "image_processor_type": "PixtralImageProcessor",
+    },
+    "llava": {
+        "crop_size": {"height": 336, "width": 336}, "do_center_crop": True, "do_normalize": True, "do_resize": True,
+        **_CLIP, "resample": 3, "size": {"shortest_edge": 336}, "image_processor_type": "CLIPImageProcessor",
+        "processor_class": "LlavaProcessor",
     },
 }  # fmt: skip
 
@@ -86,14 +137,12 @@ def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
 
 def write_folder(folder: Path, family: str = "qwen3_vl", **settings) -> Path:
     """A folder without weights. `settings`: instead of those of the family's processor."""
-    is_glm = family == "glm4v"
-    special, template = (_GLM, GLM_V) if is_glm else (_QWEN, QWEN_VL)
+    special, template, place, end, padding = _TEXTS.get(family, _TEXTS["qwen"])
     made = small_tokenizers._byte_level(["the", "picture"])
-    end = "<|user|>" if is_glm else "<|im_end|>"
-    small_tokenizers.save(folder, made, special, eos_token=end, pad_token="<|endoftext|>", chat_template=template)
-    token = made.token_to_id("<|image|>" if is_glm else "<|image_pad|>")
-    config = {"model_type": family, "vision_config": {}, "image_token_id": token}
-    (folder / "config.json").write_text(json.dumps(config))
+    names = {"bos_token": "<s>"} if "<s>" in special else {}
+    small_tokenizers.save(folder, made, special, eos_token=end, pad_token=padding, chat_template=template, **names)
+    config = {"model_type": family, "vision_config": {}, "image_token_id": made.token_to_id(place)}
+    (folder / "config.json").write_text(json.dumps(config | _CONFIGS.get(family, {})))
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[family] | settings))
     return folder
 

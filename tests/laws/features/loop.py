@@ -54,6 +54,9 @@ LOOP = {
         f" --minibatch-size 24 --ppo-epochs 1 --samples-per-prompt 4 --entropy-coefficient 0 --lr 1e-4 {COARSE}",
         layouts=(TWO, (1, SMALL), (3, "--role-map actor=0-1;reward=2;reference=2"
                                    " --actor-tensor-model-parallel-size 2"))),
+    "no pass for old log-probs": Feature(
+        f"{GRPO} --lr 1e-4 --policy-loss dppo-tv --kl-coefficient 0 --old-logprobs rollout --ppo-epochs 2 {GRADED}",
+        layouts=(TWO, TP2)),
     "dynamic sampling": Feature(f"{GRPO} --lr 1e-4 {DYNAMIC}", layouts=(TWO, FOUR, TP2_APART)),
     "thoughts": Feature(f"{THOUGHTS} {OF_THINKERS}", warm_start=False),
     "thoughts in turns": Feature(f"{THOUGHTS} {OF_THINKERS} {THINKING_TURNS}", warm_start=False),

@@ -35,6 +35,8 @@ FROZEN = "--freeze embedding.* *.layers.0.*"
 RATES = "--lr-multipliers *.mlp.*=0.5 --weight-decay-multipliers *.mlp.*=3"
 FEW_BITS = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95"
 LORA = f"{GRADED} --lora-rank 2 --lora-alpha 8 --lr 1e-2 --critic-lr 2e-2 --ppo-epochs 2"
+SHARDED_FACTORS = (f"{LORA} --actor-use-torch-fsdp2 --critic-use-torch-fsdp2 --reference-use-torch-fsdp2"
+                   " --verify-weights")  # fmt: skip
 
 
 # A policy, reference and critic of transformers' modules: with a tied head, windows, softcaps; with experts.
@@ -158,6 +160,6 @@ MODELS = {
                                         layouts=(TP2_SEQUENCE,)),
     "chosen keys, drafts": _chosen(f"{GRPO} --speculative-rollout --rollout-chunked-prefill --rollout-prefix-caching"),
     "chosen keys, drafts of a layer": _chosen(f"{GRPO} --mtp-drafts --mtp-train --lr 3e-3", layouts=(TP2_SEQUENCE,)),
-    "factors, FSDP": Feature(f"{LORA} --actor-use-torch-fsdp2 --critic-use-torch-fsdp2 --reference-use-torch-fsdp2"
-                             " --verify-weights", 2, steps=2, resumed=1),
+    "factors, FSDP": Feature(SHARDED_FACTORS, 2, steps=2, resumed=1),
+    "factors in bf16, FSDP": Feature(f"{SHARDED_FACTORS} --bf16", 2, steps=2, resumed=1),
 }  # fmt: skip

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.checkpoint import folders, manifest
@@ -174,7 +174,6 @@ JSON = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(name=st.sampled_from(sorted(manifest.ENTRIES)), value=JSON)
 def test_any_value_of_an_entry_fits_or_does_not(name, value):
     assert manifest.wrong_entry({name: value}) in (None, name)

@@ -10,8 +10,9 @@ import pytest
 
 from megarl.cluster import rendezvous
 from megarl.errors import UsageError
+from tests.helpers.waiting import SAFETY_SECONDS
 
-LIMIT = timedelta(minutes=5)  # of waits that should be short
+LIMIT = timedelta(seconds=SAFETY_SECONDS)
 HOST = "127.0.0.1"
 
 

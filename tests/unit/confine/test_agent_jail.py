@@ -40,4 +40,4 @@ def test_a_program_can_do_what_it_may(name, turns, pool, secret):
     event, asked = play(pool, f"{HERE}:{name}")
     assert event.failure is None and len(asked) == turns
     assert event.observation.reward == (42.0 if name == "asks" else 1.0)
-    wait_until(lambda: not marked(str(secret)))
+    assert wait_until(lambda: not marked(str(secret)))

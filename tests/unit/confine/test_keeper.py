@@ -18,7 +18,7 @@ def test_nothing_of_a_program_is_left(name, tmp_path, monkeypatch):
     try:
         event, _ = play(pool, name)
         assert (event.failure is None) == (name == "leaves_daemons")
-        wait_until(lambda: not marked(str(tmp_path)))
+        assert wait_until(lambda: not marked(str(tmp_path)))
     finally:
         pool.close()
 
@@ -28,10 +28,10 @@ def test_a_program_ends_with_its_worker(tmp_path, monkeypatch):
     pool = pool_of()
     try:
         pool.start(0, Task(USER), f"{HERE}:hangs_with_daemons")
-        wait_until(lambda: len(marked(str(tmp_path))) > 2 and pool.poll(0.01) == [])
+        assert wait_until(lambda: len(marked(str(tmp_path))) > 2 and pool.poll(0.01) == [])
         (process,) = pool._processes
         os.kill(process.process.pid, signal.SIGKILL)
-        wait_until(lambda: not marked(str(tmp_path)))
+        assert wait_until(lambda: not marked(str(tmp_path)))
         while not (events := pool.poll(1.0)):
             pass
         assert "its process ended" in events[0].failure

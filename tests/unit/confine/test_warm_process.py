@@ -14,6 +14,7 @@ from megarl.confine import warm_process
 from megarl.confine.warm_process import Children
 from megarl.rewards.base import Score
 from megarl.rewards.isolated import Scorer
+from tests.helpers.waiting import SAFETY_SECONDS
 
 MODULE, NAME = "tests.helpers.envs.quick_answers", "lengths"
 
@@ -77,7 +78,7 @@ def test_threads_share_one_warm_process(monkeypatch):
     barrier, real_ask = threading.Barrier(3), warm_process._Process.ask
 
     def ask(process, request):  # all three have one before one of them asks
-        barrier.wait(timeout=60)
+        barrier.wait(timeout=SAFETY_SECONDS)
         return real_ask(process, request)
 
     monkeypatch.setattr(warm_process._Process, "ask", ask)
@@ -93,7 +94,9 @@ def test_it_ends_with_its_caller():
         (processes,) = warm_process._idle.values()
         print(processes[0].process.process.pid)
     """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=SAFETY_SECONDS
+    )
     # It holds standard error, too, so that `run` has waited for its end.
     assert done.stdout.strip().isdigit()
 

@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.data.chat import ChatTemplate
@@ -21,8 +21,7 @@ from tests.helpers.texts.family_templates import FAMILY_TEMPLATES
 from tests.helpers.texts.small_tokenizers import CHATML, HUGGING_FACE, PLAIN, sentence_piece
 from tests.helpers.texts.template_conversations import CONVERSATIONS, TOOLS, check_conversation, trained_turns
 
-QUICK = settings(max_examples=15, deadline=5000, derandomize=True, database=None,
-                 suppress_health_check=[HealthCheck.too_slow])  # fmt: skip
+QUICK = settings(max_examples=15)
 KINDS = ("sp_bpe", "sp_unigram", *HUGGING_FACE)
 # These give back every text; the others lose case, white space or characters.
 LOSSLESS = ("sp_bpe", "sp_unigram", "chatml", "llama", "gemma")

@@ -44,7 +44,7 @@ def test_a_special_token_keeps_the_bytes_of_sentence_piece_apart(vocabularies):
 
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_concatenated_pieces_are_the_text_of_all_tokens(name, vocabularies, data):
     vocabulary = vocabularies[name]
     size = vocabulary.tokenizer.vocab_size
@@ -117,7 +117,7 @@ def first_by_text(tokenizer, stops: tuple[str, ...], tokens: list[int]) -> int |
 
 @pytest.mark.parametrize("name", NAMES[:-1])
 @given(data=st.data())
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_a_stop_string_ends_with_the_token_that_completes_it_in_the_decoded_text(name, vocabularies, data):
     tokenizer = vocabularies[name].tokenizer
     start = data.draw(st.integers(0, len(TEXT) - 2))

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megarl.data.conversations import Encoder
@@ -19,8 +19,7 @@ from tests.helpers.texts.small_tokenizers import HUGGING_FACE, chatml, gemma, ll
 from tests.references import transformers_turns
 from tests.references.transformers_turns import SPECIAL_FROM, conversations, prompts
 
-QUICK = settings(max_examples=20, deadline=None, derandomize=True, database=None,
-                 suppress_health_check=[HealthCheck.too_slow])  # fmt: skip
+QUICK = settings(max_examples=20)
 PIECES = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|im_", "end|>", "Hello",
           "the user", " ", "\n\n", "42", "\u4f60\u597d", "\U0001f642", "\u0301", "<tool_call>", "</tool_call>",
           "<tool_response>", "</think>", "<think>", "\ufdd0", "\ufdd00\ufdd1", "{{ bos_token }}", '"}']  # fmt: skip

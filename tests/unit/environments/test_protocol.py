@@ -37,7 +37,7 @@ def test_an_environment_that_only_says_that_it_can_be_replayed_is_found_out(play
 
 
 HERMES, JSON_TEXT = FORMATS["hermes"], FORMATS["json"]
-FUZZ = settings(max_examples=400, deadline=None, derandomize=True, database=None)
+FUZZ = settings(max_examples=400)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 PIECES = ["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "f", "arguments": {"x": 1}}',
           '{"name": "g"}', '{"name": ', '"arguments": {"x": ', "}}", "[", "]", ",", "{}", "NaN", "1e999", "9" * 5000,

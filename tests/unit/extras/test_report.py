@@ -19,6 +19,7 @@ from megarl.extras import report
 from megarl.extras.report import command_line, embedded_json, page_of, report_data, settings_table, write_report
 from megarl.observe.samples import write_samples
 from megarl.observe.settings_file import write_settings
+from tests.helpers.waiting import SAFETY_SECONDS
 from tools.report import main
 
 FULL = {
@@ -275,7 +276,7 @@ def title_in_browser(folder: Path, page: str):
     """The JSON that a page writes as its title."""
     flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --virtual-time-budget=4000"
     flags += f" --window-size=1000,2500 --dump-dom --user-data-dir={folder / 'profile'} file://{folder / page}"
-    done = subprocess.run(["chromium", *flags.split()], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(["chromium", *flags.split()], capture_output=True, text=True, timeout=SAFETY_SECONDS)
     title = re.search("<title>(.*?)</title>", done.stdout, re.DOTALL)
     assert title, done.stderr
     return json.loads(html.unescape(title[1]))

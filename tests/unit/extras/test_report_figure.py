@@ -12,6 +12,7 @@ from megarl.extras.report import PAGE
 from megarl.extras.report_figure import draw_report, tick_texts
 from megarl.observe.metrics_file import series
 from tests.helpers.tiers import long
+from tests.helpers.waiting import SAFETY_SECONDS
 
 FULL = {
     "reward/mean": 0.5, "reward/std": 0.2, "eval/accuracy": 0.4, "kl/reference": 0.01, "kl/coefficient": 0.05,
@@ -122,7 +123,7 @@ def test_ticks_have_the_digits_that_tell_them_apart(values, texts):
 
 def printed_by_node(program: str):
     """The JSON that a program prints."""
-    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=SAFETY_SECONDS)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

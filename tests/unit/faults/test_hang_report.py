@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megarl.faults.hang_report import MAX_ROWS, Watch, is_in_collective, where
 from megarl.observe import activity
+from tests.helpers.waiting import wait_until
 from tests.helpers.worlds import run_world
 
 LIMIT = 600.0
@@ -138,9 +139,12 @@ def test_positions_name_the_collective_and_the_caller():
 
         found, ready, main = [], threading.Event(), threading.get_ident()
 
+        def is_waiting():
+            found.append(where(sys._current_frames()[main]))
+            return is_in_collective({"where": found[-1]})
+
         def look():
-            while not found or not is_in_collective({"where": found[-1]}):  # rank 1 waits until this rank has seen it
-                found.append(where(sys._current_frames()[main]))
+            assert wait_until(is_waiting)  # rank 1 waits until this rank has seen it
             ready.set()
             dist.distributed_c10d._get_default_store().set("seen", "1")
 

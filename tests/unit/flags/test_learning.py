@@ -6,6 +6,7 @@ from megarl.errors import UsageError
 from megarl.flags import learning
 from megarl.mcore.lora.targets import (
     ALL_LINEAR,
+    GATE_TARGETS,
     IN_PROJ_TARGETS,
     LATENT_TARGETS,
     RECURRENT_TARGETS,
@@ -39,12 +40,16 @@ def test_without_a_rank_a_role_trains_its_weights():
 
 
 def test_defaults():
-    targets = tuple(name for name in TARGETS if name not in LATENT_TARGETS + RECURRENT_TARGETS)
+    targets = tuple(name for name in TARGETS if name not in LATENT_TARGETS + GATE_TARGETS + RECURRENT_TARGETS)
     assert lora_of("--lora-rank 8") == LoRASettings(8, 8.0, False, targets)
     assert lora_of("--lora-rank 8", shape="gpt2").targets == tuple(name for name in targets if name != "gate_proj")
-    of_latents = tuple(name for name in TARGETS if name not in ("q_proj", "k_proj", "v_proj", *RECURRENT_TARGETS))
+    others = ("q_proj", "k_proj", "v_proj", *GATE_TARGETS, *RECURRENT_TARGETS)
+    of_latents = tuple(name for name in TARGETS if name not in others)
     assert lora_of("--lora-rank 8 --lora-targets all-linear", shape="latent").targets == of_latents
     assert lora_of("--lora-rank 8", shape="recurrent").targets == (*targets, *IN_PROJ_TARGETS, "out_proj")
+    of_keys = "in_proj_q in_proj_k in_proj_v in_proj_b g_a_proj g_b_proj f_a_proj f_b_proj out_proj"
+    assert lora_of("--lora-rank 8", shape="kimi").targets[-9:] == (*of_keys.split(),)
+    assert lora_of("--lora-rank 8", shape="ling").targets[-8:] == ("g_proj", *IN_PROJ_TARGETS, "out_proj")
     of_spaces = tuple(name for name in targets if name != "gate_proj")
     assert lora_of("--lora-rank 8", shape="mamba").targets == (*of_spaces, "in_proj", "out_proj")
     few = "--hybrid-layer-pattern MM --num-layers 2"
@@ -83,6 +88,8 @@ def test_what_is_refused(flags, size, says):
     ("llama", "in_proj_z", "--experimental-attention-variant"), ("llama", "in_proj", "--hybrid-layer-pattern"),
     ("llama", "out_proj", "--experimental-attention-variant or --hybrid-layer-pattern"),
     ("recurrent", "in_proj", "--hybrid-layer-pattern"), ("mamba", "in_proj_z", "--experimental-attention-variant"),
+    ("kimi", "in_proj_z", "no --linear-gate-rank"), ("ling", "f_a_proj", "--linear-gate-rank"),
+    ("latent", "g_proj", "--multi-latent-attention and --attention-output-gate"),
     ("latent", "q_proj", "no --q-lora-rank"), ("latent", "v_proj", "no --multi-latent-attention"),
 ])  # fmt: skip
 def test_targets_are_those_of_the_models_attention(shape, name, needs):

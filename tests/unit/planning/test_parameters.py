@@ -31,6 +31,7 @@ MODELS = [
     (f"{TP2} --num-query-groups 1", "llama", False, 2),
     ("", "recurrent", False, 1), (f"{TP2} --num-query-groups 1 --bf16", "recurrent", False, 2),
     ("", "mamba", False, 1), (f"{TP2} --sequence-parallel --bf16", "mamba", False, 2),
+    ("", "ling", False, 1), (f"{TP2} --sequence-parallel --bf16", "kimi", False, 2),
     (f"--moe-latent-size 24 {MOE} {SHARED} {EP2}", "llama", False, 2),
     ("", "latent", False, 1), (f"{CHOOSING} --dsa-indexer-layers 1,0 {TP2}", "latent", False, 2),
     (f"{TP2} --sequence-parallel {MOE} {SHARED} {EP2}", "latent", False, 4),

@@ -115,7 +115,7 @@ def sent_by_rank(rank: int, layouts: list[str], shape: str) -> list[tuple[float,
                          ids=["llama", "latent", "recurrent", "kimi", "ling"])  # fmt: skip
 def test_a_real_update_sends_the_planned_bytes(shape, layouts):
     """Within 5 %: statistics of the head, shapes between stages and gradient norms are not in the plan."""
-    ranks = run_world(sent_by_rank, 2, layouts, shape, timeout=120)
+    ranks = run_world(sent_by_rank, 2, layouts, shape)
     for layout, results in zip(layouts, zip(*ranks, strict=True), strict=True):
         real = sum(sent for sent, _ in results) / len(results)
         planned = sum(results[0][1].values())

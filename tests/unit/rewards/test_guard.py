@@ -7,8 +7,7 @@ import time
 import pytest
 
 from megarl.rewards import guard
-
-PATIENCE = 300  # seconds of a wait that should be short
+from tests.helpers.waiting import SAFETY_SECONDS
 
 
 def spin(seconds: float):
@@ -21,16 +20,16 @@ def test_an_alarm_leaves_the_earlier_one():
     rung = []
     earlier = signal.signal(signal.SIGALRM, lambda *_: rung.append("earlier"))
     try:
-        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+        signal.setitimer(signal.ITIMER_REAL, SAFETY_SECONDS)
         with pytest.raises(TimeoutError, match="no result within 0.1 s"):
-            guard.call(spin, PATIENCE, 0.1)
-        assert guard.call(len, "abc", PATIENCE) == 3 and not rung
-        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= PATIENCE - 0.1  # less the time spent
+            guard.call(spin, SAFETY_SECONDS, 0.1)
+        assert guard.call(len, "abc", SAFETY_SECONDS) == 3 and not rung
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= SAFETY_SECONDS - 0.1  # less the time spent
         signal.setitimer(signal.ITIMER_REAL, 0.05)  # falls due within: rings right after
-        guard.call(spin, 0.1, PATIENCE)
+        guard.call(spin, 0.1, SAFETY_SECONDS)
         assert (rung, signal.getitimer(signal.ITIMER_REAL)) == (["earlier"], (0.0, 0.0))
         with pytest.raises(ZeroDivisionError):
-            guard.call(lambda x: 1 / x, 0, PATIENCE)
+            guard.call(lambda x: 1 / x, 0, SAFETY_SECONDS)
         assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -5,15 +5,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from megarl.rewards.base import Sample, Score
+from tests.helpers.waiting import SAFETY_SECONDS
+from tests.helpers.worlds import wait_until_gone
 
 FAILED = Score(-2.0, False)
-PATIENCE = 300  # seconds of a wait that should be short
 
 
 def samples(*responses: str) -> list[Sample]:
@@ -25,17 +24,6 @@ def test_seconds_of_calls_in_workers_are_known(build):
     verifiers.score(samples("a", "b", "raise"))
     assert {*verifiers.seconds_of_calls} == {"moody_rewards:moody", "exact-match"}
     assert min(verifiers.seconds_of_calls.values()) > 0
-
-
-def gone(pid: int) -> bool:
-    """Whether that process ends (a zombie has)."""
-    end = time.monotonic() + PATIENCE
-    while time.monotonic() < end:
-        status = Path(f"/proc/{pid}/stat")
-        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def test_workers_share_nothing_and_leave_nothing(build, tmp_path):
@@ -51,13 +39,13 @@ def test_workers_share_nothing_and_leave_nothing(build, tmp_path):
     assert int(verifiers.score(samples("who"))["moody_rewards:moody"][0].reward) == worker
     note = tmp_path / "pid"
     assert verifiers.score([Sample(str(note), "start")])["moody_rewards:moody"] == [FAILED]
-    assert gone(worker) and gone(int(note.read_text()))  # what it had started went with it
+    assert wait_until_gone([worker, int(note.read_text())])  # what it had started went with it
     (again,) = verifiers.score(samples("who"))["moody_rewards:moody"]
     os.kill(int(again.reward), signal.SIGKILL)  # while it is idle: it has no sample to lose
-    assert gone(int(again.reward))
+    assert wait_until_gone([int(again.reward)])
     (third,) = verifiers.score(samples("who"))["moody_rewards:moody"]
     verifiers.close()
-    assert gone(int(third.reward))
+    assert wait_until_gone([int(third.reward)])
 
 
 def test_workers_end_with_their_parent(build, tmp_path):
@@ -75,9 +63,9 @@ def test_workers_end_with_their_parent(build, tmp_path):
         threading.Timer(0.2, os._exit, [0]).start()
         workers.run(jobs)
     """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=SAFETY_SECONDS)
     found = [int(number) for number in done.stdout.split()]
-    assert len(found) == 2 and all(gone(pid) for pid in found), done.stderr  # an idle one, and one in its job
+    assert len(found) == 2 and wait_until_gone(found), done.stderr  # an idle one, and one in its job
 
 
 def test_a_worker_that_cannot_start(build, plug_ins):

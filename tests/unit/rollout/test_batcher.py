@@ -45,15 +45,10 @@ class Engine:
     def take_image_counts(self):
         return None
 
-    def take_decode_counts(self):
-        from megarl.mcore.inference.speculative_decode import DecodeCounts
+    def take_counts(self):
+        from megarl.mcore.inference.generation import EngineCounts
 
-        return DecodeCounts()
-
-    def take_prefill_counts(self):
-        from megarl.mcore.inference.reusable_blocks import PrefillCounts
-
-        return PrefillCounts()
+        return EngineCounts()
 
     def stream(self, source, end_ids, settings, routes, max_requests, response_limit=None):
         from megarl.mcore.inference.generation import Completion

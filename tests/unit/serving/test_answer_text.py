@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.data.detokenizer import Vocabulary
@@ -112,7 +112,6 @@ ALPHABET = st.text("ab", max_size=30)
 @given(
     ALPHABET, st.lists(st.text("ab", min_size=1, max_size=6), max_size=4), st.lists(st.integers(0, 5)), st.booleans()
 )
-@settings(deadline=None)
 def test_the_first_complete_stop_string_cuts_the_text_however_it_is_cut_into_pieces(text, stops, sizes, include):
     ends = [(text.find(s) + len(s), -len(s), s) for s in stops if s in text]
     end, _, expected = min(ends, default=(len(text), 0, None))

@@ -4,13 +4,13 @@ import httpx
 
 from megarl.serving.app import PAGE
 from megarl.serving.replica_messages import Control
-from tests.helpers.server.serving import LIMIT
+from tests.helpers.waiting import SAFETY_SECONDS
 
 ADMIN = {"Authorization": "Bearer root"}
 
 
 def test_the_page_has_a_strict_policy(server):
-    answer = httpx.get(f"{server.url}/", timeout=LIMIT)
+    answer = httpx.get(f"{server.url}/", timeout=SAFETY_SECONDS)
     if not PAGE.is_file():
         assert answer.status_code == 404
     else:

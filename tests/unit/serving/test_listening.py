@@ -14,13 +14,14 @@ from megarl.flags.serving import Serving
 from megarl.serving.listening import RESERVED, listen_to_clients, max_connections, while_open
 from megarl.serving.replica_messages import Drain
 from tests.helpers.server import rude_clients
-from tests.helpers.server.serving import LIMIT, served
+from tests.helpers.server.serving import served
 from tests.helpers.tiers import long
+from tests.helpers.waiting import SAFETY_SECONDS, wait_until
 
 
 def connect(server) -> socket.socket:
     client = socket.create_connection(("127.0.0.1", server.port))
-    client.settimeout(LIMIT)
+    client.settimeout(SAFETY_SECONDS)
     return client
 
 
@@ -87,13 +88,12 @@ def test_health_has_a_place_beside_too_many_clients(tmp_path):
                     closed -= bool(each.recv(1000))
                 closed += 1
             assert closed >= 5
-        deadline = time.monotonic() + LIMIT
-        while time.monotonic() < deadline:  # until the server has seen that they have gone
+
+        def is_free() -> bool:
             with connect(server) as client:
-                if status(client, head("/v1/models", Authorization=f"Bearer {'a' * 16}")) == 200:
-                    break
-        else:
-            pytest.fail("no place became free")
+                return status(client, head("/v1/models", Authorization=f"Bearer {'a' * 16}")) == 200
+
+        assert wait_until(is_free)  # once the server has seen that they have gone
 
 
 def test_a_crowd_that_says_nothing_leaves_no_lines(tmp_path):
@@ -183,7 +183,7 @@ def test_an_answer_before_the_end_of_the_body_reaches_a_client_that_sends_it_fir
     with connect(guarded) as client:
         sent = head("/v1/completions", Content_Length=str(2 << 20), Connection="close", Authorization=f"Bearer {key}")
         client.sendall(sent.replace(b"GET", b"POST"))
-        assert select.select([client], [], [], LIMIT)[0]  # it is answered
+        assert select.select([client], [], [], SAFETY_SECONDS)[0]  # it is answered
         for _ in range(64):
             client.sendall(bytes(1 << 15))
             time.sleep(0.001)  # a reset of the connection would arrive

@@ -5,13 +5,14 @@ import openai
 import pytest
 
 from megarl.serving.middleware import MAX_VALUES, is_plain
-from tests.helpers.server.serving import LIMIT, posted, served, without_leaders
+from tests.helpers.server.serving import posted, served, without_leaders
+from tests.helpers.waiting import SAFETY_SECONDS
 
 ADMIN = {"Authorization": "Bearer root"}
 
 
 def test_keys(server):
-    with httpx.Client(base_url=server.url, timeout=LIMIT) as stranger:
+    with httpx.Client(base_url=server.url, timeout=SAFETY_SECONDS) as stranger:
         for path in ("/v1/models", "/metrics", "/openapi.json", "/nothing", "/admin/pause"):
             for given in (None, "Bearer sk-3", "sk-1", b"Bearer \xff"):
                 answer = stranger.get(path, headers={"Authorization": given} if given else {})

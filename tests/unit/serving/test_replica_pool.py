@@ -11,15 +11,16 @@ import openai
 import pytest
 
 from megarl.serving.replica_messages import Abort, Control, Drain, Generate, Report, RequestUpdate
-from tests.helpers.server.serving import LIMIT, served, silent
+from tests.helpers.server.serving import served, silent
 from tests.helpers.tiers import by_default
+from tests.helpers.waiting import SAFETY_SECONDS
 
 
 @contextlib.contextmanager
 def posting(server, *bodies, path="/v1/completions"):
     """Sends each body from a thread of its own, and gives the futures of the answers."""
     with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
-        yield [pool.submit(httpx.post, f"{server.url}{path}", json=body, timeout=LIMIT) for body in bodies]
+        yield [pool.submit(httpx.post, f"{server.url}{path}", json=body, timeout=SAFETY_SECONDS) for body in bodies]
 
 
 def ids(leader, count):
@@ -110,7 +111,7 @@ def test_clients_take_turns_in_the_queue(tmp_path, by_key):
         address = "127.0.0.1" if by_key else f"127.0.0.{number + 1}"
         headers = {"Authorization": f"Bearer {keys[number]}"} if by_key else {}
         transport = httpx.HTTPTransport(local_address=address)
-        return httpx.Client(base_url=server.url, headers=headers, transport=transport, timeout=LIMIT)
+        return httpx.Client(base_url=server.url, headers=headers, transport=transport, timeout=SAFETY_SECONDS)
 
     with served(tmp_path, silent, ready={"max_requests": 1}, api_keys=keys) as server:
         leader = server.leaders[0]

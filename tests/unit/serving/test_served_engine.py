@@ -258,7 +258,7 @@ def served_module(rank, kind, folder):
             model, groups.pg_collection, role.model_vocab_size(0), 100, 0.02, 4, prefix_caching=shares
         )
         done.append(generate(ServedEngine(engine, NEVER), requests))
-        found.append(engine.take_prefill_counts().reused)
+        found.append(engine.take_counts().reused)
     return done, found
 
 

@@ -15,7 +15,7 @@ from megarl.tool_formats.written_calls import MAX_CALLS
 from tests.helpers.texts.tool_calls import CALLS, PLAIN, TOOLS
 from tests.helpers.tiers import by_default
 
-FUZZ = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+FUZZ = settings(max_examples=300)
 PIECES = ['{"name": "f", "arguments": {"x": 1}}', '{"name": "f", "parameters": {"x": 1}}', '{"x": 1}', "[", "{", "]",
           "}", ";", " ", "\n", "f", "é", "\ud800", '"', "```json\n", "\n```", "<", "assistant", " to=functions.f",
           "analysis", "commentary", "final", "function", "functions.f:0", "<function=f>", "</function>",

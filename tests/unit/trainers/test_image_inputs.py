@@ -10,16 +10,16 @@ from megarl.batch import Batch
 from megarl.comm.exchange import PendingSends
 from megarl.data.images.names import image_ids
 from megarl.errors import UsageError
-from megarl.mcore import device
 from megarl.mcore.vision.store import Image, ImageStore
 from megarl.trainers import image_inputs
 from tests.helpers.models.batches import create_mesh
 from tests.helpers.worlds import run_world
 
 
-def config(model_folder=None, role: str = "actor", **settings):
+def config(model_folder=None, role: str = "actor", virtual: int | None = None, **settings):
     plain = {"mtp_drafts": False, "predicts": False, "rollout_server": None, "environment": None}
-    one = SimpleNamespace(name=role, megatron=SimpleNamespace(model_folder=model_folder))
+    args = SimpleNamespace(model_folder=model_folder, virtual_pipeline_model_parallel_size=virtual)
+    one = SimpleNamespace(name=role, megatron=args)
     return SimpleNamespace(settings=SimpleNamespace(**plain | settings), with_models=lambda: [one], trained=("actor",))
 
 
@@ -30,8 +30,8 @@ def config(model_folder=None, role: str = "actor", **settings):
         ({"mtp_drafts": True}, "multi-token prediction (--mtp-drafts, --mtp-train) does not go with images"),
         ({"environment": "calculator"}, "--environment calculator: does not go with images in prompts yet"),
         ({"rollout_server": "http://x"}, "--rollout-server http://x: does not go with images in prompts"),
-        ({"model_folder": "x"}, "actor: --model-source transformers does not go with images"),
-        ({"role": "reward"}, "reward: its model reads prompts by a template of its own; images do not go with it"),
+        ({"role": "critic", "virtual": 2}, "critic: virtual pipeline stages do not go with images in prompts yet"),
+        ({"role": "reward", "model_folder": "x"}, "reward: --model-source transformers does not go with images"),
     ],
 )
 def test_what_does_not_go_with_images(given, needle):
@@ -39,12 +39,6 @@ def test_what_does_not_go_with_images(given, needle):
         image_inputs._check(config(**given))
     assert needle in str(caught.value)
     image_inputs._check(config())
-
-
-def test_images_on_a_cuda_device_are_refused(monkeypatch):
-    monkeypatch.setattr(device, "has_cuda", lambda: True)
-    with pytest.raises(UsageError, match="on a CUDA device they are not supported yet"):
-        image_inputs._check(config())
 
 
 @dataclasses.dataclass

@@ -16,9 +16,15 @@ from megarl.mcore.attention.backends import sdpa
 from megarl.mcore.attention.segments import SegmentBatch, SegmentPlan
 from megarl.mcore.kernels import with_gradient
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, by_whole_rows
+from megarl.mcore.kernels.linear import HALF
 
 plan_attention, plan_cache_reads = sdpa.plan_attention, sdpa.plan_cache_reads
 MAX_SCORES = 2**24  # scores [n, H, Q, K] that exist at a time, if n > 1
+
+
+def _wide(x: Tensor) -> Tensor:
+    """On a CPU 16 bits as fp32: see `linear.SMALL_PRODUCT`."""
+    return x.float() if x.dtype in HALF and x.device.type == "cpu" else x
 
 
 def _in_vectors(function, column: Tensor) -> Tensor:
@@ -32,7 +38,7 @@ def _weights(query: Tensor, key: Tensor, mask: Tensor, scale: float, softcap: fl
 
     query [n, G, R, Q, D], key [n, G, K, D], mask [n or 1, 1, Q or 1, K], sinks [G, R].
     """
-    raw = torch.matmul(query.flatten(2, 3), key.transpose(2, 3)).view(*query.shape[:-1], -1)
+    raw = torch.matmul(_wide(query).flatten(2, 3), _wide(key).transpose(2, 3)).view(*query.shape[:-1], -1)
     scores, slope = raw.to(torch.promote_types(raw.dtype, torch.float32)) * scale, None
     if softcap is not None:
         tanh = by_whole_rows(torch.tanh, (scores / softcap).flatten(0, -2)).view(scores.shape)
@@ -87,7 +93,8 @@ def _attention(ctx, query, key, value, sinks, mask, scale, softcap):
     for rows in _chunks(query, key):
         q, sink = _grouped(query[rows], key, sinks)
         weights, *_ = _weights(q, key[rows], _of_rows(mask, rows), scale, softcap, sink)
-        attended = torch.matmul(weights.to(value.dtype).flatten(2, 3), value[rows])
+        values = _wide(value[rows])
+        attended = torch.matmul(weights.to(values.dtype).flatten(2, 3), values)
         out[rows] = attended.view(out[rows].shape)
     return out
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from megarl.mcore import device
-from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads, Latents, StepRequests
+from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads, Latents, StepRequests, rows_of
 from megarl.mcore.attention.segments import (  # noqa: F401  plan_attention is one of the backend's functions
     SegmentBatch,
     SegmentPlan,
@@ -139,8 +139,9 @@ def plan_prefills(first: Tensor, requests: StepRequests) -> list[SegmentBatch]:
     return batches
 
 
-def _by_head(expanded: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    key, value = expanded
+def _by_head(cache: Tensor | Latents, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [n, K, …] of a cache -> their keys and values [n, G, K, D]."""
+    key, value = cache.expand(rows) if isinstance(cache, Latents) else rows.unbind(3)
     return key.transpose(1, 2), value.transpose(1, 2)
 
 
@@ -153,18 +154,7 @@ class PagedAttention(CacheAttention):
     def _gather_pages(self, cache: Tensor | Latents, pages: Tensor, width: int, count: int) -> tuple[Tensor, Tensor]:
         """Cache [blocks, block, G, 2, D], or latents -> keys and values [n, G, K, D], the first K of pages [n·P]; views
         of the scratch buffer, or expanded."""
-        if isinstance(cache, Latents):
-            return _by_head(cache.expand(self._page_rows(cache.rows, pages, width, count)))
-        keys, values = self._page_rows(cache, pages, width, count).transpose(1, 2).unbind(3)
-        return keys, values
-
-    def _gather_keys(self, cache: Tensor | Latents, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Cache as of `_gather_pages`, and rows [n, K] of the flattened one -> keys and values [n, G, K, D]."""
-        if isinstance(cache, Latents):
-            rows = cache.rows.flatten(0, 1).index_select(0, keys.flatten()).unflatten(0, keys.shape)
-            return _by_head(cache.expand(rows))
-        read_keys, values = gather_rows(cache.flatten(0, 1), keys).unbind(3)
-        return read_keys, values
+        return _by_head(cache, self._page_rows(rows_of(cache), pages, width, count))
 
     def _page_rows(self, cache: Tensor, pages: Tensor, width: int, count: int) -> Tensor:
         """Cache [blocks, block, …] -> [n, K, …], the first K rows of pages [n·P]; a view of the scratch buffer."""
@@ -181,7 +171,8 @@ class PagedAttention(CacheAttention):
         self, query: Tensor, cache: Tensor, reads: list[SegmentBatch], scale: float | None, result: Tensor, **options
     ):
         for segments in reads:
-            key, value = self._gather_keys(cache, segments.keys)
+            rows = rows_of(cache).flatten(0, 1).index_select(0, segments.keys.flatten())
+            key, value = _by_head(cache, rows.unflatten(0, segments.keys.shape))
             out = self._attend(query.flatten(1, 2), key, value, segments, scale, **options)
             result[segments.queries.flatten()[segments.real_queries]] = out.view(-1, *query.shape[1:])
 

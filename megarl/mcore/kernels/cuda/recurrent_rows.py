@@ -66,7 +66,8 @@ def _part_of_memory(
 
 @triton.jit
 def _delta_row(
-    mixed, a, b, gate_stride, decay_logs, biases, numbers, memories, out, channels, groups, heads, scale, epsilon,
+    mixed, a, b, gate_stride, decay_logs, biases, numbers, memories, out, channels, groups, heads, scale,
+    epsilon, bound, DECAYS: tl.constexpr, IS_BOUNDED: tl.constexpr,
     KEYS: tl.constexpr, KEY_TILE: tl.constexpr, VALUES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row, head, key, value, is_key, is_value, place, is_own = _part_of_memory(
@@ -79,10 +80,13 @@ def _delta_row(
     v = tl.load(own + 2 * groups * KEYS + head * VALUES + value, mask=is_value, other=0.0)
     q = q / tl.sqrt(tl.sum(q * q, 0) + epsilon) * scale
     k = k / tl.sqrt(tl.sum(k * k, 0) + epsilon)
-    step = _softplus(tl.load(a + row * gate_stride + head) + tl.load(biases + head))
-    decay = tl.exp(-tl.exp(tl.load(decay_logs + head)) * step)
+    own_decay = head * DECAYS + (key if DECAYS > 1 else tl.zeros_like(key))
+    before = tl.load(a + row * gate_stride + own_decay, mask=is_key, other=0.0)
+    before += tl.load(biases + own_decay, mask=is_key, other=0.0)
+    rate = tl.exp(tl.load(decay_logs + head))
+    log_decay = bound / (1 + tl.exp(-rate * before)) if IS_BOUNDED else -rate * _softplus(before)
     strength = 1 / (1 + tl.exp(-tl.load(b + row * gate_stride + head)))
-    memory = tl.load(place, mask=is_own, other=0.0) * decay
+    memory = tl.load(place, mask=is_own, other=0.0) * tl.exp(log_decay)[:, None]
     change = (v - tl.sum(k[:, None] * memory, 0)) * strength
     memory += k[:, None] * change[None, :]
     tl.store(place, memory, mask=is_own)
@@ -130,9 +134,16 @@ def convolve_rows(x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tenso
 
 @torch.library.custom_op("megarl::delta_rows", mutates_args=("memories", "out"))
 def delta_rows(
-    mixed: Tensor, gates: list[Tensor], numbers: Tensor, memories: Tensor, out: Tensor, groups: int, epsilon: float
+    mixed: Tensor,
+    gates: list[Tensor],
+    numbers: Tensor,
+    memories: Tensor,
+    out: Tensor,
+    groups: int,
+    epsilon: float,
+    bound: float | None,
 ) -> None:
-    """The gated delta rule; all fp32 but `numbers`.
+    """The gated delta rule, with a decay of each head or of each channel of a key; all fp32 but `numbers`.
 
     Args:
         mixed: [T, C] queries, keys and values after the convolution.
@@ -141,11 +152,13 @@ def delta_rows(
         memories: [S, H, K, V] of `States`.
         out: [T, H, V] what each row reads.
         epsilon: added to the squared length of queries and keys.
+        bound: of logarithms of decays; None: none but 0.
     """
     (_, heads, keys, values), (a, b, decay_logs, biases) = memories.shape, gates
     _delta_row[_grid(mixed, memories)](
         mixed, a, b, a.stride(0), decay_logs, biases, numbers, memories, out, mixed.shape[1], groups, heads,
-        keys**-0.5, epsilon, **_tiles(keys, values),
+        keys**-0.5, epsilon, bound or 0.0, DECAYS=len(biases) // heads, IS_BOUNDED=bound is not None,
+        **_tiles(keys, values),
     )  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """Prompts with images as tokens: those of transformers' processors, which fill the same places."""
 
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,13 @@ from tests.helpers.worlds import on_each_rank
 PICTURES = [picture(300, 200, 1), picture(96, 128, 2)]
 
 
+# As the published processor_config.json says.
+OF_WHOLE = {
+    "mistral3": {"patch_size": 14, "spatial_merge_size": 2},
+    "llava": {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+}
+
+
 def processor_of_transformers(folder: Path, family: str):
     """The whole processor of a family with the folder's tokenizer, as published but for videos, which need another
     package."""
@@ -28,13 +37,19 @@ def processor_of_transformers(folder: Path, family: str):
     settings = dict(PROCESSORS[family])
     name, kind = settings.pop("processor_class"), settings.pop("image_processor_type").removesuffix("Fast")
     unchecked = {"check_argument_for_proper_class": lambda self, name, argument: type(argument)}
-    whole = type(name, (getattr(transformers, name),), unchecked)
+    of_family = transformers
+    if family == "mistral3":  # its module imports one that needs torchvision
+        from transformers.models.pixtral import image_processing_pil_pixtral
+
+        sys.modules["transformers.models.pixtral.image_processing_pixtral"] = image_processing_pil_pixtral
+        of_family = importlib.import_module("transformers.models.pixtral.processing_pixtral")
+    whole = type(name, (getattr(of_family, name),), unchecked)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     pillow = getattr(transformers, f"{kind}Pil")(**settings)
-    return whole(image_processor=pillow, tokenizer=tokenizer, chat_template=tokenizer.chat_template)
+    return whole(pillow, tokenizer, chat_template=tokenizer.chat_template, **OF_WHOLE.get(family, {}))
 
 
-@pytest.mark.parametrize("family", by_default(PROCESSORS, ["qwen3_vl", "glm4v"]))
+@pytest.mark.parametrize("family", by_default(PROCESSORS, ["qwen3_vl", "glm4v", "mistral3"]))
 @on_each_rank()
 def test_ids_and_pixels_are_those_of_transformers(rank, family, tmp_path):
     folder = write_folder(tmp_path / "folder", family)
@@ -51,9 +66,16 @@ def test_ids_and_pixels_are_those_of_transformers(rank, family, tmp_path):
     assert place in ids or any(token < 0 for token in ids)
     assert [place if token < 0 else token for token in ids] == expected["input_ids"][0].tolist()
     pixels = [encoder.images.pixels(key_of(token)) for token in ids if token < 0 and row_of(token) == 0]
-    assert [each.grid for each in pixels] == list(map(tuple, expected["image_grid_thw"].tolist()))
-    assert np.array_equal(np.concatenate([each.values for each in pixels]), expected["pixel_values"])
+    if "image_grid_thw" in expected:
+        assert [each.grid for each in pixels] == list(map(tuple, expected["image_grid_thw"].tolist()))
+        assert np.array_equal(np.concatenate([each.values for each in pixels]), expected["pixel_values"])
+    else:  # padded to the largest
+        for each, theirs in zip(pixels, expected["pixel_values"], strict=True):
+            height, width = each.values.shape[2:]
+            assert np.array_equal(each.values[0], theirs[:, :height, :width])
+            assert each.grid == (1, height // 14, width // 14) and not theirs[:, height:].any()
     rows = [token for each in pixels for token in image_ids(each.key, each.tokens)]
+    assert len(ids) == sum(token >= 0 for token in ids) + len(rows)
     assert [token for token in ids if token < 0] == rows and pixels[1].digest == pixels[2].digest
 
 
@@ -138,6 +160,8 @@ def test_limits_count_the_tokens_of_images(encoder, tmp_path):
 def test_cuts_are_at_borders_of_images():
     ids = [5, 6, *image_ids(77, 4), 7, *image_ids(77, 2), *image_ids(78, 2)]
     assert [cut_at_borders(ids, n) for n in range(len(ids) + 1)] == [0, 1, 2, 6, 6, 6, 6, 7, 9, 9, 11, 11]
+    broken = [5, *ids[2:4], 90, *ids[4:6], 91, 7]  # an image with breaks, which are text
+    assert [cut_at_borders(broken, n) for n in range(len(broken) + 1)] == [0, 1, 6, 6, 6, 6, 6, 7, 8]
 
 
 def test_why_there_is_no_processor(tmp_path):

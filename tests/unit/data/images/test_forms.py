@@ -69,6 +69,7 @@ LINES = {
     "TRL's parts": ({"prompt": parts({"type": "image"}), "images": ["red.png"]}, 1),
     "verl": ({"prompt": user(f"<image><image>{ASKED}"), "images": [{"image": "red.png"}, {"path": "sub/blue.jpg"}],
               "data_source": "x", "reward_model": {"ground_truth": "2"}}, 2),
+    "numbered": ({"prompt": user(f"<image 2><image 1>{ASKED}"), "images": ["sub/blue.jpg", "red.png"]}, 2),
     "a text": ({"problem": f"<image>{ASKED}", "images": ["red.png"], "answer": "2"}, 1),
     "OpenAI's parts": ({"prompt": parts({"type": "image_url", "image_url": {"url": URL, "detail": "low"}})}, 1),
     "own parts": ({"prompt": parts({"type": "image", "image": "red.png"}), "answer": "2"}, 1),
@@ -140,6 +141,8 @@ def test_supervised_and_preference_lines(encoder, files):
 
 WRONG = {
     "more places": ({"prompt": user("<image><image>"), "images": ["red.png"]}, "has 2 places for images"),
+    "a number too many": ({"prompt": user("<image 2>"), "images": ["red.png"]}, "has places for <image 2>, each of"),
+    "a number twice": ({"prompt": user("<image 1><image 1>"), "images": ["red.png"]}, "once, and 1 images"),
     "fewer places": ({"prompt": user("<image>"), "images": ["red.png", "red.png"]}, "1 places for images"),
     "part without image": ({"prompt": parts({"type": "image"})}, "has 1 places for images"),
     "video": ({"prompt": parts({"type": "image", "image": "red.png"}, {"type": "video", "video": "x"})},

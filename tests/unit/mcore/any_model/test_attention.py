@@ -201,7 +201,7 @@ def in_ways(rank, folder, ways):
         found[way] = (
             [(x.tokens, x.logprobs) for x in done],
             read,
-            engine.take_decode_counts().accepted if "speculative" in options else 0,
+            engine.take_counts().accepted if "speculative" in options else 0,
         )
     return found
 

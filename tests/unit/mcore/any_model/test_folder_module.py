@@ -45,7 +45,7 @@ def test_what_cannot_be_split_is_named(folder):
 
 def test_the_slots_and_the_mean_of_their_caches(folder, tmp_path):
     module = FolderModule(folder)
-    assert [slot.window for slot in module.slots()] == [8, None] and module.mean_cache(1) == (2, 16)
+    assert [slot.window for slot in module.reach().slots] == [8, None] and module.mean_cache(1) == (2, 16)
     assert module.routed_layers()[1] == "Gemma2ForCausalLM: calls no experts by transformers' interface"
     any_types.small_config("gemma4_text").save_pretrained(tmp_path)
     assert FolderModule(tmp_path).mean_cache(1) == (1, 32)  # of 2 · 16 and of 1 · 32 channels
@@ -55,4 +55,4 @@ def test_a_type_that_does_not_run_is_refused_each_time(tmp_path):
     any_types.small_config("doge").save_pretrained(tmp_path)
     for _ in range(2):  # the second answer is remembered
         with pytest.raises(Unsupported, match="^DogeAttention makes an attention mask of its own$"):
-            FolderModule(tmp_path).slots()
+            FolderModule(tmp_path).reach()

@@ -32,7 +32,8 @@ REFUSED = {
     ),
     "no language model": (
         {"model_type": "vit"},
-        "config.json: model_type 'vit': transformers has no language model (ForCausalLM) of it",
+        "config.json: model_type 'vit': transformers has no language model (ForCausalLM) of it, and none that reads "
+        "images",
     ),
     "wrong entry": (
         {"model_type": "granite", "hidden_size": "wide"},

@@ -49,6 +49,8 @@ def test_a_number_of_the_host_that_a_pass_copies_is_found():
 
 # A tower beside the language model; attention to an encoder; layers that use the keys of others.
 PARTLY_READ = "gemma3", "whisper", "gemma3n_text"
+# A recurrence of megarl's, whose weights no operator of torch reads in the first pass.
+DEFAULT = *PARTLY_READ[:2], "mamba2"
 
 
 def read_and_trained(_, kind: str) -> tuple[walk.Reach, list[str], set[str]]:
@@ -61,13 +63,25 @@ def read_and_trained(_, kind: str) -> tuple[walk.Reach, list[str], set[str]]:
     return walk.reach(source.of_config(config).module(torch.float32))._replace(module=None), [*parameters], unread
 
 
-@pytest.mark.parametrize("kind", by_default([*any_types.running()], PARTLY_READ[:2]))
+@pytest.mark.parametrize("kind", by_default([*any_types.running()], DEFAULT))
 def test_what_a_pass_does_not_read_has_no_gradient(kind):
     ((found, names, unread),) = run_world(read_and_trained, 1, kind)
     assert len(names) > 10 and {name for name in names if matches(name, found.untrained)} == unread
     assert unread or kind not in PARTLY_READ
     if kind == "gemma3":  # whole parts
         assert set(found.untrained) == {"model.vision_tower.*", "model.multi_modal_projector.*"}
+
+
+# Experts of transformers' interface; single matrices of a part's own; all of them at once for each token.
+EXPERTS = {"olmoe": {(4, 2)}, "jetmoe": {(4, 2)}, "longcat_flash": {(4, 2)}, "llama4_text": set()}
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_how_many_experts_a_token_uses(kind):
+    module = source.of_config(any_types.small_config(kind)).module(torch.float32)
+    found = walk.reach(module).experts
+    owners = {name.rpartition(".")[0] for name, each in module.named_parameters() if each.dim() == 3}
+    assert set(found.values()) == EXPERTS[kind] and (not found or found.keys() == owners)
 
 
 @pytest.mark.parametrize("kind", by_default(["whisper", "phi4_multimodal", "gemma3"], ["whisper"]))

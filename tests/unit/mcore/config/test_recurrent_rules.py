@@ -92,7 +92,6 @@ WRONG_CHANNELS = {
     "no latents": ("--linear-gate-rank 0", "--linear-gate-rank 0: allowed is 1 or more"),
     "growth": ("--linear-decay-bound 1", "--linear-decay-bound 1.0: allowed is below 0, -80 or more"),
     "no number": ("--linear-decay-bound nan", "--linear-decay-bound nan: allowed is a finite number"),
-    "factors": ("--lora-rank 2", "actor: --linear-channel-decay: not yet with --lora-rank or --lora-adapter"),
 }  # fmt: skip
 
 ROWS = [
@@ -132,14 +131,6 @@ def test_kernels_need_a_device_and_their_package(monkeypatch, capsys):
         setup.choose_kernels(parse(line.split(), 1, "sft"), 0)
     of_nets = "megarl: kernels of gated delta nets: "
     assert capsys.readouterr().out == f"{of_nets}fla-core 0.6.1\n{of_nets}PyTorch's operators\n"
-
-
-def test_decays_of_channels_are_not_computed_on_a_device(monkeypatch):
-    config = parse(f"{SHAPES['kimi']} {LENGTHS} --lr 1e-3".split(), 1, "sft")
-    setup.check_device(config)
-    monkeypatch.setattr(device, "has_cuda", lambda: True)
-    with pytest.raises(UsageError, match="actor: --linear-channel-decay: not yet on CUDA; allowed is a CPU"):
-        setup.check_device(config)
 
 
 def test_states_of_prompts_need_a_model_with_states():

@@ -33,7 +33,7 @@ def guess_of(index, prompt, context, enough=2.0) -> int | None:
 
 
 @given(TEXTS, st.lists(st.integers(0, 3), min_size=1, max_size=12), st.integers(0, 2))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_guess_has_followed_the_context_in_some_text(texts, context, prompt):
     index = DraftIndex(8)
     for other, text in texts:
@@ -75,7 +75,7 @@ def test_memory_is_fixed_and_new_texts_replace_old_ones():
 
 
 @given(st.lists(st.lists(st.lists(st.integers(0, 50), max_size=5), min_size=3, max_size=3), max_size=6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_texts_are_those_that_were_added_and_only_guesses_after_right_ones_are_checked(steps):
     texts, known = DraftSequences(3, 40), [[7, i] for i in range(3)]
     for i, prompt in enumerate(known):

@@ -40,7 +40,7 @@ STEPS = st.lists(st.tuples(st.lists(st.booleans(), min_size=8, max_size=8), st.i
 
 
 @given(STEPS, st.integers(0, 1000), st.integers(1, 4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_requests_of_a_group_have_the_same_text(steps, seed, prompts):
     generator, groups = random.Random(seed), SequenceGroups()
     texts = [[9, i % prompts] for i in range(8)]

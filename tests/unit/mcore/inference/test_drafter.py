@@ -80,7 +80,7 @@ GROUPS = st.lists(st.tuples(st.integers(1, 4), st.lists(st.floats(0.01, 1.0), ma
 
 
 @given(GROUPS, st.integers(5, 24))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_rows_are_those_with_the_most_tokens_for_their_time(groups, max_rows):
     sizes, m = np.array([size for size, _ in groups]), len(groups)
     table, n = np.zeros((m, MAX_DEPTH)), sizes.sum()

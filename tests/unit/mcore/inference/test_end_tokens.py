@@ -72,7 +72,7 @@ def with_stops(rank, flags="", shape="llama", sampling=None, siblings=1, written
             session.add(number, request)
         while len(session):
             others |= dict(session.step())
-    is_same, drafted = others == dict(enumerate(plain[:4])), engine.take_decode_counts().accepted
+    is_same, drafted = others == dict(enumerate(plain[:4])), engine.take_counts().accepted
     return expected, [spelled(x) for x in found], [c.finished for c in done], stops, is_same, drafted
 
 
@@ -165,7 +165,7 @@ def with_budget(rank, flags="", shape="llama", sampling=None, siblings=1, writte
     found = [(c.tokens, c.logprobs, c.finished) for c in done]
     rest = [(tokens[written:], logprobs[written:], ended) for tokens, logprobs, ended in expected]
     gap = 0.0 if "pipeline" in flags else gap_of_chosen(model, asked, done, sampling.temperature)
-    return found, [each for each in rest if each[0]], is_same, gap, engine.take_decode_counts().accepted
+    return found, [each for each in rest if each[0]], is_same, gap, engine.take_counts().accepted
 
 
 def gap_of_chosen(model, asked, done, temperature):

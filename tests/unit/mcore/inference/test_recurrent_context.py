@@ -1,5 +1,6 @@
 """States of requests in a rollout: equal prompts, prompts in parts, evicted requests, slots that are used again."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -15,10 +16,11 @@ from tests.helpers.worlds import on_each_rank, run_world
 BLOCK = 16 * 2 * 2 * 16 * 4  # bytes of 16 tokens in one layer with keys and values
 
 
-def requests():
-    """Ragged prompts, some of them equal, with random streams of their own."""
+def requests(times: int = 1):
+    """Ragged prompts, some of them equal, with random streams of their own; each prompt is repeated so often."""
     found = make_requests()
-    return [*found, *(GenerationRequest(each.prompt, 100 + i, 12) for i, each in enumerate(found[:6]))]
+    found += [GenerationRequest(each.prompt, 100 + i, 12) for i, each in enumerate(found[:6])]
+    return [dataclasses.replace(each, prompt=each.prompt * times) for each in found]
 
 
 def state_bytes(engine) -> int:
@@ -26,17 +28,19 @@ def state_bytes(engine) -> int:
     return sum(part.nbytes for part in states)
 
 
-def generated(rank, blocks: int | None = None, shape: str = "recurrent", **settings):
-    """(texts, gap, what happened, texts of an engine with much memory); `blocks`: of the cache, beside the states."""
+def generated(rank, blocks: int | None = None, shape: str = "recurrent", times: int = 1, **settings):
+    """(texts, gap, what happened, texts of an engine with much memory); `blocks`: of the cache, beside the states;
+    `times`: prompts are repeated so often."""
     model, _, place = build("", shape)
-    probe = engine_on(model, place, buffer_gb=0.01, max_requests=settings.get("max_requests", 32))
+    whole = {"max_length": settings.get("max_length", 48), "max_requests": settings.get("max_requests", 32)}
+    probe = engine_on(model, place, buffer_gb=0.01, **whole)
     layers = sum(each is not None for each in probe.context._states)
-    size = 0.01 if blocks is None else (layers * state_bytes(probe) + blocks * BLOCK) / 2**30
+    size = 0.01 if blocks is None else (layers * state_bytes(probe) + blocks * probe.context.block_size_bytes) / 2**30
     engine = engine_on(model, place, buffer_gb=size, **settings)
     for states in (each for each in engine.context._states if each is not None):
         for part in states:
             part.fill_(float("nan"))
-    seen = {"deduplicated": 0, "read": 0}
+    seen, asked = {"deduplicated": 0, "read": 0}, requests(times)
     plan = engine.context._host_plan
 
     def watched(*args):
@@ -45,10 +49,10 @@ def generated(rank, blocks: int | None = None, shape: str = "recurrent", **setti
         return found
 
     engine.context._host_plan = watched
-    completions = engine.generate(requests(), NEVER, settings_of(temperature=1.1))
-    seen["read"] = engine.take_prefill_counts().read
-    expected = probe.generate(requests(), NEVER, settings_of(temperature=1.1))
-    return texts(completions), largest_gap(model, requests(), completions, 1.1), seen, texts(expected)
+    completions = engine.generate(asked, NEVER, settings_of(temperature=1.1))
+    seen["read"] = engine.take_counts().read
+    expected = probe.generate(asked, NEVER, settings_of(temperature=1.1))
+    return texts(completions), largest_gap(model, asked, completions, 1.1), seen, texts(expected)
 
 
 CASES = {
@@ -61,12 +65,15 @@ CASES = {
 
 
 CASES |= {f"mamba, {name}": case | {"shape": "mamba"} for name, case in CASES.items()}
+# States beside latents; prompts of more than 384 tokens.
+CASES["latents, few blocks"] = {"shape": "kimi", "times": 20, "max_length": 24 * 20 + 24, "blocks": 50}
+FIRST = ("few blocks, prompts in parts", "mamba, much memory", "latents, few blocks")
 
 
-@pytest.mark.parametrize("case", by_default(CASES, ("few blocks, prompts in parts", "mamba, much memory")))
+@pytest.mark.parametrize("case", by_default(CASES, FIRST))
 def test_no_way_through_the_engine_changes_a_bit(case):
     ((found, gap, seen, expected),) = run_world(functools.partial(generated, **CASES[case]), 1)
-    prompts = sum(len(each.prompt) for each in requests())
+    prompts = sum(len(each.prompt) for each in requests(CASES[case].get("times", 1)))
     assert found == expected and gap <= largest_gap_allowed()
     if case.endswith("much memory"):
         assert seen["deduplicated"]

@@ -91,7 +91,7 @@ def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, co
         engine.drafter = engine.engine.drafter = own if kind in ("first", "again") else scripted_drafter(answers, kind)
         done = engine.generate(requests, end, sampling, routes)
         assert_all_blocks_are_free(engine)  # also those of rejected drafts
-        found[kind] = done, engine.take_decode_counts()
+        found[kind] = done, engine.take_counts()
     return plain, found
 
 
@@ -185,7 +185,7 @@ def test_replicas_that_share_experts_draft_nothing_in_steps_that_the_device_plan
     answers = [request.prompt + completion.tokens for request, completion in zip(requests, plain, strict=True)]
     engine.drafter = engine.engine.drafter = scripted_drafter(answers, "right")
     assert [c.tokens for c in engine.generate(requests, NEVER, settings_of())] == [c.tokens for c in plain]
-    counts = engine.take_decode_counts()
+    counts = engine.take_counts()
     assert counts.steps == 7 and counts.drafted == 0
 
 
@@ -277,7 +277,7 @@ def with_predictions(rank, flags="", shape="llama", end=NEVER, sampling=None, co
         if at < len(sequences[numbers[key]]) and token != expected[numbers[key]][at - 1]
     ]  # fmt: skip
     assert engine.drafter.rates[PREDICTED] != FIRST_RATE, "no guess of the layer was tried"
-    return plain, done, engine.take_decode_counts(), len(guessed), wrong
+    return plain, done, engine.take_counts(), len(guessed), wrong
 
 
 @pytest.mark.parametrize(("ranks", "case", "is_exact"), [

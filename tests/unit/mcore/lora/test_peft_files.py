@@ -29,13 +29,15 @@ PP2 = "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"
 DENSE = ("llama3", "qwen2", "phi4", "gemma2", "olmo2", "glm4", "qwen35_dense", "nemotron_h", "qwen2_5_vl", "mistral3",
          "gemma3_vision")  # fmt: skip
 MOE = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "gpt_oss", "deepseek_v3", "deepseek_v2_lite", "qwen3_next",
-       "qwen35_moe", "nemotron_h_moe", "nemotron_h_latent", "qwen3_vl_moe", "sarvam_moe", "hy_v3")  # fmt: skip
+       "qwen35_moe", "nemotron_h_moe", "nemotron_h_latent", "qwen3_vl_moe", "sarvam_moe", "hy_v3", "kimi_linear",
+       "ling_3")  # fmt: skip
 TOWERS = ("qwen2_5_vl", "mistral3", "gemma3_vision", "qwen3_vl_moe")
 LAYOUTS = {
     "one rank": (1, "", DENSE + MOE),
     "tp2-sp": (2, f"{TP2} {SP}", ("phi4", "gpt_oss", "deepseek_v3")),
     "tp2-sp-others": (2, f"{TP2} {SP}", ("gemma2", "qwen2_moe")),
     "tp2-sp-recurrent": (2, f"{TP2} {SP}", ("qwen3_next", "qwen35_dense", "nemotron_h", "nemotron_h_moe")),
+    "tp2-sp-channels": (2, f"{TP2} {SP}", ("kimi_linear", "ling_3")),
     "tp4-sp": (4, f"{TP4} {SP}", ("llama3", "phi4", "qwen2", "gpt_oss")),  # two ranks share a query group
     "pp2": (2, PP2, ("llama3", "glm4_moe", "qwen35_dense", "nemotron_h", "qwen2_5_vl")),
     "ep2": (2, "--expert-model-parallel-size 2", ("qwen3_moe", "gpt_oss", "nemotron_h_latent", "qwen3_vl_moe")),
@@ -51,7 +53,12 @@ DENSE_TARGETS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj qkv_pro
 # Of gated delta nets; Qwen3-Next fuses what Qwen3.5 has apart.
 RECURRENT = ["in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 DENSE_TARGETS += RECURRENT
-ATTENTION = [*"q_proj k_proj v_proj o_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj".split(), *RECURRENT]
+CHANNELS = "b_proj g_a_proj g_b_proj f_a_proj f_b_proj g_proj f_proj".split()  # of Kimi delta attention, and its gates
+ATTENTION = [
+    *"q_proj k_proj v_proj o_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj".split(),
+    *RECURRENT,
+    *CHANNELS,
+]
 MAMBA = ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj"]  # without the out_proj of Mamba-2, which PEFT refuses
 MAMBA_CASES = ("nemotron_h", "nemotron_h_moe", "nemotron_h_latent")
 MAMBA_TARGETS = ",".join([*MAMBA, "up_proj", "down_proj"])

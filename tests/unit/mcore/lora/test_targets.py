@@ -7,7 +7,8 @@ from megarl.mcore.lora.targets import LoRASettings
 
 @pytest.mark.parametrize("text, targets", [
     ("all-linear", ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "q_a_proj",
-                    "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", *(f"in_proj_{part}" for part in "qkvzba"),
+                    "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "g_proj",
+                    *(f"in_proj_{part}" for part in "qkvzba"), "g_a_proj", "g_b_proj", "f_a_proj", "f_b_proj",
                     "in_proj", "out_proj")),
     ("v_proj, q_proj", ("q_proj", "v_proj")),
 ])  # fmt: skip

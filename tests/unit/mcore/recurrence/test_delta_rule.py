@@ -19,6 +19,7 @@ from tests.helpers.models.recurrent_inputs import (
     relative,
     runs_of,
 )
+from tests.helpers.tiers import by_default
 
 pytestmark = pytest.mark.skipif(not native.is_built(), reason=native.absence())
 
@@ -51,8 +52,13 @@ def by_transformers(inputs: Inputs, sizes: HeadSizes) -> Tensor:
     return found[0]
 
 
-@pytest.mark.parametrize("sizes", [DELTA, CHANNELS, BOUNDED], ids=["heads", "channels", "bounded"])
-@pytest.mark.parametrize("holders, prefixes", STREAMS, ids=["alone", "shared"])
+CASES = [(*stream, sizes) for stream in STREAMS for sizes in (DELTA, CHANNELS, BOUNDED)]
+
+
+# By default of those with more decays the stream that shares rows, in which some sequences are alone, too.
+@pytest.mark.parametrize("holders, prefixes, sizes", by_default(CASES, (CASES[0], *CASES[3:])), ids=[
+    "alone-heads", "alone-channels", "alone-bounded", "shared-heads", "shared-channels", "shared-bounded",
+])  # fmt: skip
 def test_results_and_gradients_are_those_of_transformers(holders, prefixes, sizes):
     runs = runs_of(holders=holders, prefixes=prefixes)
     inputs = drawn(runs.rows, sizes)

@@ -63,7 +63,7 @@ def test_a_conversation_is_one_row_whose_tokens_are_those_that_were_written(enco
     second, _ = played.turn([USER, {key: sent[key] for key in ("role", "content", "tool_calls")}, result], "42", [TOOL])
     assert (first.parent, second.parent) == (None, 0) and played.tree.rewritten == 0
     whole = played.tree._turns[0]
-    assert played.prompt(1) == [*whole.prompt, *whole.tokens, *second.tokens]
+    assert played.prompt(1) == [*whole.row, *second.tokens]
     bridge = TurnTokens(encoders["hermes"], 50).bridge([result])
     assert second.tokens == bridge
     assert first.key == turn_key(17, whole.prompt) and second.key == turn_key(17, played.prompt(1))
@@ -143,7 +143,7 @@ def test_all_rows_together_have_the_room_of_one_sequence(encoders):
         total += len(asked.tokens) + asked.limit
         assert total <= 90
         played.write(asked, "12")
-        total += len(played.tree._turns[-1].tokens) - asked.limit
+        total += len(played.tree._turns[-1].reply.tokens) - asked.limit
     assert number > 1 and asked.code == CONTEXT_LENGTH
 
 

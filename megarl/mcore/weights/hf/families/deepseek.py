@@ -205,6 +205,15 @@ _DELTA: dict[str, Mapping] = {
 }
 
 
+def _latent_gates(forget: str) -> dict[str, Mapping]:
+    """Output gates and decays from latents; `forget`: prefix of the decays' projections."""
+    return {
+        "self_attention.latent_proj.weight": rows("self_attn.g_a_proj.weight", f"{forget}.f_a_proj.weight"),
+        "self_attention.z_proj.weight": rows("self_attn.g_b_proj.weight"),
+        "self_attention.alpha_proj.weight": rows(f"{forget}.f_b_proj.weight"),
+    }
+
+
 def _check_kimi(config: ModelConfig):
     """UsageError for what transformers' class of Kimi-Linear ignores: Kimi-K3's layers have this type, too."""
     config.require(mla_use_nope=(True, None), use_grouped_topk=(True, None), moe_layer_freq=(1, None))
@@ -221,9 +230,7 @@ KIMI_LINEAR = Family(
         **LATENT,
         **_DELTA,
         "self_attention.A_log": Rows(("self_attn.A_log",), has_unit_axes=True),
-        "self_attention.latent_proj.weight": rows("self_attn.g_a_proj.weight", "self_attn.f_a_proj.weight"),
-        "self_attention.z_proj.weight": rows("self_attn.g_b_proj.weight"),
-        "self_attention.alpha_proj.weight": rows("self_attn.f_b_proj.weight"),
+        **_latent_gates("self_attn"),
         **expert_layers(
             "block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2"), "block_sparse_moe.shared_experts"
         ),
@@ -238,7 +245,7 @@ KIMI_LINEAR = Family(
         dense_then_experts,
         deepseek_gates,
     ),
-    experts="block_sparse_moe.experts",
+    modules=LATENT | _DELTA | _latent_gates("self_attn.forget_gate") | EXPERT_LAYERS,
 )
 
 
@@ -262,18 +269,23 @@ def _renamed(layers: dict[str, Mapping], *names: tuple[str, str]) -> dict[str, M
     return found
 
 
+_LING = {
+    **LATENT,
+    **_DELTA,
+    "self_attention.in_proj.weight.z": rows("self_attn.g_proj.weight"),
+    "self_attention.in_proj.weight.alpha": rows("self_attn.forget_gate.f_proj.weight"),
+    "self_attention.linear_gate.weight": rows("self_attn.g_proj.weight"),
+}
 # Ling 3: bounded decays, a gate of each head of multi-latent attention.
 BAILING_HYBRID = Family(
     model_type="bailing_hybrid",
     layers={
-        **_renamed(LATENT | _DELTA, ("self_attn.o_proj", "attention.dense"), ("self_attn.", "attention.")),
-        "self_attention.in_proj.weight.z": rows("attention.g_proj.weight"),
-        "self_attention.in_proj.weight.alpha": rows("attention.f_proj.weight"),
-        "self_attention.linear_gate.weight": rows("attention.g_proj.weight"),
+        **_renamed(_LING, ("forget_gate.", ""), ("self_attn.o_proj", "attention.dense"), ("self_attn.", "attention.")),
         **EXPERT_LAYERS,
         "mlp.router.expert_bias": rows("mlp.gate.expert_bias"),
     },
     flags=flags_of(_layer_flags, _delta_flags, _bound, {"attention-output-gate": True}, deepseek_gates),
     outer={"model.embed_tokens.weight": "word_embeddings.weight"},
+    modules=_LING | EXPERT_LAYERS,
     prediction=Prediction(r"model\.layers\.{layer}\..+", {}, ("num_mtp_layers", "num_nextn_predict_layers")),
 )

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.batch import SharedPrefix
@@ -59,7 +59,7 @@ def seen_by_cumulative(plan, tokens: int) -> dict[int, list[int]]:
     return found
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80)
 @given(layouts(), st.none() | st.integers(1, 40))
 def test_each_query_sees_the_keys_of_the_plan_for_a_cpu(layout, window):
     parts, is_whole = layout

@@ -36,11 +36,14 @@ def assert_same(name: str, arguments: list, written: tuple[int, ...]):
 def test_rows_are_those_of_float64(groups, heads, keys, values, taps):
     rows, numbers, channels = len(NUMBERS), torch.tensor(NUMBERS, dtype=torch.int32), 2 * groups * keys + heads * values
     wide, of_heads = 20 * normal(rows, channels + 3 * heads), normal(3, heads)  # gates of all sizes
+    of_keys, biases = 20 * normal(rows, heads * (keys + 1)), normal(heads * keys)
     x, *gates = wide.split((channels, heads, heads, heads), 1)
     inputs, memories = normal(STATES, taps - 1, channels), normal(STATES, heads, keys, values)
     out, mixed, read = torch.zeros(rows, channels), normal(rows, channels), torch.zeros(rows, heads, values)
     for bias in (None, normal(channels)):
         assert_same("convolve_rows", [x, normal(channels, 1, taps), bias, numbers, inputs, out], (4, 5))
     of_delta, of_space = [*gates[:2], *of_heads[:2]], [gates[2], *of_heads]
-    assert_same("delta_rows", [mixed, of_delta, numbers, memories, read, groups, EPSILON], (3, 4))
+    of_channels = [of_keys[:, :-heads], of_keys[:, -heads:], of_heads[0], biases]  # a decay of each channel of a key
+    for of_rule, bound in ((of_delta, None), (of_channels, None), (of_channels, -5.0)):
+        assert_same("delta_rows", [mixed, of_rule, numbers, memories, read, groups, EPSILON, bound], (3, 4))
     assert_same("space_rows", [mixed, of_space, numbers, memories, read, groups, 0.01], (3, 4))
