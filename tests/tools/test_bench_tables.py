@@ -1,6 +1,7 @@
 """Benchmarks of memory, weights, start-up, overlap and log-probs at small sizes: the runs and their tables."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from tools.bench import (
     offload,
     operators,
     overlap,
+    restart,
     rollout,
     shared_prompts,
     startup,
@@ -105,6 +107,15 @@ def test_starts_alternate(monkeypatch, tmp_path):
     line = startup.table([found], markdown=True).splitlines()[-1]
     assert line == "| 4 | 3.00 s | 3.00 s | 3.00 s | 1.00 s | 4.50 s | 9.00 s | 2.00 |"
     assert "OMP_NUM_THREADS" not in startup.environment()
+
+
+def test_a_restart_is_compared_round_by_round():
+    before = {"set_up_s": 4.0, "first_rollout_s": 5.0}
+    rows = [{"before": before, "now": {"set_up_s": now, "first_rollout_s": 2.0}} for now in (1.0, 2.0, 1.2)]
+    before, now = restart.table(rows, markdown=True).splitlines()[-2:]
+    assert (before, now) == ("| before | 4.00 s | 5.00 s |  |", "| now | 1.20 s | 2.00 s | 0.30 |")
+    with pytest.raises(SystemExit, match="has 0 ranks instead of 4"):
+        restart.last_rank(os.getpid())
 
 
 def test_overlap_compares_with_before(monkeypatch):

@@ -1,4 +1,4 @@
-"""Restarts: seconds from a rank's SIGKILL to the next rollout, for the quickstart on 4 ranks, by this version and another.
+"""Restarts of the quickstart on 4 ranks: seconds from a rank's SIGKILL to the next rollout, of two versions of megarl.
 
     git worktree add --detach /tmp/before COMMIT
     PYTHONPATH=. python tools/bench/restart.py --than /tmp/before [--rounds 3] [--json FILE] [--markdown]
