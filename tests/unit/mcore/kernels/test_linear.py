@@ -22,8 +22,8 @@ ROUNDING = {"rtol": 1e-4, "atol": 1e-3}  # of float32 sums of hundreds of terms 
 SHAPES = ((64, 32), (48, 20), (512, 96), (96, 512), (33, 7), (1024, 512))
 
 
-def matrices(*shapes, dtype=torch.float32, seed=1):
-    generator = torch.Generator().manual_seed(seed)
+def matrices(*shapes, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
     return [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
 
 
@@ -59,16 +59,15 @@ def test_other_precisions_use_torchs_product(dtype):
 
 @pytest.mark.parametrize("dtype", linear.HALF)
 def test_a_row_of_a_small_product_in_16_bits_has_the_same_bits_in_a_large_one(dtype, monkeypatch):
-    """Sums of another order seldom round to another number: one of some hundred products shows them. With torch's
-    product on an AMD EPYC each of these seeds does in bf16."""
+    """Torch's kernel for small products sums 2²⁵ + 62 − 2²⁵ in another order: 58 in 16 rows, 1 in 17 on an AMD EPYC."""
     sizes, of_torch = [], linear._of_torch
     monkeypatch.setattr(linear, "_of_torch", lambda x, *others: sizes.append(x.shape) or of_torch(x, *others))
-    for outer, inner, seeds in ((4, 64, (759, 847, 1457)), (16, 16, (327, 806)), (32, 32, (356, 1238))):
-        for seed in seeds:
-            x, weight = matrices((80, inner), (outer, inner), dtype=dtype, seed=seed)
-            whole = linear.matmul(x, weight)
-            for rows in (4, 5, 8, 13, 16):
-                assert torch.equal(linear.matmul(x[:rows], weight), whole[:rows])
+    for outer, inner in ((4, 64), (16, 16), (32, 32), (64, 16)):
+        x, weight = torch.ones(80, inner, dtype=dtype), torch.ones(outer, inner, dtype=dtype)
+        x[:, 0], x[:, -1], weight[:, 0], weight[:, -1] = 2**12, -(2**12), 2**13, 2**13
+        whole = linear.matmul(x, weight)
+        for rows in (4, 5, 8, 13, 16, 17, 40):
+            assert torch.equal(linear.matmul(x[:rows], weight), whole[:rows])
         assert min(rows for rows, _ in sizes) * outer * inner > linear.SMALL_PRODUCT
         sizes.clear()
     x, weight, bias = matrices((2, 3, 8), (4, 8), (4,), dtype=dtype)
