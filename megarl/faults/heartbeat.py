@@ -247,13 +247,11 @@ def report_failure():
     """Reports to the other ranks' signal handlers (if the store answers) and status.json that this rank failed."""
     if _running is not None:
         _running.end_status(status_file.FAILED)
-    if has_met():
-        with contextlib.suppress(RuntimeError):
-            torch.distributed.distributed_c10d._get_default_store().set(f"{KEY}/failed", "1")
+    is_first_to_fail()  # it may have reported before
 
 
 def is_first_to_fail() -> bool | None:
-    """Reports to the other ranks that this rank fails; whether none had before. None: the store is gone."""
+    """Reports to the other ranks that this rank fails; whether no other one had before. None: the store is gone."""
     if not has_met():
         return True
     rank, store = str(torch.distributed.get_rank()), torch.distributed.distributed_c10d._get_default_store()

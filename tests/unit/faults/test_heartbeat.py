@@ -238,6 +238,28 @@ def test_collectives_of_a_run_have_no_time_limit_and_are_counted(tmp_path):
     assert run_world(limits, 2, config) == [({role_mesh.NO_LIMIT}, 2)] * 2
 
 
+def failures(rank: int) -> list[bool | None]:
+    """What a rank learns that fails, reports it and asks again; the ranks do so in turn, then in the other order."""
+    found = []
+    for order in (range(dist.get_world_size()), reversed(range(dist.get_world_size()))):
+        for turn in order:
+            dist.barrier()
+            if turn == rank:
+                found.append(heartbeat.is_first_to_fail())
+                heartbeat.report_failure()
+                found.append(heartbeat.is_first_to_fail())
+        dist.barrier()
+        if rank == 0:
+            dist.distributed_c10d._get_default_store().delete_key(f"{heartbeat.KEY}/failed")
+        dist.barrier()
+    return found
+
+
+def test_one_rank_alone_is_the_first_to_fail():
+    first, last, no = [True] * 2 + [False] * 2, [False] * 2 + [True] * 2, [False] * 4
+    assert run_world(failures, 3) == [first, no, last]
+
+
 def joined_limit(rank: int):
     dist.destroy_process_group()
     del os.environ["RANK"]
