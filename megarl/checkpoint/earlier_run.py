@@ -20,8 +20,8 @@ from megarl.observe.metrics_file import FILE_NAME, lines_after
 from megarl.plain_files import resolved
 
 # All that a program writes into a run's folder, but for the stores of trackers, which hold several runs, and responses
-# of a killed run, which any run with the same requests may use. The
-# checkpoints go first: without them nothing can be resumed.
+# of a killed run, which any run with the same requests may use. The checkpoints go first: without them nothing can be
+# resumed.
 CHECKPOINTS = "checkpoints"
 EXPORTS = ("hf", "peft")
 LAST_WRITTEN = "timeline.json"  # of a run that has ended

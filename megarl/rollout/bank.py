@@ -35,9 +35,9 @@ from megarl.rollout.response_log import SUFFIX, Entry, Record
 FOLDER = "responses"  # in a run's folder
 
 
-def keeps(settings: Settings, rollout: argparse.Namespace) -> bool:
-    """Whether a run keeps the responses of its rollout."""
-    return settings.keep_responses and can_keep_responses(settings) and not lacks_routes(settings, rollout)
+def keeps(settings: Settings) -> bool:
+    """Whether a run keeps the responses of its rollout, unless it `lacks_routes`."""
+    return settings.keep_responses and can_keep_responses(settings)
 
 
 def lacks_routes(settings: Settings, rollout: argparse.Namespace) -> bool:

@@ -27,7 +27,7 @@ from megarl.mcore.model.prediction_layer import layer_of
 from megarl.mcore.offload import KVCacheInGradBuffer
 from megarl.mcore.parallel import fsdp
 from megarl.observe.timers import Timers
-from megarl.rollout.bank import FOLDER, AskedRequests, RolloutBank, keeps
+from megarl.rollout.bank import FOLDER, AskedRequests, RolloutBank, keeps, lacks_routes
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.policy_versions import PolicyVersions
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
@@ -119,7 +119,7 @@ class Rollout:
             check_capacity(settings, self.engine.capacity, self.role_groups.ranks.start)
             if schedule is not None and self._weight_sync is not None:
                 self.scheduled = ScheduledRounds(settings, self.role_groups, self.engine, self._weight_sync, schedule)
-            if keeps(settings, role.megatron):
+            if keeps(settings) and not lacks_routes(settings, role.megatron):
                 self.bank = RolloutBank(Path(settings.save) / FOLDER, self.role_groups, vocab_size)
 
     @property

@@ -63,7 +63,7 @@ class RunImages:
         _check(config)
         self._towers: dict[str, Tower] = {}  # by folder
         for role in config.with_models():
-            if role.name in READERS or role.name in config.trained:
+            if not _is_scorer(role, config):
                 folder = self._folder(role)
                 if str(folder.path) not in self._towers:
                     self._check_processor(role, folder, encoder)
@@ -110,7 +110,8 @@ class RunImages:
 
     def _add_tower(self, role: RoleSettings):
         folder = self._folder(role)
-        self._towers.setdefault(str(folder.path), Tower(folder))
+        if str(folder.path) not in self._towers:
+            self._towers[str(folder.path)] = Tower(folder)
         self._tower(role).store(role.megatron.params_dtype)  # UsageError for other axes
         self._tower(role).check_reader(role.megatron.model_folder is not None)
 
@@ -189,12 +190,16 @@ class RunImages:
             store.trim(self._settings.image_cache_gb * GB / len(self._stores))
 
 
+def _is_scorer(role: RoleSettings, config: RunConfig) -> bool:
+    """Whether a role is a reward model or judge beside a policy, whose template is its own."""
+    return role.name not in READERS and role.name not in config.trained
+
+
 def _check(config: RunConfig):
     """UsageError for what does not go with images."""
     s = config.settings
     for role in config.with_models():
-        is_scorer = role.name not in READERS and role.name not in config.trained
-        if role.megatron.model_folder is not None and is_scorer:
+        if role.megatron.model_folder is not None and _is_scorer(role, config):
             raise UsageError(f"{role.name}: --model-source transformers does not go with images in prompts")
         if role.megatron.virtual_pipeline_model_parallel_size:
             raise UsageError(f"{role.name}: virtual pipeline stages do not go with images in prompts yet")

@@ -8,10 +8,9 @@ from megarl.checkpoint.pretrained import PretrainedWeights, checkpoint_weights, 
 from megarl.data.places import read_context_template
 from megarl.errors import UsageError, warn_as_first
 from megarl.flags.distillation import SIBLING
-from megarl.flags.generation_flags import can_keep_responses
 from megarl.mcore.model.pipeline_layout import RoutedLayers
 from megarl.rollout import waiting_groups
-from megarl.rollout.bank import lacks_routes
+from megarl.rollout.bank import keeps, lacks_routes
 from megarl.rollout.requests import check_ends, thinking_budget_of
 from megarl.rollout.rollout_files import SavedRollouts
 from megarl.serving.configuration import check_server_flags, frontend_config
@@ -146,7 +145,7 @@ def _check_rollout(s: Settings, roles: dict[str, RoleSettings]):
         raise UsageError(
             "--verify-weights: the rollout shares the actor's weights, so there is no weight sync to verify"
         )
-    if s.keep_responses and can_keep_responses(s) and lacks_routes(s, rollout.megatron):
+    if keeps(s) and lacks_routes(s, rollout.megatron):
         why = "with --router-replay rollout and several pipeline stages in the rollout responses are not kept"
         warn_as_first([f"--keep-responses: {why}"])
     check_lead(s, roles)

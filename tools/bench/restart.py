@@ -16,7 +16,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -34,9 +33,8 @@ def killed_run(tree: Path, warm: Path, save: Path) -> dict[str, float]:
     Returns seconds from the kill to the end of the second start's set-up, which is the beginning of its first rollout,
     and to the end of this rollout.
     """
-    start = startup.Quickstart(warm, RANKS)
+    start = startup.Quickstart(warm, RANKS, tree)
     flags = [*start.flags, "--train-iters", str(STEPS), "--save-interval", "1", "--save", str(save)]
-    flags = [flag.replace(str(startup.ROOT), str(tree)) for flag in flags]
     environment = startup.environment(NPROC=str(RANKS), MAX_RESTARTS="1") | {"PYTHONPATH": str(tree)}
     log = save.with_suffix(".log")
     with log.open("wb") as output:
@@ -95,10 +93,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.rounds < 1 or not (args.than / "launch" / "run.sh").exists():
         parser.error(f"--than {args.than} --rounds {args.rounds}: allowed are a checkout and at least 1 round")
-    with tempfile.TemporaryDirectory() as name:
-        flags = ["--train-iters", "2", "--eval-interval", "2", "--lr-warmup-iters", "1"]
-        startup.timed(["bash", "launch/warm_start.sh", *flags], SAVE=name)
-        rows = measure({"before": args.than.resolve(), "now": startup.ROOT}, Path(name), args.rounds)
+    with startup.warm_start() as folder:
+        rows = measure({"before": args.than.resolve(), "now": startup.ROOT}, folder, args.rounds)
     print(table(rows, args.markdown))
     if args.json:
         args.json.write_text(json.dumps({"cpus": os.cpu_count(), "rounds": rows}, indent=2) + "\n")

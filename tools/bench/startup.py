@@ -10,6 +10,7 @@ and each side runs once.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tools.bench.tables import add_output_flags, whole_table
@@ -59,14 +61,24 @@ def first_rollout(folder: Path, began: float) -> dict[str, float]:
     return {"set_up_s": origin + max(begins), "first_rollout_s": origin + max(ends)}
 
 
+@contextlib.contextmanager
+def warm_start() -> Iterator[Path]:
+    """A temporary folder with the quickstart's data and a policy of two updates."""
+    with tempfile.TemporaryDirectory() as name:
+        flags = ["--train-iters", "2", "--eval-interval", "2", "--lr-warmup-iters", "1"]
+        timed(["bash", "launch/warm_start.sh", *flags], SAVE=name)
+        yield Path(name)
+
+
 class Quickstart:
     """One step of the quickstart's PPO on `ranks` ranks."""
 
-    def __init__(self, folder: Path, ranks: int):
+    def __init__(self, folder: Path, ranks: int, root: Path = ROOT):
+        """`folder`: of `warm_start`; `root`: the checkout of megarl whose recipe it is."""
         self.folder, self.ranks, self.number = folder, ranks, 0
         data = folder / "data"
         self.flags = [
-            "--config", str(ROOT / "configs" / "quickstart.yaml"), "--prompts", str(data / "train.jsonl"),
+            "--config", str(root / "configs" / "quickstart.yaml"), "--prompts", str(data / "train.jsonl"),
             "--eval-prompts", str(data / "heldout.jsonl"), "--tokenizer-model", str(data / "tokenizer.model"),
             "--pretrained-checkpoint", str(folder / "sft"), "--train-iters", "1", *LAYOUTS[ranks],
         ]  # fmt: skip
@@ -140,10 +152,8 @@ def main(argv: list[str]) -> int:
     wanted = [text.strip() for text in args.ranks.split(",")]
     if args.rounds < 1 or not set(wanted) <= {str(ranks) for ranks in LAYOUTS}:
         parser.error(f"--ranks {args.ranks} --rounds {args.rounds}: allowed are 1, 2 and 4, and at least 1 round")
-    with tempfile.TemporaryDirectory() as name:
-        flags = ["--train-iters", "2", "--eval-interval", "2", "--lr-warmup-iters", "1"]
-        timed(["bash", "launch/warm_start.sh", *flags], SAVE=name)
-        rows = [measure(Path(name), int(ranks), args.rounds) for ranks in wanted]
+    with warm_start() as folder:
+        rows = [measure(folder, int(ranks), args.rounds) for ranks in wanted]
     print(table(rows, args.markdown))
     if args.json:
         args.json.write_text(json.dumps({"cpus": os.cpu_count(), "starts": rows}, indent=2) + "\n")

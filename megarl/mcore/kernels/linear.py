@@ -119,20 +119,10 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return native.ops.linear(x.contiguous(), weight, _prepacked.get(id(weight)), bias)
     if _has_onednn_kernel(x, weight):
         return _inner_product(x, _prepacked.get(id(weight), weight), bias, "none", [], "")
-    if x.dtype in HALF and x.device.type == "cpu":
-        return _of_more_than(SMALL_PRODUCT, x, weight, bias)
+    if x.dtype in HALF and x.device.type == "cpu" and x.numel():
+        rows, least = x.reshape(-1, x.shape[-1]), SMALL_PRODUCT // weight.numel() + 1
+        return at_least_rows(_of_torch, rows, weight, bias, least=least).view(*x.shape[:-1], len(weight))
     return _of_torch(x, weight, bias)
-
-
-def _of_more_than(size: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Torch's product with rows of zeros after those of x, if it has no more than `size` multiplications without."""
-    columns, inner = weight.shape
-    rows = x.numel() // max(inner, 1)
-    missing = size // max(columns * inner, 1) + 1 - rows
-    if missing <= 0 or not x.numel():
-        return _of_torch(x, weight, bias)
-    longer = torch.nn.functional.pad(x.reshape(rows, inner), (0, 0, 0, missing))
-    return _of_torch(longer, weight, bias)[:rows].view(*x.shape[:-1], columns)
 
 
 def logits_with(weight: Tensor, is_exact: bool = False) -> Callable[[Tensor], Tensor]:
@@ -282,9 +272,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, product: Produ
     return _linear(x, weight, bias, None, False, False, product)
 
 
-def at_least_rows(product, x: Tensor, *args) -> Tensor:
-    """`product(x, *args)` of [n, …, K] with at least `MIN_ROWS` rows: the last one is repeated."""
-    rows = torch.cat([x, x[-1:].expand(MIN_ROWS - len(x), *x.shape[1:])]) if 0 < len(x) < MIN_ROWS else x
+def at_least_rows(product, x: Tensor, *args, least: int = MIN_ROWS) -> Tensor:
+    """`product(x, *args)` of [n, …, K] with at least so many rows: the last one is repeated."""
+    rows = torch.cat([x, x[-1:].expand(least - len(x), *x.shape[1:])]) if 0 < len(x) < least else x
     return product(rows, *args)[: len(x)]
 
 
