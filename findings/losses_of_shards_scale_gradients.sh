@@ -3,8 +3,8 @@
 # mse_loss, smooth_l1_loss, huber_loss, soft_margin_loss and binary_cross_entropy do so; l1_loss and the same mean
 # written as ((x - y) ** 2).mean() do not. With rows that the ranks do not share evenly the loss is wrong, too: it is
 # the mean of the ranks' means.
-# Output, gradient by rows on one rank / sharded and the loss: mse_loss 8 rows: gradient 2.000, loss 1.000
-# mse_loss 7 rows: gradient 1.750, loss 0.996; l1_loss and the written mean: 1.000 and 1.000 in both
+# Output: sharded against whole, 8 rows: mse_loss gradient 2.000, loss 1.000; 7 rows: gradient 1.750, loss 0.996;
+# l1_loss and the written mean: 1.000 and 1.000 in both
 source "$(dirname "${BASH_SOURCE[0]}")/environment.bash"
 need torch==2.14.1
 cat >losses.py <<'PYTHON'
