@@ -38,6 +38,8 @@ _TRIES_PER_QUESTION = 30
 _EXTRA_TRIES = 1000
 # Fields set from --seed and the number of tries.
 _OWN_FIELDS = {"seed", "size"}
+# A text that answers no question.
+_NO_ANSWER = "?"
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -159,7 +161,8 @@ def build_task(task: str, options: list[str], seed: int, size: int) -> Any:
 
 
 def make_line(entry: dict[str, Any], task: str, template: str, original: Callable, rebuilt: Callable) -> dict[str, Any]:
-    """The prompt line of an entry; UsageError if its answer scores differently after a round trip through JSON.
+    """The prompt line of an entry; UsageError if its answer scores differently after a round trip through JSON, or if a
+    text that answers nothing is right.
 
     `original`: scorer of the dataset that made the entry; `rebuilt`: the scorer that training will use.
     """
@@ -171,11 +174,14 @@ def make_line(entry: dict[str, Any], task: str, template: str, original: Callabl
     try:
         line = json.loads(json.dumps(line))
         expected = original(entry["answer"], entry)
-        survived = rebuilt(line.get("answer"), {"answer": line.get("answer"), "metadata": line["metadata"]}) == expected
+        stored = {"answer": line.get("answer"), "metadata": line["metadata"]}
+        survived = rebuilt(stored["answer"], stored) == expected
     except Exception:
         survived = False
     if not survived:
         raise UsageError(f"--task {task}: its entries cannot be scored after they were written as JSON")
+    if entry["answer"] != _NO_ANSWER and _is_right(_NO_ANSWER, stored, rebuilt):
+        raise UsageError(f"--task {task}: its scorer calls the text {_NO_ANSWER} right, where {entry['answer']} is")
     try:
         line["prompt"] = template.format(question=entry["question"], metadata=line["metadata"])
     except (LookupError, AttributeError, ValueError, TypeError) as error:
@@ -187,6 +193,13 @@ def make_line(entry: dict[str, Any], task: str, template: str, original: Callabl
         raise UsageError(f"--prompt-template {template!r}: gives an empty prompt")
     line["metadata"]["question_id"] = hashlib.sha256(normalise(entry["question"]).encode()).hexdigest()[:16]
     return line
+
+
+def _is_right(answer: str, entry: dict[str, Any], scorer: Callable) -> bool:
+    try:
+        return scorer(answer, entry) == 1.0
+    except Exception:  # scorers may fail on a text that has not the form of an answer
+        return False
 
 
 def distinct_lines(dataset: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:

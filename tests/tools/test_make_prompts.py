@@ -137,6 +137,7 @@ def test_an_overlap_in_the_files_ends_with_status_1(tmp_path, monkeypatch, capsy
         (["--task", "chain_sum", "--prompt-template", "{question"], "--prompt-template '{question': ValueError"),
         (["--task", "chain_sum", "--prompt-template", " "], "gives an empty prompt"),
         (["--task", "rearc"], "cannot be scored after they were written as JSON"),
+        (["--task", "game_of_life_halting"], "its scorer calls the text ? right, where"),
         (["--task", "chain_sum", "--frobnicate"], "unrecognized arguments: --frobnicate"),
         (["--task", "chain_sum", "--train", "0"], "--train 0: must be at least 1"),
         (["--task", "chain_sum", "--keep", "("], "--keep '(': is no regular expression: missing )"),
