@@ -17,6 +17,7 @@ from megarl.mcore.kernels.cuda import (
     exact_rows,
     head_rows,
     mlp_rows,
+    recurrent_chunks,
     recurrent_rows,
     rotate_heads,
     segment_attention,
@@ -101,6 +102,15 @@ cases += [
     for decays, is_bounded in ((1, False), (128, False), (128, True))
 ]
 cases += [(recurrent_rows._space_row, TOKENS, STATE)]
+WALKED = dict.fromkeys(("starts", "old", "new", "keys", "decays", "added", "memories", "changes", "ends"), "*fp32")
+WALKED |= dict.fromkeys(("old_stride", "new_stride", "key_stride", "decay_stride", "heads"), "i32") | {"way": "*i64"}
+WALK = recurrent_chunks._tiles(128, 128) | dict(ROWS=64)
+cases += [
+    (recurrent_chunks._walk_run, WALKED, WALK | dict(DECAYS=decays, HAS_OLD=has_old, IS_BACKWARD=is_backward))
+    for decays, has_old in ((1, True), (128, True), (1, False))
+    for is_backward in (False, True)
+]
+OPTIONS[recurrent_chunks._walk_run] = recurrent_chunks.WALK_OPTIONS
 TILES = dict(ROWS=exact_rows.ROWS, COLUMNS=exact_rows.COLUMNS, INNER=exact_rows.INNER)
 cases += [(exact_rows._product_tile, FP32, TILES | dict(HAS_BIAS=True))]
 cases += [
