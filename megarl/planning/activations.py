@@ -14,8 +14,9 @@ from megarl.mcore.kernels.head_scores import MAX_TOGETHER
 from megarl.mcore.model.pipeline_layout import LayerKind, layer_kinds, stage_layers
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.weight_table import padded_vocab_size
+from megarl.mcore.recurrence import layer_sizes
 from megarl.mcore.recurrence.delta_rule import DECAY_BLOCK, HeadSizes
-from megarl.mcore.recurrence.rule import layer_sizes
+from megarl.mcore.recurrence.runs import CHUNK
 from megarl.planning.parameters import SCALAR_HEAD
 
 SEGMENT_PADDING = 1.2
@@ -75,10 +76,12 @@ def _working(args, kind: LayerKind, tokens: int) -> float:
     if not kind.is_recurrent:
         return 0
     n, heads = _tokens(args, tokens)[0], layer_sizes(args, args.tensor_model_parallel_size)
-    keys, values = (7, 6) if args.hybrid_layer_pattern is None else (6, 5)
-    # Ratios of decays between tokens of a chunk, with channels between tokens of a block alone; vectors of each head.
-    ratios = 3 * 64 if heads.decays == 1 else 3 * 64 + (4 * DECAY_BLOCK + 10) * heads.keys
-    return 4 * n * (3 * heads.channels + heads.heads * (keys * heads.keys + values * heads.values + ratios))
+    # Vectors of each head; products and ratios of decays between tokens of a chunk, with channels between tokens of a
+    # block alone; the memory before a chunk.
+    channels, keys, values, products = (0, 8, 3, 6) if args.hybrid_layer_pattern is None else (1, 4, 2, 4)
+    ratios = products * CHUNK if heads.decays == 1 else 3 * CHUNK + (4 * DECAY_BLOCK + 10) * heads.keys
+    of_head = keys * heads.keys + values * heads.values + ratios + heads.keys * heads.values / CHUNK
+    return 4 * n * (channels * heads.channels + heads.heads * of_head)
 
 
 def _attention(args, n: int, fused: bool) -> float:

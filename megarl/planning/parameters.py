@@ -32,7 +32,7 @@ from megarl.mcore.model.weight_table import (
     head_weights,
     layer_weights,
 )
-from megarl.mcore.recurrence.rule import layer_sizes
+from megarl.mcore.recurrence import layer_sizes
 
 NEAREST = 3  # names in the message about a pattern
 KEYS = 64  # of the latest namespaces

@@ -30,8 +30,8 @@ from megarl.mcore.model.pipeline_layout import (
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.shared_groups import columns_sent
 from megarl.mcore.model.weight_table import LAYERS, Weight, padded_vocab_size, prediction_weights
+from megarl.mcore.recurrence import layer_sizes
 from megarl.mcore.recurrence.delta_rule import HeadSizes
-from megarl.mcore.recurrence.rule import layer_sizes
 from megarl.planning.gradient_buffers import buffers, gradient_bytes, gradient_itemsize
 from megarl.planning.memory import is_unsharded, plain_bytes, sharded_bytes
 from megarl.planning.parameters import (

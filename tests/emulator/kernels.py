@@ -55,15 +55,18 @@ def _install_references():
     from megarl.mcore.kernels.cuda import (  # noqa: F401
         head_rows,
         mlp_rows,
+        recurrent_chunks,
         recurrent_rows,
         rotate_heads,
         segment_attention,
     )
     from tests.helpers.models import reference_kernels
 
-    for name in ("paged_decode", "sample_rows", "rotate_heads", "expert_pairs", "sum_pairs"):
+    computing = "paged_decode", "sample_rows", "rotate_heads", "expert_pairs", "sum_pairs", "convolve_runs"
+    for name in (*computing, "convolve_runs_backward"):
         _library.impl(name, _computing(name, getattr(reference_kernels, name)), "CUDA")
-    for name in ("rotate_and_store", "head_sums", "head_gradient", "convolve_rows", "delta_rows", "space_rows"):
+    recurrent = "convolve_rows", "delta_rows", "space_rows", "walk_chunks"
+    for name in ("rotate_and_store", "head_sums", "head_gradient", *recurrent):
         _library.impl(name, _writing(name, getattr(reference_kernels, name)), "CUDA")
     _library.impl("swiglu_rows", _computing("swiglu_rows", _swiglu), "CUDA")
     _library.impl("swiglu_rows_backward", _computing("swiglu_rows_backward", _swiglu_backward), "CUDA")

@@ -149,7 +149,7 @@ def delta_rule() -> bool:
     values, long = delta_rule_inputs(sum(lengths)), delta_rule_inputs(DELTA_TOKENS)
     grad = drawn(sum(lengths), DELTA_HEADS[1], DELTA_HEADS[3])
     exact = delta_rule_passes([x.double() for x in values], lengths, None, grad)
-    kinds = {"torch": (None, 1e-3)} | ({"fla": (torch.bfloat16, 0.05)} if fused_chunks.version() else {})
+    kinds = {"triton": (None, 1e-3)} | ({"fla": (torch.bfloat16, 0.05)} if fused_chunks.version() else {})
     for name, (kind, bound) in kinds.items():
         found = delta_rule_passes(values, lengths, kind, grad)
         errors = [largest_error(one, other) for one, other in zip(found, exact, strict=True)]

@@ -20,11 +20,11 @@ from transformers.activations import ACT2FN
 
 from megarl.mcore.any_model import attention
 from megarl.mcore.any_model.attention import Unsupported
-from megarl.mcore.kernels import native, with_gradient
+from megarl.mcore.kernels import native
 from megarl.mcore.kernels.batch_invariance import VECTOR
-from megarl.mcore.recurrence import delta_rule, state_space
+from megarl.mcore.recurrence import delta_rule, state_space, trained
 from megarl.mcore.recurrence.delta_rule import HeadSizes
-from megarl.mcore.recurrence.runs import Runs, States, convolved
+from megarl.mcore.recurrence.runs import Runs, States, convolved, normed
 from megarl.mcore.recurrence.state_space import SpaceSizes
 
 MAX_TAPS = 8  # tokens that a convolution of the compiled kernels reads
@@ -43,7 +43,20 @@ def _apply(rule: "Rule", runs: Runs, states: Tensor | None = None) -> Tensor:
     and there are gradients."""
     if not has_kernels(rule.x):
         return rule.by_chunks(runs, states)
-    return _trained(runs, type(rule), *rule) if states is None else rule.by_token(runs, states)
+    if states is not None:
+        return rule.by_token(runs, states)
+    names = [name for name in rule._fields if torch.is_tensor(getattr(rule, name))]
+    replaced: Any = rule._replace
+
+    def forward(*fields: Tensor) -> tuple[Tensor, Tensor]:
+        states = rule.x.new_empty(runs.states, *rule.state_shape)
+        return replaced(**dict(zip(names, fields, strict=True))).by_token(runs, states), states
+
+    def backward(grad: Tensor, states: Tensor, *fields: Tensor) -> list[Tensor]:
+        found = replaced(**dict(zip(names, fields, strict=True))).gradients(grad, runs, states)
+        return [found[name] for name in names]
+
+    return trained(forward, backward, *(getattr(rule, name) for name in names))
 
 
 def _at(rule: "Rule", numbers: Tensor) -> "Rule":
@@ -133,7 +146,7 @@ class HeadStates(NamedTuple):
         """As of `Convolution`."""
         held = None if states is None else States(states, states)
         if isinstance(self.sizes, HeadSizes):
-            return delta_rule.scan(self.x, self.decays, self.scales, self.sizes, runs, held)
+            return delta_rule.scan(normed(self.x, self.sizes.normed), self.decays, self.scales, self.sizes, runs, held)
         return state_space.scan(self.x, self.scales, self.decays, self.sizes, runs, held)
 
     def gradients(self, grad: Tensor, runs: Runs, states: Tensor) -> dict[str, Tensor]:
@@ -149,26 +162,6 @@ class HeadStates(NamedTuple):
 
 
 Rule = Convolution | HeadStates
-
-
-def _rule_gradient(ctx, grad):
-    """Gradients of the fields from those of what was read."""
-    states, *saved = ctx.saved_tensors
-    left = iter(saved)
-    rule = ctx.kind(*(next(left) if each is None else each[0] for each in ctx.others))
-    found = rule.gradients(grad, ctx.runs, states)
-    return None, None, *(found.get(name) for name in rule._fields)
-
-
-@with_gradient(_rule_gradient)
-def _trained(ctx, runs, kind, *fields):
-    """By compiled kernels, with gradients; arguments after the runs: a rule's type, and its fields."""
-    rule = kind(*fields)
-    states = rule.x.new_empty(runs.states, *rule.state_shape)
-    ctx.runs, ctx.kind = runs, kind
-    ctx.others = [None if torch.is_tensor(each) else (each,) for each in fields]
-    ctx.save_for_backward(states, *(each for each in fields if torch.is_tensor(each)))
-    return rule.by_token(runs, states)
 
 
 # -- functions of modeling files ---------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -22,7 +23,7 @@ from megarl.mcore.attention.segments import HostPlan, Segments, TokenStream, pla
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.moe.routes import RoutedTokens, Routing
 from megarl.mcore.parallel.context_parallel import chunk_indices, chunks_of, stream_order
-from megarl.mcore.recurrence.runs import Runs, runs_of_stream
+from megarl.mcore.recurrence.runs import NONE, Runs
 
 
 @dataclass
@@ -231,3 +232,27 @@ def pack_sequences(
         routing=routing,
         runs=runs_of_stream(stream, taps) if taps else None,
     )
+
+
+def runs_of_stream(stream: TokenStream, taps: int) -> Runs:
+    """The runs of a packed stream: one of each sequence, and several of one that holds a prefix for others, whose state
+    has a number of its own. `taps`: rows that a convolution reads."""
+    prefixes: dict[int, list[int]] = {}
+    starts, ends, holders, prefix_lengths = stream
+    for holder, length in zip(holders.tolist(), prefix_lengths.tolist(), strict=True):
+        if length and length not in prefixes.setdefault(holder, []):
+            prefixes[holder].append(length)
+    table, numbers = [], {}
+    for holder, lengths in sorted(prefixes.items()):
+        at, state = 0, NONE
+        for length in sorted(lengths):
+            numbers[holder, length] = len(numbers)
+            table.append((int(starts[holder]) + at, length - at, state, numbers[holder, length]))
+            at, state = length, numbers[holder, length]
+    for i, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        holder, length = int(holders[i]), int(prefix_lengths[i])
+        if i in prefixes:  # the rest of a holder
+            holder, length = i, max(prefixes[i])
+            start += length
+        table.append((start, end - start, numbers.get((holder, length), NONE) if length else NONE, NONE))
+    return Runs(torch.tensor(table), len(numbers), taps)

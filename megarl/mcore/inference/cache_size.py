@@ -8,7 +8,7 @@ from megatron.core.transformer import MLATransformerConfig
 
 from megarl.errors import UsageError
 from megarl.mcore import device
-from megarl.mcore.recurrence.rule import layer_sizes
+from megarl.mcore.recurrence import layer_sizes
 from megarl.mcore.recurrence.runs import States
 
 GIB = 2**30

@@ -20,7 +20,7 @@ from megarl.mcore.attention.cache_attention import PrefillDedup
 from megarl.mcore.inference.cache_size import GIB, Shapes, bytes_of_shapes, cache_bytes, one_stage, snapshot_count
 from megarl.mcore.inference.paged_context import LatentContext, PagedContext
 from megarl.mcore.model.decoder_layer import StepPlan
-from megarl.mcore.recurrence.rule import apply_rule, layer_sizes
+from megarl.mcore.recurrence import apply_rule, layer_sizes
 from megarl.mcore.recurrence.runs import NONE, Runs, States
 
 if TYPE_CHECKING:

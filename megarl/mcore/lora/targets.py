@@ -23,7 +23,7 @@ from megarl.mcore.model.projections import (
     mlp_sizes,
     recurrent_sizes,
 )
-from megarl.mcore.recurrence.rule import layer_sizes
+from megarl.mcore.recurrence import layer_sizes
 
 ALL_LINEAR = "all-linear"
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -28,7 +28,7 @@ from megarl.mcore.kernels.norm import AllHeadsRMSNorm, build_norm
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.shared_groups import SharedGroup
 from megarl.mcore.moe.layer import MixtureLayer
-from megarl.mcore.recurrence.rule import AnyInputs
+from megarl.mcore.recurrence import AnyInputs
 from megarl.mcore.recurrence.runs import AnyRuns, States
 from megarl.mcore.vision.store import ImageRows
 

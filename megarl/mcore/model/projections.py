@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from megarl.mcore.config.model_flags import is_gated
 from megarl.mcore.config.recurrent_rules import has_states
+from megarl.mcore.recurrence import layer_sizes
 from megarl.mcore.recurrence.delta_rule import HeadSizes
-from megarl.mcore.recurrence.rule import layer_sizes
 from megarl.mcore.recurrence.state_space import SpaceSizes
 
 # Suffix of a linear layer's name -> its projections, in the order of its rows.

@@ -29,8 +29,8 @@ from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, of_all_t
 from megarl.mcore.kernels.norm import RMSNorm, rms_norm
 from megarl.mcore.model.decoder_layer import StepPlan, local_layer
 from megarl.mcore.parallel.context_parallel import to_heads, to_tokens
+from megarl.mcore.recurrence import apply_rule, layer_sizes
 from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs
-from megarl.mcore.recurrence.rule import apply_rule, layer_sizes
 from megarl.mcore.recurrence.runs import AnyRuns, States
 from megarl.mcore.recurrence.state_space import CONVOLVED, SpaceInputs, SpaceSizes
 

@@ -23,7 +23,7 @@ from megarl.mcore.model.projections import (
 )
 from megarl.mcore.moe.router import balancing_state
 from megarl.mcore.parallel.process_groups import ParallelSizes
-from megarl.mcore.recurrence.rule import layer_sizes
+from megarl.mcore.recurrence import layer_sizes
 from megarl.mcore.recurrence.state_space import CONVOLVED, SpaceSizes
 
 EMBEDDING, HEAD, HEAD_BIAS = "embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"

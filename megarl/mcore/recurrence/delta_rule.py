@@ -10,7 +10,6 @@ Shapes: T rows, G groups with a key head of K channels, H value heads of V chann
 C = 2·G·K + H·V channels.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -41,6 +40,11 @@ class HeadSizes(NamedTuple):
     def channels(self) -> int:
         """Channels of queries, keys and values together, which the convolution reads."""
         return 2 * self.groups * self.keys + self.heads * self.values
+
+    @property
+    def normed(self) -> tuple[int, int, float]:
+        """Heads of queries and keys, as of `runs.normed`."""
+        return 2 * self.groups, self.keys, EPSILON
 
     @property
     def wide(self) -> dict[str, int]:
@@ -102,7 +106,7 @@ class Inputs(NamedTuple):
     def by_chunks(self, sizes: HeadSizes, runs: Runs, states: States | None = None) -> Tensor:
         """As `by_token` up to rounding, with operations that have gradients without `states`."""
         if sizes.fused_type is None:
-            mixed = convolved(self.x, self.weight, None, runs, states)
+            mixed = convolved(self.x, self.weight, None, runs, states, heads=sizes.normed)
             return scan(mixed, *self._gates(sizes), sizes, runs, states)
         mixed = fused_chunks.convolved(self.x, self.weight, sizes.fused_type, runs, states)
         return fused_chunks.scan(*_heads_of(mixed, sizes), *self._gates(sizes), runs, states)
@@ -120,7 +124,8 @@ class Inputs(NamedTuple):
 
     def _gates(self, sizes: HeadSizes) -> tuple[Tensor, Tensor]:
         """Logarithms of the decays [T, H·D], and strengths [T, H]."""
-        rates, before = self.decay_logs.exp().repeat_interleave(sizes.decays), self.a + self.biases
+        rates, before = self.decay_logs.exp(), self.a + self.biases
+        rates = rates.repeat_interleave(sizes.decays) if sizes.decays > 1 else rates
         if sizes.bound is not None:
             return sizes.bound * (rates * before).sigmoid(), self.b.sigmoid()
         return -rates * functional.softplus(before), self.b.sigmoid()
@@ -129,13 +134,10 @@ class Inputs(NamedTuple):
 def scan(
     mixed: Tensor, log_decays: Tensor, strengths: Tensor, sizes: HeadSizes, runs: Runs, states: States | None
 ) -> Tensor:
-    """[T, H, V]: what rows [T, C] after the convolution read, by chunks; log_decays [T, H·D], strengths [T, H]."""
-    q, k, v = _heads_of(mixed, sizes)
-    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (q, k))
-    q, k = (x.repeat_interleave(sizes.heads // sizes.groups, 1) for x in (q * sizes.keys**-0.5, k))
-    zeros = v.new_zeros(sizes.heads, sizes.keys, sizes.values)
-    rows = q, k, v, log_decays.unflatten(1, (sizes.heads, sizes.decays)), strengths
-    return scan_chunks(_chunk_steps, rows, zeros, runs, states)
+    """[T, H, V]: what rows [T, C] after the convolution and norms read, by chunks; log_decays [T, H·D], strengths
+    [T, H]."""
+    rows = *_heads_of(mixed, sizes), log_decays.unflatten(1, (sizes.heads, sizes.decays)), strengths
+    return scan_chunks(_chunk_terms, rows, runs, states)
 
 
 def _heads_of(mixed: Tensor, sizes: HeadSizes) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,10 +149,10 @@ def _heads_of(mixed: Tensor, sizes: HeadSizes) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _decayed_products(x: Tensor, k: Tensor, sums: Tensor) -> Tensor:
-    """[N, M, H, C, C]: products of x with the keys up to its row, whose channels decay in between.
+    """[M, H, N, C, C]: products of x with the keys up to its row, whose channels decay in between.
 
     A block of rows has ratios of decays between its own rows alone. With the rows before it x decays since the block's
-    first row, and keys up to that row: neither factor exceeds 1. x: [N, M, H, C, K]; k, sums of logarithms of decays:
+    first row, and keys up to that row: neither factor exceeds 1. x: [M, H, N, C, K]; k, sums of logarithms of decays:
     [M, H, C, K].
     """
     count, found = k.shape[2], []
@@ -158,31 +160,29 @@ def _decayed_products(x: Tensor, k: Tensor, sums: Tensor) -> Tensor:
         own, before = slice(first, first + DECAY_BLOCK), slice(0, first)
         start = sums[:, :, first : first + 1]
         keys = k[:, :, before] * (start - sums[:, :, before]).exp()
-        left = (x[..., own, :] * (sums[:, :, own] - start).exp()) @ keys.mT
+        left = (x[..., own, :] * (sums[:, :, own] - start).exp().unsqueeze(2)) @ keys.mT.unsqueeze(2)
         ratios = decay_ratios(sums[:, :, own].mT) * k[:, :, own].mT.unsqueeze(-2)
-        inside = torch.einsum("nmhik, mhkij -> nmhij", x[..., own, :], ratios)
+        inside = torch.einsum("mhnik, mhkij -> mhnij", x[..., own, :], ratios)
         found.append(functional.pad(torch.cat([left, inside], -1), (0, max(count - own.stop, 0))))
     return torch.cat(found, -2)
 
 
-def _chunk_steps(q: Tensor, k: Tensor, v: Tensor, log_decays: Tensor, strengths: Tensor) -> Callable:
-    """As `steps_of` of `scan_chunks`; rows of padding have strength 0 and decay 1, and so change nothing. q, k:
+def _chunk_terms(q: Tensor, k: Tensor, v: Tensor, log_decays: Tensor, strengths: Tensor) -> tuple[Tensor, ...]:
+    """As `terms_of` of `scan_chunks`; rows of padding have strength 0 and decay 1, and so change nothing. q, k:
     [M, H, C, K], v: [M, H, C, V], strengths: [M, H, C, 1], log_decays: [M, H, C, D]."""
-    of_channels = log_decays.mT.cumsum(-1)
-    total = of_channels.mT
+    total = log_decays.cumsum(2)
+    decays, pair = total.exp(), torch.stack([q, k], 2)
     if log_decays.shape[-1] == 1:
-        ratios = decay_ratios(of_channels.squeeze(2))
-        scores, system = q @ k.mT * ratios, (k * strengths) @ k.mT * ratios
+        ratios = decay_ratios(total.squeeze(-1))
+        products = (pair.flatten(2, 3) @ k.mT).unflatten(2, (2, -1)) * ratios.unsqueeze(2)
+        left = k * ratios[:, :, -1:].mT
     else:
-        scores, system = _decayed_products(torch.stack([q, k * strengths]), k, total)
-    solve = {"upper": False, "unitriangular": True}
-    new = torch.linalg.solve_triangular(system, v * strengths, **solve)
-    old = torch.linalg.solve_triangular(system, k * strengths * total.exp(), **solve)
-    q, left = q * total.exp(), k * (total[..., -1:, :] - total).exp()
-    decays = of_channels[..., -1:].exp()
-
-    def step(at: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        change = new[at] - old[at] @ memory
-        return q[at] @ memory + scores[at] @ change, memory * decays[at] + left[at].mT @ change
-
-    return step
+        products = _decayed_products(pair, k, total)
+        left = k * (total[:, :, -1:] - total).exp()
+    (scores, system), (q, old) = products.unbind(2), (pair * decays.unsqueeze(2)).unbind(2)
+    both = torch.cat([old, v], -1) * strengths
+    system = system * strengths
+    # The transposed system leaves rows next to each other.
+    changes = torch.linalg.solve_triangular(system.mT, both.mT, upper=True, left=False, unitriangular=True).mT
+    old, new = changes.split([k.shape[-1], v.shape[-1]], -1)
+    return q, scores, old, new, left, decays[:, :, -1:].mT

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megarl.errors import UsageError
-from megarl.mcore.recurrence.runs import NONE, Runs, States, chunk_memories, store_memories
+from megarl.mcore.recurrence.runs import NONE, Runs, States
 
 BACKEND = "fla"  # the value of --delta-rule-backend that stands for it
 PACKAGE, MIN_VERSION = "fla-core", "0.6"
@@ -94,7 +94,7 @@ def scan(
     zeros = log_decays.new_zeros(values.shape[1], keys.shape[2], values.shape[2])
     levels, order = runs.packed
     for level in levels:
-        memory = None if {*level.before} == {NONE} else chunk_memories(zeros, level.before, kept, states)
+        memory = None if {*level.before} == {NONE} else _memories(zeros, level.before, kept, states)
         keeps = {*level.after} != {NONE}
         if len(level.chunks):
             rows = queries, keys, values, log_decays, strengths
@@ -110,6 +110,20 @@ def scan(
         if keeps:
             after = zip(level.after, torch.stack([zeros] * len(level.after)) if memory is None else memory, strict=True)
             kept |= {number: each for number, each in after if number != NONE}
-    store_memories(kept, states)
+    _store_memories(kept, states)
     whole = torch.cat(found)
     return whole if order is None else whole[order]
+
+
+def _memories(zeros: Tensor, numbers: list[int], kept: dict[int, Tensor], states: States | None) -> Tensor:
+    """[R, H, K, V] of the states with these numbers: those of `kept`, else of `states`; `NONE`: `zeros` [H, K, V]."""
+    stored = None if states is None else states.memories
+    found = (zeros if i == NONE else kept[i] if i in kept or stored is None else stored[i] for i in numbers)
+    return torch.stack(list(found))
+
+
+def _store_memories(kept: dict[int, Tensor], states: States | None):
+    """Writes the memories that the runs left, by the numbers of their states."""
+    if states is not None and kept:
+        numbers = torch.tensor(list(kept), device=states.memories.device)
+        states.memories.index_copy_(0, numbers, torch.stack(list(kept.values())))

@@ -19,9 +19,10 @@ from torch.nn import functional
 
 from megarl.batch import expand_array_counts
 from megarl.mcore import device
+from megarl.mcore.kernels import with_gradient
 
 NONE = -1  # no state
-CHUNK = 64  # rows of a chunk, at most
+CHUNK, MIN_CHUNK = 64, 16  # rows of a chunk, at most and at least
 
 
 class ConvolutionRows(NamedTuple):
@@ -35,13 +36,21 @@ class ConvolutionRows(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Runs of equal depth, cut into M chunks of C rows; runs with more chunks come first, and each has its chunks next
-    to each other."""
+    """Runs cut into M chunks of C rows, each run's next to each other, and the ways through them.
 
-    rows: Tensor  # [M, C] int64 rows of the chunks, on the device; `T` stands for padding
-    steps: list[Tensor]  # of step i the i-th chunks of all runs that have one, int64, on the device
-    before: list[int]  # state that each run continues
-    after: list[int]  # state in which each run leaves its own
+    A way is [n, 5] int64 on the device, of n runs that wait for none of each other: the run's first chunk and the one
+    after its last; the first memory that it begins with, and the one after the last; where it leaves its own, or
+    `NONE`. It begins with the sum of these memories: forwards one or none, backwards gradients of all that continue it.
+    The first way forwards begins with states, others with what earlier ones left.
+    """
+
+    total: int  # M
+    size: int  # C
+    places: tuple[Tensor, Tensor]  # [T] int64 chunk of each row, and its row there, on the device
+    forwards: list[Tensor]
+    backwards: list[Tensor]
+    kept: tuple[int, int]  # memories that the runs leave, forwards and backwards
+    after: tuple[Tensor, Tensor]  # int64 numbers of states, and which memories these then hold, on the device
 
 
 class PackedRuns(NamedTuple):
@@ -80,8 +89,8 @@ class Runs:
         return device.to_device([numbers])[0]
 
     @functools.cached_property
-    def convolution(self) -> ConvolutionRows:
-        """What the convolutions of the pass read."""
+    def _convolved(self) -> tuple[np.ndarray, dict[int, list[int]]]:
+        """([taps, T] as of `ConvolutionRows`, the rows that changed states then hold)."""
         zero, width = self.rows, self.taps - 1
         read = np.arange(zero) + np.arange(-width, 1)[:, None]
         kept: dict[int, list[int]] = {}
@@ -92,9 +101,24 @@ class Runs:
                 read[: width - row, first + row] = past[row:]
             if after != NONE:
                 kept[after] = [*past, *range(first, first + rows)][-width:]
-        last = np.array(list(kept.values()), dtype=np.int64).reshape(-1, width)
+        return read, kept
+
+    @functools.cached_property
+    def convolution(self) -> ConvolutionRows:
+        """What the convolutions of the pass read."""
+        read, kept = self._convolved
+        last = np.array(list(kept.values()), dtype=np.int64).reshape(-1, self.taps - 1)
         before = read[:-1, self._in_order[:, 0]].T
         return ConvolutionRows(*device.to_device([read, np.array(list(kept), dtype=np.int64), last, before]))
+
+    @functools.cached_property
+    def readers(self) -> tuple[Tensor, Tensor]:
+        """For the gradients of convolutions: ([T + 1] where those of each row begin, tap · T + row of all that read a
+        row); int64, on the device."""
+        read = self._convolved[0].ravel()
+        bounds = np.append(0, np.bincount(read, minlength=self.rows + 1)[: self.rows].cumsum())
+        bounds, readers = device.to_device([bounds, read.argsort(kind="stable")])
+        return bounds, readers
 
     @functools.cached_property
     def _in_order(self) -> np.ndarray:
@@ -108,29 +132,58 @@ class Runs:
         return self._packed(self._in_order, None)
 
     @functools.cached_property
-    def _levels(self) -> list[np.ndarray]:
-        """[n, 4] runs that continue none of the others, then those that continue these, and so on."""
-        depths, levels = dict[int, int](), dict[int, list]()
-        for run in self.table.tolist():
-            depth = depths.get(run[2], 0) if run[2] != NONE else 0
-            depths |= {run[3]: depth + 1} if run[3] != NONE else {}
-            levels.setdefault(depth, []).append(run)
-        return [np.array(levels[depth]) for depth in sorted(levels)]
+    def _parents(self) -> np.ndarray:
+        """[N] the run whose memory each run continues; `NONE`: no run of the pass."""
+        parents, written = [], dict[int, int]()
+        for i, (_, _, before, after) in enumerate(self.table.tolist()):
+            parents.append(written.get(before, NONE))
+            if after != NONE:
+                written[after] = i
+        return np.array(parents)
 
     @functools.cached_property
-    def chunks(self) -> list[Chunks]:
-        """The levels in chunks of `CHUNK` rows, or fewer if all runs are short."""
-        longest = int(self.table[:, 1].max())
-        size = min(CHUNK, max(8, 1 << (longest - 1).bit_length()))
-        return [self._chunks(table, size) for table in self._levels]
+    def _levels(self) -> list[np.ndarray]:
+        """Runs that continue none of the others, then those that continue these, and so on; those that continue the
+        same one are next to each other."""
+        depths: list[int] = []
+        for parent in self._parents.tolist():
+            depths.append(0 if parent == NONE else depths[parent] + 1)
+        order = np.lexsort((self._parents, np.array(depths)))
+        return np.split(order, np.bincount(depths).cumsum()[:-1])
+
+    @functools.cached_property
+    def chunks(self) -> Chunks:
+        """The runs in chunks of `CHUNK` rows, or fewer if all are short."""
+        first, rows, before, after = self.table.numpy().T
+        size = min(CHUNK, max(MIN_CHUNK, 1 << (int(rows.max()) - 1).bit_length()))
+        order, counts, parents = np.concatenate(self._levels), -(-rows // size), self._parents
+        ends = np.empty_like(counts)
+        ends[order] = counts[order].cumsum()
+        left, begun = (_numbered(order, each != NONE) for each in (after, parents))
+        source = np.where(parents == NONE, before, left[parents])
+        children = np.bincount(parents[parents != NONE], minlength=len(parents))
+        child = np.full(len(parents), len(parents))
+        np.minimum.at(child, parents[parents != NONE], begun[parents != NONE])
+        forwards = np.stack([ends - counts, ends, source, source + (source != NONE), left], 1)
+        backwards = np.stack([ends - counts, ends, child, child + children, begun], 1)
+        (owner, place), chunk, row = expand_array_counts(rows), np.empty(self.rows, int), np.empty(self.rows, int)
+        chunk[first[owner] + place] = (ends - counts)[owner] + place // size
+        row[first[owner] + place] = place % size
+        final = {number: memory for number, memory in zip(after.tolist(), left.tolist(), strict=True) if number != NONE}
+        ways = [way[level] for way in (forwards, backwards) for level in self._levels]
+        sent = device.to_device([chunk, row, np.array(list(final), int), np.array(list(final.values()), int), *ways])
+        (chunk, row, numbers, memories, *ways), kept = sent, (int((left != NONE).sum()), int((begun != NONE).sum()))
+        ahead, back = ways[: len(self._levels)], ways[len(self._levels) :][::-1]
+        return Chunks(int(counts.sum()), size, (chunk, row), ahead, back, kept, (numbers, memories))
 
     @functools.cached_property
     def packed(self) -> tuple[list[PackedRuns], Tensor | None]:
         """(the levels, [T] int64 where the rows of the pass are when the levels follow each other; None: in order)."""
-        rows, every = [_rows_of(table) for table in self._levels], np.arange(self.rows)
+        tables = [self.table.numpy()[level] for level in self._levels]
+        rows, every = [_rows_of(table) for table in tables], np.arange(self.rows)
         packed = [
             self._packed(table, None if np.array_equal(own, every) else own)
-            for table, own in zip(self._levels, rows, strict=True)
+            for table, own in zip(tables, rows, strict=True)
         ]
         whole = np.concatenate(rows)
         return packed, None if np.array_equal(whole, every) else device.to_device([whole.argsort()])[0]
@@ -141,17 +194,13 @@ class Runs:
         cu_rows, chunks, *sent = device.to_device([cu_rows, chunks, *([] if rows is None else [rows])])
         return PackedRuns(sent[0] if sent else None, cu_rows, chunks, table[:, 2].tolist(), table[:, 3].tolist())
 
-    def _chunks(self, table: np.ndarray, size: int) -> Chunks:
-        counts = -(-table[:, 1] // size)
-        order = np.argsort(-counts, kind="stable")
-        table, counts = table[order], counts[order]
-        starts = counts.cumsum() - counts
-        padded = np.full(int(counts.sum()) * size, self.rows)
-        for start, (first, rows, *_) in zip(starts * size, table, strict=True):
-            padded[start : start + rows] = np.arange(first, first + rows)
-        steps = [starts[counts > step] + step for step in range(int(counts[0]))]
-        rows, *sent = device.to_device([padded.reshape(-1, size), *steps])
-        return Chunks(rows, sent, table[:, 2].tolist(), table[:, 3].tolist())
+
+def _numbered(order: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """[N] numbers from 0 on, in an order, of those that count; `NONE`: others."""
+    found = np.full(len(order), NONE)
+    own = order[counts[order]]
+    found[own] = np.arange(len(own))
+    return found
 
 
 def _rows_of(table: np.ndarray) -> np.ndarray:
@@ -163,30 +212,6 @@ def _rows_of(table: np.ndarray) -> np.ndarray:
 # The runs of a decode step that the device plans are [T] int32 on the device: the state that each row continues and
 # changes; `NONE`: padding.
 AnyRuns = Runs | Tensor
-
-
-def runs_of_stream(stream, taps: int) -> Runs:
-    """The runs of a packed stream: one of each sequence, and several of one that holds a prefix for others, whose state
-    has a number of its own. `stream`: an `attention.segments.TokenStream`."""
-    prefixes: dict[int, list[int]] = {}
-    starts, ends, holders, prefix_lengths = stream
-    for holder, length in zip(holders.tolist(), prefix_lengths.tolist(), strict=True):
-        if length and length not in prefixes.setdefault(holder, []):
-            prefixes[holder].append(length)
-    table, numbers = [], {}
-    for holder, lengths in sorted(prefixes.items()):
-        at, state = 0, NONE
-        for length in sorted(lengths):
-            numbers[holder, length] = len(numbers)
-            table.append((int(starts[holder]) + at, length - at, state, numbers[holder, length]))
-            at, state = length, numbers[holder, length]
-    for i, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-        holder, length = int(holders[i]), int(prefix_lengths[i])
-        if i in prefixes:  # the rest of a holder
-            holder, length = i, max(prefixes[i])
-            start += length
-        table.append((start, end - start, numbers.get((holder, length), NONE) if length else NONE, NONE))
-    return Runs(torch.tensor(table), len(numbers), taps)
 
 
 # -- states ----------------------------------------------------------------------------------------------------------
@@ -204,79 +229,166 @@ class States(NamedTuple):
         return (count, taps - 1, sizes.channels), (count, sizes.heads, sizes.keys, sizes.values)
 
 
-def has_kernels(x: Tensor) -> bool:
-    """Whether compiled kernels compute the rules on the device of a tensor."""
-    return not x.is_cuda
-
-
-def own_states(x: Tensor, sizes, runs: Runs) -> States:
-    """Uninitialized states of the pass alone; arguments as of `States.shapes`."""
-    return States(*map(x.new_empty, States.shapes(runs.states, runs.taps, sizes)))
+def has_triton(x: Tensor) -> bool:
+    """Whether kernels of Triton do what rules share, on the device of a tensor: in fp32."""
+    return x.is_cuda and x.dtype == torch.float32
 
 
 def convolved(
-    x: Tensor, weight: Tensor, bias: Tensor | None, runs: Runs, states: States | None, activates: bool = True
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    runs: Runs,
+    states: States | None,
+    activates: bool = True,
+    heads: tuple[int, int, float] = (0, 0, 0.0),
 ) -> Tensor:
-    """[T, C] after the causal convolution, and its SiLU if it `activates`, of PyTorch's operations; `states` get its
-    last inputs. `x`: [T, C]; `weight`: [C, 1, taps]; `bias`: [C]."""
-    taps, plan = weight.squeeze(1).t(), runs.convolution
+    """[T, C] after the causal convolution, then its SiLU if it `activates`, then norms; `states` get its last inputs.
+    `x`: [T, C]; `weight`: [C, 1, taps]; `bias`: [C]; `heads`: as of `normed`."""
+    plan = runs.convolution
+    if has_triton(x):
+        from megarl.mcore.kernels.cuda import recurrent_chunks  # needs Triton
+
+        return recurrent_chunks.convolved(
+            x, weight.contiguous(), bias, runs, states, ([*heads[:2]], heads[2], activates)
+        )
     padded = functional.pad(x, (0, 0, 0, 1))
     padded = padded if states is None else torch.cat([padded, states.inputs.flatten(0, 1)])
-    total = sum(padded[rows] * tap for rows, tap in zip(plan.read, taps, strict=True))
+    total = sum(padded[rows] * tap for rows, tap in zip(plan.read, weight.squeeze(1).t(), strict=True))
     mixed = total if bias is None else total + bias
     mixed = functional.silu(mixed) if activates else mixed
     if states is not None and len(plan.states):
         states.inputs.index_copy_(0, plan.states, padded[plan.last])
-    return mixed
+    return normed(mixed, heads) if heads[0] else mixed
 
 
-def chunk_memories(zeros: Tensor, numbers: list[int], kept: dict[int, Tensor], states: States | None) -> Tensor:
-    """[R, H, K, V] of the states with these numbers: those of `kept`, else of `states`; `NONE`: `zeros` [H, K, V]."""
-    stored = None if states is None else states.memories
-    found = (zeros if i == NONE else kept[i] if i in kept or stored is None else stored[i] for i in numbers)
-    return torch.stack(list(found))
+def normed(x: Tensor, heads: tuple[int, int, float]) -> Tensor:
+    """[T, C] whose first heads have the length 1, the first half of them, queries, 1 / √width. `heads`: (how many these
+    are, the width of each, what is added to squared lengths)."""
+    count, width, epsilon = heads
+    own = x[:, : count * width].unflatten(1, (2, count // 2, width))
+    own = own * torch.rsqrt(own.square().sum(-1, keepdim=True) + epsilon)
+    return torch.cat([own[:, 0].flatten(1) * width**-0.5, own[:, 1].flatten(1), x[:, count * width :]], 1)
 
 
-def store_memories(kept: dict[int, Tensor], states: States | None):
-    """Writes the memories that the runs left, by the numbers of their states."""
-    if states is not None and kept:
-        numbers = torch.tensor(list(kept), device=states.memories.device)
-        states.memories.index_copy_(0, numbers, torch.stack(list(kept.values())))
+# -- chunks ----------------------------------------------------------------------------------------------------------
 
 
 def decay_ratios(sums: Tensor) -> Tensor:
-    """Sums […, C] of logarithms of decays up to each row of a chunk -> […, C, C] those between rows."""
-    above = torch.ones(sums.shape[-1], sums.shape[-1], dtype=torch.bool, device=sums.device).triu(1)
-    return (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill(above, float("-inf")).exp()
+    """Sums […, C] of logarithms of decays up to each row of a chunk -> […, C, C] those between rows, 0 for later
+    rows."""
+    return (sums.unsqueeze(-1) - sums.unsqueeze(-2)).tril().exp().tril()
 
 
-def scan_chunks(steps_of: Callable, rows: Sequence[Tensor], zeros: Tensor, runs: Runs, states: States | None) -> Tensor:
+def scan_chunks(terms_of: Callable, rows: Sequence[Tensor], runs: Runs, states: States | None) -> Tensor:
     """[T, H, V]: what the rows read; `states` get the memories after the runs.
 
+    A chunk with the memory S [K, V] before it changes it by U = new − old·S [C, V]; its rows read queries·S + scores·U,
+    and S becomes decays·S + keysᵀ·U.
+
     Args:
-        steps_of: How a rule goes through chunks of equal depth: what it reads of their rows, [M, H, C, …] and 0 in
-            padding -> (which of the chunks, memories before them [n, H, K, V]) -> (results [n, H, C, V], memories).
-        rows: What the rule reads of each row: tensors [T, H, …], of which those without channels get one.
-        zeros: [H, K, V] the memory of a run that continues no state.
+        terms_of: What the rule reads of rows of chunks, [M, H, C, …] and 0 in padding -> queries [M, H, C, K], scores
+            [M, H, C, C], old [M, H, C, K] or None for 0, new [M, H, C, V], keys [M, H, C, K], decays [M, H, D, 1] with
+            D of 1 or K.
+        rows: What the rule reads of each row: tensors [T, G or H, …], of which those without channels get one.
     """
-    kept, found, places = dict[int, Tensor](), [], []  # memories by the number of the state; results and their rows
     wide = [x if x.dim() == 3 else x.unsqueeze(-1) for x in rows]
-    for chunks in runs.chunks:
-        step = steps_of(*(functional.pad(x, (0, 0, 0, 0, 0, 1))[chunks.rows].transpose(1, 2) for x in wide))
-        memory = chunk_memories(zeros, chunks.before, kept, states)
-        for at in chunks.steps:
-            _keep_memories(kept, chunks, memory, len(at))
-            out, memory = step(at, memory[: len(at)])
-            found.append(out.transpose(1, 2).flatten(0, 1))
-            places.append(chunks.rows[at].flatten())
-        _keep_memories(kept, chunks, memory, 0)
-    store_memories(kept, states)
-    # Padding rows of chunks have the number T; those that count come first in the sorted order.
-    return torch.cat(found)[torch.cat(places).argsort(stable=True)[: len(rows[0])]]
+    groups, heads = (choice(x.shape[1] for x in wide) for choice in (min, max))
+    of_groups = [
+        x.unsqueeze(2).expand(-1, -1, heads // groups, -1) if x.shape[1] == groups else x.unflatten(1, (groups, -1))
+        for x in wide
+    ]
+    chunked = _to_chunks(torch.cat(of_groups, -1).flatten(1, 2), runs.chunks)
+    queries, scores, old, new, keys, decays = terms_of(*chunked.split([x.shape[2] for x in wide], -1))
+    stored = None if states is None else states.memories
+    memories, changes, ends = _walked(runs.chunks, stored, old, new, keys, decays)
+    if stored is not None:
+        numbers, left = runs.chunks.after
+        stored.index_copy_(0, numbers, ends[left])
+    read = torch.baddbmm(*(x.flatten(0, 1) for x in (queries @ memories, scores, changes)))
+    return _to_rows(read.view_as(changes), runs.chunks)
 
 
-def _keep_memories(kept: dict[int, Tensor], chunks: Chunks, memory: Tensor, active: int):
-    """Keeps the memories of the runs that have ended: those after the first `active` ones."""
-    for i in range(active, len(memory)):
-        if (number := chunks.after[i]) != NONE:
-            kept[number] = memory[i]
+def _in_chunks(x: Tensor, chunks: Chunks) -> Tensor:
+    """Rows [T, H, W] -> [M, H, C, W], 0 in padding."""
+    found = x.new_zeros(chunks.total, x.shape[1], chunks.size, x.shape[2])
+    found.transpose(1, 2).index_put_(chunks.places, x)
+    return found
+
+
+def _in_rows(x: Tensor, chunks: Chunks) -> Tensor:
+    """[M, H, C, W] -> rows [T, H, W]."""
+    return x.transpose(1, 2)[chunks.places]
+
+
+@with_gradient(lambda ctx, grad: (_in_rows(grad, ctx.chunks), None))
+def _to_chunks(ctx, x: Tensor, chunks: Chunks) -> Tensor:
+    ctx.chunks = chunks
+    return _in_chunks(x, chunks)
+
+
+@with_gradient(lambda ctx, grad: (_in_chunks(grad, ctx.chunks), None))
+def _to_rows(ctx, x: Tensor, chunks: Chunks) -> Tensor:
+    ctx.chunks = chunks
+    return _in_rows(x, chunks)
+
+
+def _walked_gradient(ctx, of_memories: Tensor, of_changes: Tensor, _):
+    """Gradients of new, old, keys and decays: a walk from the last chunks to the first, for which old and keys change
+    their parts."""
+    old, keys, decays, memories, changes = ctx.saved_tensors
+    after, of_new = torch.empty_like(memories), torch.empty_like(changes)
+    begun = memories.new_empty(ctx.chunks.kept[1], *memories.shape[1:])
+    for way in ctx.chunks.backwards:
+        walk(way, begun, [old, of_changes.contiguous(), keys, decays], of_memories.contiguous(), [after, of_new, begun])
+    of_old = None if old is None else (of_new @ memories.mT).neg_()
+    of_decays = (memories * after).sum((-2, -1) if decays.shape[2] == 1 else -1, keepdim=True)
+    return None, None, of_old, of_new, changes @ after.mT, of_decays
+
+
+@with_gradient(_walked_gradient)
+def _walked(ctx, chunks: Chunks, stored: Tensor | None, old, new, keys, decays) -> tuple[Tensor, Tensor, Tensor]:
+    """Memories before chunks [M, H, K, V], changes by chunks [M, H, C, V], and memories that runs leave; arguments as
+    of `scan_chunks`."""
+    memories = new.new_empty(*new.shape[:2], keys.shape[3], new.shape[3])
+    changes, ends = new.new_empty(new.shape), new.new_empty(chunks.kept[0], *memories.shape[1:])
+    for depth, way in enumerate(chunks.forwards):
+        starts = ends if depth or stored is None else stored
+        walk(way, starts, [old, new, keys, decays], None, [memories, changes, ends])
+    ctx.chunks = chunks
+    ctx.save_for_backward(old, keys, decays, memories, changes)
+    ctx.mark_non_differentiable(ends)
+    return memories, changes, ends
+
+
+def walk(way: Tensor, starts: Tensor, terms: list, added: Tensor | None, results: list[Tensor]):
+    """Goes through the chunks of runs, on CUDA by a kernel.
+
+    Args:
+        way: [n, 5] of `Chunks`.
+        starts: [S, H, K, V] memories with which runs may begin.
+        terms: old, new, keys, decays of `scan_chunks`; backwards gradients of changes in the place of new.
+        added: [M, H, K, V] backwards: gradients of memories, where runs are walked from their last chunks to their
+            first, and old and keys change their parts.
+        results: memories before chunks (backwards: gradients of those after them), changes, memories that runs leave.
+    """
+    old, new, keys, decays = terms
+    if has_triton(starts):
+        from megarl.mcore.kernels.cuda.recurrent_chunks import walk_chunks  # needs Triton
+
+        old, new, keys = (None if x is None else x.flatten(0, 2) for x in terms[:3])
+        return walk_chunks(way, starts, old, new, keys, decays.flatten(0, 1).squeeze(2), added, results)
+    memories, changes, ends = results
+    for first, last, begin, end, to in way.tolist():
+        memory = starts[begin:end].sum(0)
+        for i in range(first, last) if added is None else range(last - 1, first - 1, -1):
+            memories[i] = memory
+            if added is None:
+                changes[i] = new[i] if old is None else new[i] - old[i] @ memory
+                memory = memory * decays[i] + keys[i].mT @ changes[i]
+            else:
+                changes[i] = new[i] + keys[i] @ memory
+                memory = memory * decays[i] + added[i]
+                memory = memory if old is None else memory - old[i].mT @ changes[i]
+        if to != NONE:
+            ends[to] = memory

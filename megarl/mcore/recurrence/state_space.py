@@ -5,7 +5,6 @@ makes it e^(−e^A·Δ)·S + B ⊗ Δ·x and reads Cᵀ·S + D·x. By chunks as 
 Shapes: T rows, G groups of N numbers, H heads of P channels, C = H·P + 2·G·N channels.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -106,9 +105,7 @@ def scan(
     groups, heads, keys, values, _ = sizes
     x = _heads_of(mixed, sizes)
     b, c = mixed[:, heads * values :].unflatten(1, (2, groups, keys)).unbind(1)
-    b, c = (vectors.repeat_interleave(heads // groups, 1) for vectors in (b, c))
-    rows = c, b, x * steps.unsqueeze(-1), log_decays
-    return scan_chunks(_chunk_steps, rows, x.new_zeros(heads, keys, values), runs, states)
+    return scan_chunks(_chunk_terms, (c, b, x * steps.unsqueeze(-1), log_decays), runs, states)
 
 
 def _heads_of(mixed: Tensor, sizes: SpaceSizes) -> Tensor:
@@ -116,11 +113,9 @@ def _heads_of(mixed: Tensor, sizes: SpaceSizes) -> Tensor:
     return mixed[:, : sizes.heads * sizes.values].unflatten(1, (sizes.heads, sizes.values))
 
 
-def _chunk_steps(c: Tensor, b: Tensor, changes: Tensor, log_decays: Tensor) -> Callable:
-    """As `steps_of` of `scan_chunks`; rows of padding have B = 0 and decay 1, and so change nothing. c, b:
+def _chunk_terms(c: Tensor, b: Tensor, changes: Tensor, log_decays: Tensor) -> tuple:
+    """As `terms_of` of `scan_chunks`; rows of padding have B = 0 and decay 1, and so change nothing. c, b:
     [M, H, C, N], changes: [M, H, C, P] Δ·x, log_decays: [M, H, C, 1]."""
-    total = log_decays.squeeze(-1).cumsum(-1)
-    own = (c @ b.mT) * decay_ratios(total) @ changes
-    c, b = c * total.exp().unsqueeze(-1), b * (total[..., -1:] - total).exp().unsqueeze(-1)
-    added, decays = b.mT @ changes, total[..., -1:, None].exp()
-    return lambda at, memory: (own[at] + c[at] @ memory, memory * decays[at] + added[at])
+    total = log_decays.cumsum(2)
+    ratios, decays = decay_ratios(total.squeeze(-1)), total.exp()
+    return c * decays, (c @ b.mT) * ratios, None, changes, b * ratios[:, :, -1:].mT, decays[:, :, -1:]

@@ -13,10 +13,17 @@ FREE = {  # no kernel, besides views
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "resize_", "set_",
     "record_stream", "lift_fresh", "_local_scalar_dense", "is_pinned", "_reshape_alias", "sym_size", "is_same_size",
 }  # fmt: skip
-OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"}
+OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_", "walk_chunks"}
 PICKS = {"embedding", "index_select", "gather", "index", "take"}  # they read of their first argument what they return
 PUTS = {"index_put_", "index_copy_", "index_add_", "scatter_", "scatter_add_"}  # they touch what they write
-KERNELS = {"paged_decode": 2, "_varlen_attn_backward": 3, "sort": 4, "nonzero_static": 2}  # others have one
+KERNELS = {
+    "paged_decode": 2,
+    "_varlen_attn_backward": 3,
+    "sort": 4,
+    "nonzero_static": 2,
+    "convolve_runs_backward": 3,
+}  # others have one
+KERNELS["convolve_runs_backward"] = 3  # others have one
 PASSES = {"sample_rows": 3, "row_logprobs": 2}  # over rows of logits
 BACKWARD = 2.5  # FLOPs of attention's backward over those of its forward: five products for two
 
@@ -126,8 +133,14 @@ def _paged_decode(args, requests: int, keys: int) -> tuple[float, float]:
     return moved + 2 * parts * groups * heads * (channels + 2) * 4, 4.0 * groups * heads * channels * keys
 
 
+def _walk_chunks(args, results) -> float:
+    """Two products of a chunk with a memory, or one of them: 2·C·K·V each."""
+    _, _, old, new, keys = args[:5]
+    return 2.0 * new.numel() * keys.shape[1] * (1 if old is None else 2)
+
+
 PRODUCTS = {
     "mm": _product, "bmm": _product, "addmm": _product, "baddbmm": _product, "addmm_": _product,
     "fixed_tile_product": lambda args, _: 2.0 * args[0].numel() * args[1].shape[0], "_grouped_mm": _product,
-    "_varlen_attn": _attention, "_varlen_attn_backward": _attention_backward,
+    "walk_chunks": _walk_chunks, "_varlen_attn": _attention, "_varlen_attn_backward": _attention_backward,
 }  # fmt: skip

@@ -17,6 +17,7 @@ from megarl.mcore.kernels.cuda import (
     exact_rows,
     head_rows,
     mlp_rows,
+    recurrent_chunks,
     recurrent_rows,
     rotate_heads,
     segment_attention,
@@ -101,6 +102,28 @@ cases += [
     for decays, is_bounded in ((1, False), (128, False), (128, True))
 ]
 cases += [(recurrent_rows._space_row, TOKENS, STATE)]
+WALKED = dict.fromkeys(("starts", "old", "new", "keys", "decays", "added", "memories", "changes", "ends"), "*fp32")
+WALKED |= dict.fromkeys(("old_stride", "new_stride", "key_stride", "decay_stride", "heads"), "i32") | {"way": "*i64"}
+WALK = recurrent_chunks._tiles(128, 128) | dict(ROWS=64)
+cases += [
+    (recurrent_chunks._walk_run, WALKED, WALK | dict(DECAYS=decays, HAS_OLD=has_old, IS_BACKWARD=is_backward))
+    for decays, has_old in ((1, True), (128, True), (1, False))
+    for is_backward in (False, True)
+]
+CONVOLVED_ROWS = dict.fromkeys(("x", "inputs", "weight", "bias", "out", "grad", "of_total", "of_weight"), "*fp32")
+CONVOLVED_ROWS |= dict.fromkeys(("row_stride", "count", "rows", "channels", "heads"), "i32")
+CONVOLVED_ROWS |= dict.fromkeys(("read", "bounds", "readers"), "*i64") | {"epsilon": "fp32", "scale": "fp32"}
+ROW_TILE = dict(TAPS=4, IS_ACTIVE=True, COUNT=recurrent_chunks.TILE // 128, TILE=128)
+cases += [
+    case
+    for width, flag in ((128, False), (0, True))
+    for case in (
+        (recurrent_chunks._convolve_tile, CONVOLVED_ROWS, ROW_TILE | dict(WIDTH=width, HAS_BIAS=flag, HAS_INPUTS=flag)),
+        (recurrent_chunks._convolve_tile_backward, CONVOLVED_ROWS, ROW_TILE | dict(WIDTH=width, HAS_BIAS=flag)),
+    )
+]
+cases += [(recurrent_chunks._gather_tile, CONVOLVED_ROWS, dict(TAPS=4, TILE=recurrent_chunks.GATHERED))]
+OPTIONS[recurrent_chunks._walk_run] = recurrent_chunks.WALK_OPTIONS
 TILES = dict(ROWS=exact_rows.ROWS, COLUMNS=exact_rows.COLUMNS, INNER=exact_rows.INNER)
 cases += [(exact_rows._product_tile, FP32, TILES | dict(HAS_BIAS=True))]
 cases += [

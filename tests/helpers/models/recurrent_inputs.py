@@ -5,10 +5,11 @@ import torch
 from torch import Tensor
 
 from megarl.batch import SharedPrefix
+from megarl.mcore.attention.packing import runs_of_stream
 from megarl.mcore.attention.segments import TokenStream
+from megarl.mcore.recurrence import AnyInputs, apply_rule
 from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs
-from megarl.mcore.recurrence.rule import AnyInputs, apply_rule
-from megarl.mcore.recurrence.runs import Runs, States, runs_of_stream
+from megarl.mcore.recurrence.runs import Runs, States
 from megarl.mcore.recurrence.state_space import SpaceInputs, SpaceSizes
 
 TAPS = 4

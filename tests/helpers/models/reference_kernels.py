@@ -146,6 +146,53 @@ def space_rows(mixed, gates, numbers, memories, out, groups, min_step):
     out[rows] = (torch.einsum("thk,thkv->thv", c, memory) + x * skips[:, None]).float()
 
 
+def convolve_runs(x, weight, bias, read, inputs, heads, epsilon, activates):
+    """As that of `kernels.cuda.recurrent_chunks`."""
+    rows = torch.cat([x, x.new_zeros(1, x.shape[1]), *([] if inputs is None else [inputs.flatten(0, 1)])]).double()
+    total = (rows[read] * weight.permute(2, 1, 0)).sum(0) + (0 if bias is None else bias)
+    total = torch.nn.functional.silu(total) if activates else total
+    count, width = heads
+    if not count:
+        return total.float()
+    own = total[:, : count * width].unflatten(1, (2, count // 2, width))
+    own = own / (own.square().sum(-1, keepdim=True) + epsilon).sqrt()
+    own[:, 0] /= width**0.5
+    return torch.cat([own.flatten(1), total[:, count * width :]], 1).float()
+
+
+def convolve_runs_backward(grad, x, weight, bias, rows, heads, epsilon, activates):
+    """As that of `kernels.cuda.recurrent_chunks`, by autograd."""
+    given = [None if each is None else each.detach().double().requires_grad_() for each in (x, weight, bias)]
+    with torch.enable_grad():
+        read = convolve_runs(*given, rows[0], None, heads, epsilon, activates)
+    of_x, *of_weight = torch.autograd.grad(read, [each for each in given if each is not None], grad)
+    wide = [of_weight[0].squeeze(1), *(each.unsqueeze(1) for each in of_weight[1:])]
+    return [of_x.float(), torch.cat(wide, 1).float()]
+
+
+def walk_chunks(way, starts, old, new, keys, decays, added, results):
+    """As that of `kernels.cuda.recurrent_chunks`: a chunk after the other."""
+    from megarl.mcore.recurrence.runs import NONE
+
+    (memories, changes, ends), shape = results, results[1].shape[:3]
+    old, new, keys = (None if x is None else x.unflatten(0, shape).double() for x in (old, new, keys))
+    decays = decays.unflatten(0, shape[:2]).unsqueeze(-1).double()
+    for first, last, begin, end, to in way.tolist():
+        memory = starts[begin:end].double().sum(0)
+        for i in range(first, last) if added is None else range(last - 1, first - 1, -1):
+            memories[i] = memory
+            change = new[i] if added is None else new[i] + keys[i] @ memory
+            if added is None:
+                change = change if old is None else change - old[i] @ memory
+                memory = memory * decays[i] + keys[i].mT @ change
+            else:
+                memory = memory * decays[i] + added[i]
+                memory = memory if old is None else memory - old[i].mT @ change
+            changes[i] = change
+        if to != NONE:
+            ends[to] = memory
+
+
 def use_them():
     """Makes the backend, the sampler and the layers compute with them, in this process."""
     from megarl.mcore.config import kernel_rules

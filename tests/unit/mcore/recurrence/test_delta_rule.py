@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from megarl.mcore.kernels import native
+from megarl.mcore.recurrence import apply_rule
 from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs
-from megarl.mcore.recurrence.rule import apply_rule
 from tests.helpers.models.recurrent_inputs import (
     BOUNDED,
     CHANNELS,

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megarl.mcore.kernels import native
-from megarl.mcore.recurrence.rule import apply_rule
+from megarl.mcore.recurrence import apply_rule
 from megarl.mcore.recurrence.runs import NONE, Runs
 from megarl.mcore.recurrence.state_space import SpaceInputs, SpaceSizes
 from tests.helpers.models.recurrent_inputs import (
