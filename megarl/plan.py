@@ -144,9 +144,19 @@ def recompute(question, program, _cluster, memory: float) -> tuple[str, dict, bo
     return " ".join(["recompute:", *flags]), {"flags": list(flags), "bytes": needed}, needed <= available
 
 
+def of_memory(question, program) -> int:
+    """Bytes that `--save-memory` takes on the fullest node, at most; by default all ranks are on one node."""
+    from megarl.checkpoint import host_memory
+
+    size, per_node = question.world_size, question.ranks_per_node or question.world_size
+    nodes = range(-(-size // per_node))
+    return max(host_memory.needed(program, question.vocab_size, node, per_node, size) for node in nodes)
+
+
 def describe(question, program, cluster, memory: float | None) -> tuple[str, dict, bool]:
     """(text, data, whether it fits) of the plan of the given flags; it fits if no memory is given."""
     from megarl.planning import plan_table, step_time, summary, verdict
+    from megarl.planning.memory import GIB
     from megarl.planning.question import Price
 
     plan = summary.make_plan(program, question.world_size, question.vocab_size, question.reward_vocab_size)
@@ -156,6 +166,10 @@ def describe(question, program, cluster, memory: float | None) -> tuple[str, dic
         if role.has_model and (nodes := step_time.expert_nodes(role.megatron, per_node)) > 1:
             where = f"goes over {nodes} nodes of {per_node} ranks in each layer"
             texts.append(f"The all-to-all of the {name}'s experts {where}; up to EP {per_node} it stays in a node")
+    if program.settings.save_memory:
+        size = of_memory(question, program)
+        data["save_memory_bytes"] = size
+        texts.append(f"Host memory of a node for --save-memory, at most: {size / GIB:.2f} GiB of its tmpfs")
     if cluster is not None:
         seconds = step_time.estimate(price, cluster)
         texts.append(step_time.text(seconds))

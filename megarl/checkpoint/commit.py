@@ -60,6 +60,21 @@ def commit(run: Path, step: int, entries: dict, files: dict[str, dict]):
         commit_best(run, best)
 
 
+def commit_alone(run: Path, step: int, entries: dict, files: dict[str, dict]):
+    """As `commit`, without pointers; others stay until `keep_alone`."""
+    folder = folders.step_folder(run, step)
+    manifests.write(writing_folder(run, folder.name), {"step": step, **entries, "files": files})
+    _replace(writing_folder(run, folder.name), folder)
+
+
+def keep_alone(run: Path, step: int):
+    """Removes all checkpoints but that of a step."""
+    for other in folders.complete(Path(run) / "checkpoints"):
+        if other != folders.step_folder(run, step):
+            remove(other)
+    sweep(run)
+
+
 def commit_frozen(run: Path, entries: dict, files: dict[str, dict]) -> str:
     """Gives weights that many checkpoints share a name that follows from their content, and returns it.
 

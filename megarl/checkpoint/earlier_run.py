@@ -60,6 +60,7 @@ def check(config: RunConfig):
         return
     _check_inputs(config, run)
     found = [f"{folder}/{newest.name}" for folder in (CHECKPOINTS, *EXPORTS) if (newest := _newest(run / folder))]
+    found += [f"{held.name} in host memory" for held in folders.in_memory(run)][-1:]
     # What somebody may still want: checkpoints, exports, a run that has ended.
     if not s.overwrite and (kept := ", ".join(found or [LAST_WRITTEN] * (run / LAST_WRITTEN).exists())):
         resumed = f"--load {s.save} resumes it, " if any((run / CHECKPOINTS).glob("step_*")) else ""
@@ -135,17 +136,21 @@ def begin_branch(run: Path, step: int, source: Path | None, used: list[Path]):
     from which the run resumes, or None; `used`: all that it has loaded, which stay.
     """
     checkpoints = run / CHECKPOINTS
-    if source is None or source.resolve().parent != checkpoints.resolve():
+    if source is None or not folders.is_of_run(source, run):
         return
     stays, later = {path.resolve() for path in used}, sorted(checkpoints.glob("step_*"))
     stale = [folder for folder in later if folder.resolve() not in stays and step_of(folder) > step]
-    if stale or folders.named(checkpoints, folders.LATEST) != source:
-        commit.restart_from(checkpoints, source, stale)
+    kept = source
+    if source in folders.in_memory(run):
+        before = (folder for folder in folders.complete(checkpoints)[::-1] if folder not in stale)
+        kept = next(before, None)
+    if stale or folders.named(checkpoints, folders.LATEST) != kept:
+        commit.restart_from(checkpoints, kept, stale)
     outputs = [path for name in _OUTPUTS for path in sorted((run / name).glob("step_*")) if step_of(path) > step]
     if not stale and not outputs:
         return
     aside = _free(checkpoints, ABANDONED)
-    aside.mkdir()
+    aside.mkdir(parents=True)  # a run may have checkpoints in memory alone
     if (run / FILE_NAME).exists():  # `MetricsWriter` then cuts it
         write_atomically(aside / FILE_NAME, lines_after(run / FILE_NAME, step))
     for path in outputs:

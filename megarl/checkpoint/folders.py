@@ -17,8 +17,8 @@ from megarl.checkpoint import manifest as manifests
 from megarl.comm.load_balance import assign_by_cost
 from megarl.errors import WARNED, UsageError, one_line, warn
 from megarl.mcore.weights import dist_checkpoint
-from megarl.observe.files import step_name, write_atomically
-from megarl.plain_files import is_absent, read_text
+from megarl.observe.files import step_name, step_of, write_atomically
+from megarl.plain_files import is_absent, read_text, resolved
 
 MANIFEST = manifests.NAME
 LATEST, BEST = "latest", "best"
@@ -28,6 +28,7 @@ FROZEN = "frozen"  # folder of weights that many checkpoints share, and the mani
 _damaged: dict[Path, str] = {}  # checkpoints in which this process found damage, with what it is
 _warned: set[str] = set()  # warnings that this process has printed
 _found: list[list[Path]] = []  # results of `find`, one list for each `recorded` that is open
+_in_memory: dict[Path, Path] = {}  # runs of which `find` also looks elsewhere for checkpoints, and where
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -72,7 +73,7 @@ def find(path: str, flag: str) -> Path:
     """
     folder = Path(path)
     try:
-        if (folder / "checkpoints").is_dir():
+        if (folder / "checkpoints").is_dir() or in_memory(folder):
             folder = _newest_intact(folder / "checkpoints", path, flag)
         else:
             if folder.is_file() and folder.name in (LATEST, BEST):
@@ -85,6 +86,27 @@ def find(path: str, flag: str) -> Path:
     for found in _found:
         found.append(folder)
     return folder
+
+
+def look_also(run: str, checkpoints: Path | None):
+    """Makes `find`, in this process, count the checkpoints of another folder as those of a run. None: of no other."""
+    _in_memory.pop(resolved(run), None)
+    if checkpoints is not None:
+        _in_memory[resolved(run)] = checkpoints
+
+
+def in_memory(run: Path) -> list[Path]:
+    """The complete checkpoints of a run in the folder of `look_also`, oldest first; [] without one."""
+    checkpoints = _in_memory.get(resolved(run))
+    return complete(checkpoints) if checkpoints else []
+
+
+def is_of_run(checkpoint: Path | None, run: str | Path) -> bool:
+    """Whether a checkpoint is one of the run in this folder, on the disk or in memory."""
+    if checkpoint is None:
+        return False
+    places = (Path(run) / "checkpoints", _in_memory.get(resolved(run)))
+    return resolved(checkpoint).parent in [resolved(place) for place in places if place is not None]
 
 
 def _nothing(path: str, flag: str) -> UsageError:
@@ -102,7 +124,11 @@ def _newest_intact(checkpoints: Path, path: str, flag: str) -> Path:
         latest = None
         problems.append(f"{flag} {checkpoints / LATEST}: is damaged")
     newest_first = complete(checkpoints)[::-1]
-    for folder in dict.fromkeys([latest, *newest_first] if latest else newest_first):
+    candidates = [*dict.fromkeys([latest, *newest_first] if latest else newest_first)]
+    for held in in_memory(checkpoints.parent):  # of two of one step it is read sooner
+        older = (place for place, folder in enumerate(candidates) if step_of(folder) <= step_of(held))
+        candidates.insert(next(older, len(candidates)), held)
+    for folder in candidates:
         try:
             if not folder.is_dir():
                 raise UsageError(f"{flag} {checkpoints / LATEST}: names {folder.name!r}, which does not exist")
@@ -151,10 +177,12 @@ def recorded() -> Iterator[list[Path]]:
 def how_to_resume(run: str) -> str:
     """What continues the run in a folder that was killed, as the end of a line."""
     try:
-        step = read_manifest(find(run, "--load"), "--load")["step"]
+        found = find(run, "--load")
+        step = read_manifest(found, "--load")["step"]
     except UsageError:
         return "; no checkpoint is saved: start the run again"
-    return f" (saved: step {step}); resume with --load {run}"
+    where = ", in host memory" if found in in_memory(Path(run)) else ""
+    return f" (saved: step {step}{where}); resume with --load {run}"
 
 
 def read_manifest(folder: Path, flag: str) -> dict:

@@ -34,7 +34,7 @@ _NOT_NUMBERS = set(
     keep_best best_metric offload train_iters deterministic save overwrite save_interval async_save keep_last
     keep_every keep_responses on_save_failure load load_changed_data kernels replay_schedule save_rollouts load_rollouts
     debug_train_only debug_rollout_only profile_steps profile_memory trackers tracker_project tracker_run
-    tracker_folder tracker_offline images_column images_folder image_cache_gb max_images
+    tracker_folder tracker_offline images_column images_folder image_cache_gb max_images save_memory
     """.split()
 )
 _LEARNING = tuple(

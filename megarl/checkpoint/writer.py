@@ -5,15 +5,17 @@ takes part in no collective: `poll`, after each step, completes a checkpoint tha
 """
 
 import dataclasses
+import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from megarl.arguments import Settings
-from megarl.checkpoint import commit, folders
+from megarl.checkpoint import commit, folders, host_memory
 from megarl.checkpoint import manifest as manifests
 from megarl.comm.role_mesh import RoleMesh
 from megarl.errors import warn
@@ -22,8 +24,10 @@ from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.checkpoint_files import PlannedSave, plan_save
 from megarl.observe.files import write_atomically
 
-KEY = "megarl/checkpoint"  # prefix of entries in the process group's store
 _COMPLETE, _WAIT = "complete", "wait"
+
+
+KEY = "megarl/checkpoint"  # prefix of entries in the process group's store
 
 
 class SaveError(RuntimeError):
@@ -42,10 +46,10 @@ class _Pending:
         self.step, self.folder, self.planned, self.entries, self.files = step, folder, planned, entries, files
         self._future: Future[tuple] | None = None
 
-    def start(self, state: dict):
-        """Copies the state that was planned, and begins to write the copy in a thread."""
-        self._store, self._is_counted = dist.distributed_c10d._get_default_store(), False
-        self._entries = [f"{KEY}/written/{self.step}"]  # in the store; the first counts the ranks that have written
+    def start(self, state: dict, key: str):
+        """Copies the state that was planned, and begins to write the copy in a thread. `key`: of the writer."""
+        self._store, self._is_counted, self._key = dist.distributed_c10d._get_default_store(), False, key
+        self._entries = [f"{key}/written/{self.step}"]  # in the store; the first counts the ranks that have written
         self.planned.snapshot(state)
         thread = ThreadPoolExecutor(1, "checkpoint")
         self._future = thread.submit(self._write)
@@ -57,7 +61,7 @@ class _Pending:
         if self._future.done() and not self._is_counted:
             self._store.add(written, 1)
             self._is_counted = True
-        self._entries.append(f"{KEY}/{step}")
+        self._entries.append(f"{self._key}/{step}")
         answer = _COMPLETE if self._store.add(written, 0) == dist.get_world_size() else _WAIT
         return self._store.compare_set(self._entries[-1], "", answer).decode() == _COMPLETE
 
@@ -83,10 +87,14 @@ class _Pending:
 
 
 class CheckpointWriter:
-    """Saves checkpoints to a run's folder."""
+    """Saves checkpoints to a run's folder on the disk, or the last one to its folder in host memory."""
 
-    def __init__(self, run: Path, mesh: RoleMesh, settings: Settings):
-        self.run, self.mesh, self.settings = run, mesh, settings
+    def __init__(self, run: Path, mesh: RoleMesh, settings: Settings, disk: "CheckpointWriter | None" = None):
+        """`disk`: of a writer to host memory, which writes the weights that many checkpoints share."""
+        self.run, self.mesh, self.settings, self.disk = run, mesh, settings, disk
+        self.nodes = [[*range(mesh.size)]]  # ranks that see the same folder
+        self.group: Any = None  # of all ranks, for tensors in host memory, if nodes are several
+        self._key = f"{KEY}/{'disk' if disk is None else 'memory'}"
         self.used: list[Path] = []  # checkpoints whose weights the run has loaded: never removed
         self._frozen: dict[str, str] = {}  # role -> its folder in `checkpoints/frozen`
         self._pending: _Pending | None = None
@@ -146,20 +154,27 @@ class CheckpointWriter:
                 warn([f"{error}; the run goes on (--on-save-failure continue)"])
 
     def _save(self, step: int, roles: dict, manifest: dict, files: dict[str, bytes], frozen: dict[str, Callable]):
-        for role in [role for role in frozen if role not in self._frozen]:
-            self._frozen[role] = self._save_frozen(step, role, frozen[role]())
         if frozen:
-            manifest = {**manifest, folders.FROZEN: {role: self._frozen[role] for role in frozen}}
+            manifest = {**manifest, folders.FROZEN: self.frozen_digests(step, frozen)}
         name = folders.step_folder(self.run, step).name
-        self._agree(step, lambda: commit.make_room(self.run, name))
+        self._agree(step, lambda: commit.make_room(self.run, name), self._first)
         folder, state = commit.writing_folder(self.run, name), {**roles, **dist_checkpoint.rank_state()}
         entries = {"world_size": self.mesh.size, "versions": manifests.versions(), **manifest}
         pending = _Pending(step, folder, plan_save(state, folder), entries, files)
         if self.settings.async_save:
-            pending.start(state)
+            pending.start(state, self._key)
             self._pending = pending
         else:
             self._commit(pending)
+
+    def frozen_digests(self, step: int, frozen: dict[str, Callable]) -> dict[str, str]:
+        """{role: its folder in `checkpoints/frozen`}, where weights are written that are not there yet. Collective."""
+        if self.disk is not None:
+            return self.disk.frozen_digests(step, frozen)
+        for role in [role for role in frozen if role not in self._frozen]:
+            self._complete()  # its folder would be taken for one that a killed run left
+            self._frozen[role] = self._save_frozen(step, role, frozen[role]())
+        return {role: self._frozen[role] for role in frozen}
 
     def adopt_frozen(self, manifest: dict):
         """Frozen weights that the run's folder holds since an earlier start are not written again.
@@ -184,12 +199,38 @@ class CheckpointWriter:
         return self._agree(step, lambda: commit.commit_frozen(self.run, entries, self._seal(pending, gathered)))
 
     def _commit(self, pending: _Pending):
+        """Completes a checkpoint when all ranks have written their files. Collective."""
         gathered = self.mesh.gather(pending.write())
-        self._agree(pending.step, lambda: self._finish(pending, gathered))
+        if self.disk is None:
+            self._agree(pending.step, lambda: self._finish(pending, self._seal(pending, gathered)))
+        else:
+            self._commit_to_memory(pending, gathered)
 
-    def _finish(self, pending: _Pending, gathered: list[tuple]):
-        """Completes a checkpoint on rank 0, when all ranks have written their files."""
-        commit.commit(self.run, pending.step, pending.entries, self._seal(pending, gathered))
+    def _commit_to_memory(self, pending: _Pending, gathered: list[tuple]):
+        """Completes a checkpoint on each node, then removes the one before: all nodes have one of them at any time."""
+
+        def seal() -> tuple:
+            files, of_ranks = self._seal(pending, gathered), [of_rank for _, of_rank, _ in gathered]
+            more = files.keys() - {name for of_rank in of_ranks for name in of_rank}
+            more_files = {name: (pending.folder / name).read_bytes() for name in sorted(more)}
+            return pending.entries, files, of_ranks, more_files  # the first rank's entries: others have fewer
+
+        step = pending.step
+        entries, files, of_ranks, more = self._agree(step, seal)
+        if self.group is not None:
+            spread = functools.partial(host_memory.pass_on, pending.folder, self.nodes, of_ranks, more, self.group)
+            self._agree(step, spread, range(self.mesh.size))
+        self._agree(step, lambda: commit.commit_alone(self.run, step, entries, files), self._first)
+        self._agree(step, lambda: commit.keep_alone(self.run, step), self._first)
+
+    @property
+    def _first(self) -> Sequence[int]:
+        """The first rank of each node."""
+        return [node[0] for node in self.nodes]
+
+    def _finish(self, pending: _Pending, files: dict[str, dict]):
+        """Gives a checkpoint of these sealed files its name, on rank 0, and removes older ones."""
+        commit.commit(self.run, pending.step, pending.entries, files)
         keep_last = self.settings.keep_last
         try:
             commit.prune(self.run, keep_last, self.settings.keep_every, self.used)
@@ -214,18 +255,24 @@ class CheckpointWriter:
             path.name: manifests.seal(path) for path in pending.folder.iterdir() if path.name not in sealed
         }
 
-    def _agree(self, step: int, action: Callable[[], str | None]) -> str | None:
-        """Runs an action on rank 0, whose result all ranks return; if it fails, all raise `SaveError`. Collective."""
-        outcome: list[str | None] = [None, None]  # result, failure
-        if self.mesh.rank == 0:
+    def _agree(self, step: int, action: Callable[[], Any], ranks: Sequence[int] = (0,)) -> Any:
+        """Runs an action on some ranks; all ranks return the result of the first. If one fails, all raise `SaveError`.
+        Collective."""
+        outcome: list[Any] = [None, None]  # result, failure
+        if self.mesh.rank in ranks:
             try:
                 outcome[0] = action()
             except (OSError, SaveError) as error:
                 outcome[1] = str(error) if isinstance(error, SaveError) else _line(error)
-        dist.broadcast_object_list(outcome, src=0)
+        if len(ranks) == 1:
+            dist.broadcast_object_list(outcome, src=ranks[0])
+        else:
+            outcomes: list[Any] = [None] * self.mesh.size
+            dist.all_gather_object(outcomes, outcome)
+            outcome = [outcomes[ranks[0]][0], next((failed for _, failed in outcomes if failed), None)]
         result, failure = outcome
         if failure:
-            if self.mesh.rank == 0:
+            if self.mesh.rank in self._first:
                 commit.discard(self.run, ignore_errors=True)  # frees the space of what could not be written
             raise SaveError(f"the checkpoint of step {step} could not be written: {failure}")
         return result

@@ -157,6 +157,20 @@ class RoleMesh:
         return items
 
 
+def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """The ranks' store, this rank, and their number, from the launcher's environment; without one a world of one."""
+    if "RANK" not in os.environ:
+        return dist.HashStore(), 0, 1
+    store, rank, size = dist.HashStore(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rendezvous.choose_interface()
+    if "MASTER_PORT" in os.environ:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    elif size != 1:
+        store = rendezvous.meet(os.environ, timeout)
+    # torchrun keeps its store when it starts the ranks again: they would connect to addresses of dead ones.
+    return dist.PrefixStore(f"megarl/start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store), rank, size
+
+
 def join_process_group(timeout: timedelta, collective_timeout: timedelta | None = None):
     """Initializes torch.distributed from the launcher's environment; without a launcher, with a world of one rank.
     `timeout`: of the ranks' first meeting. `collective_timeout`: of collectives and, after the meeting, of waits in the
@@ -168,17 +182,7 @@ def join_process_group(timeout: timedelta, collective_timeout: timedelta | None 
         index = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
         cpu_cores.bind_to_device(index)  # before the context and all host memory
         torch.cuda.set_device(index)
-    store = dist.HashStore()
-    rank, size = 0, 1
-    if "RANK" in os.environ:
-        rendezvous.choose_interface()
-        if "MASTER_PORT" in os.environ:
-            store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        elif os.environ["WORLD_SIZE"] != "1":
-            store = rendezvous.meet(os.environ, timeout)
-            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        # torchrun keeps its store when it starts the ranks again: they would connect to addresses of dead ones.
-        store = dist.PrefixStore(f"megarl/start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    store, rank, size = meet(timeout)
     store.set_timeout(timeout)
     limit = collective_timeout or timeout
     # Without `device_id`: with it, every group would be split from the world's communicator by all ranks, members or

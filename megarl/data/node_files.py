@@ -72,7 +72,7 @@ def remove():
     for folder in _own_folders():
         with contextlib.suppress(OSError), _locked(folder.parent / "folders.lock"):
             os.close(_used.pop((os.getpid(), folder)))
-            if not _is_in_use(folder):
+            if not is_in_use(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -104,21 +104,26 @@ def _job_folder() -> Path:
 
 def _open_folder(name: str) -> Path:
     """Makes a folder if needed and locks it; removes folders that killed jobs left behind."""
-    base = Path(tempfile.gettempdir()) / f"megarl-{os.getuid()}"
-    base.mkdir(mode=0o700, exist_ok=True)
-    stat = base.lstat()
-    if not base.is_dir() or base.is_symlink() or stat.st_uid != os.getuid() or stat.st_mode & 0o077:
-        raise PermissionError(0, f"{base} is open to others")
+    base = private_folder(Path(tempfile.gettempdir()) / f"megarl-{os.getuid()}")
     folder = base / name
     if folder not in _own_folders():
         with _locked(base / "folders.lock"):
             folder.mkdir(exist_ok=True)
-            _used[os.getpid(), folder] = _lock(folder / USERS, fcntl.LOCK_SH)
+            _used[os.getpid(), folder] = lock(folder / USERS, fcntl.LOCK_SH)
             atexit.register(remove)
             for other in base.iterdir():
-                if other != folder and other.is_dir() and not _is_in_use(other):
+                if other != folder and other.is_dir() and not is_in_use(other):
                     shutil.rmtree(other, ignore_errors=True)
     return folder
+
+
+def private_folder(base: Path) -> Path:
+    """Makes a folder that only this user can read. PermissionError if it is there, and open to others."""
+    base.mkdir(mode=0o700, exist_ok=True)
+    stat = base.lstat()
+    if not base.is_dir() or base.is_symlink() or stat.st_uid != os.getuid() or stat.st_mode & 0o077:
+        raise PermissionError(0, f"{base} is open to others")
+    return base
 
 
 def _own_folders() -> list[Path]:
@@ -159,7 +164,8 @@ def _read(folder: Path) -> dict[str, np.ndarray]:
     }
 
 
-def _lock(path: Path, kind: int) -> int:
+def lock(path: Path, kind: int) -> int:
+    """Locks a file, which is made if needed, until its descriptor is closed, or this process ends."""
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, kind)
@@ -171,16 +177,17 @@ def _lock(path: Path, kind: int) -> int:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    descriptor = _lock(path, fcntl.LOCK_EX)
+    descriptor = lock(path, fcntl.LOCK_EX)
     try:
         yield
     finally:
         os.close(descriptor)
 
 
-def _is_in_use(folder: Path) -> bool:
+def is_in_use(folder: Path) -> bool:
+    """Whether a process holds the lock `USERS` of a folder."""
     try:
-        os.close(_lock(folder / USERS, fcntl.LOCK_EX | fcntl.LOCK_NB))
+        os.close(lock(folder / USERS, fcntl.LOCK_EX | fcntl.LOCK_NB))
     except BlockingIOError:
         return True
     except OSError:

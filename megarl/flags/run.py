@@ -72,6 +72,9 @@ class Run:
     """steps between checkpoints; 0: only at the end"""
     async_save: bool = flag(False, programs=TRAINING, when=SAVED)
     """write checkpoints during training, from a copy in host memory"""
+    save_memory: bool = flag(False, programs=TRAINING, needs=SAVED)
+    """also keep the checkpoint of the last complete step in host memory, from which a restart then resumes; on several
+    nodes each has its own part and that of the next node"""
     keep_last: int = not_negative(0, programs=TRAINING, when=SAVED)
     """checkpoints to keep besides the best one: the newest; 0: all"""
     keep_every: int = not_negative(0, programs=TRAINING, when=KEEPS_LAST)
@@ -132,5 +135,7 @@ def rules(run: FlagContext) -> Iterator[Broken]:
         yield "--load-rollouts", "needs --debug-train-only: other runs generate their responses"
     if s.debug_rollout_only and s.debug_train_only:
         yield "--debug-rollout-only", "not allowed with --debug-train-only: nothing would be left of a step"
+    if s.save_memory and (s.debug_train_only or s.debug_rollout_only):
+        yield "--save-memory", "not allowed with --debug-train-only and --debug-rollout-only, which are soon repeated"
     if s.save_rollouts and s.debug_train_only:
         yield "--save-rollouts", "not allowed with --debug-train-only: they are in --load-rollouts already"

@@ -7,6 +7,7 @@ Weights, gradients and optimizer states are exact (`gradient_buffers`); activati
 import functools
 from collections import Counter
 from dataclasses import dataclass, fields
+from math import ceil
 
 import numpy as np
 
@@ -261,6 +262,39 @@ def _persistent(
     # A rollout's own model has the factors, too.
     own = sum(_held(weights + factors_apart(weights, args, lora), args) for weights in chunks)
     return own + plain_bytes(predicts), 0, 0, 0
+
+
+def checkpoint_bytes(role, vocab_size: int, ranks: int, average: bool) -> int:
+    """What so many of a role's ranks write of its checkpoint, at most: those of one node.
+
+    A replica writes the weights, and the states unless they are divided among data-parallel ranks.
+
+    Args:
+        role: one that is trained.
+        average: whether its checkpoint has a moving average, which counts as a state.
+    """
+    args, sizes, value_head = role.megatron, parallel_sizes(role.megatron), role.has_scalar_head
+    of_state = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize + 4 + 4 * average
+    are_divided = args.use_distributed_optimizer or args.use_torch_fsdp2
+    # Of a weight, by whether it is an expert's.
+    shards = {False: sizes.tensor, True: sizes.expert * sizes.expert_tensor}
+    of_stage = len(role.ranks) // sizes.pipeline  # ranks
+    share, whole, fullest = min(1.0, ranks / of_stage), 0.0, 0.0
+    for chunks in [*stage_weights(args, vocab_size, value_head), [prediction_weights(args, sizes)]]:
+        written = 0.0
+        for weight in (w for chunk in chunks for w in _saved(chunk, role, value_head)):
+            count = shards[weight.is_expert]
+            own, states = weight.elements * weight.itemsize, weight.elements * of_state
+            whole += count * (own + states)
+            written += share * count * own if args.use_torch_fsdp2 else min(ranks, count) * own
+            written += share * count * states if are_divided else min(ranks, count) * states
+        fullest = max(fullest, written)
+    return ceil(min(whole, fullest * ceil(ranks / of_stage)))
+
+
+def _saved(weights: list[Weight], role, value_head: bool) -> list[Weight]:
+    """The weights of a chunk that a checkpoint has: those that are trained, without factors all."""
+    return trained_and_frozen(weights, role.megatron, role.lora, value_head)[0] if role.lora else weights
 
 
 def average_bytes(role, vocab_size: int, kind: str) -> list[int]:

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from megarl.arguments import RoleSettings, RunConfig, Settings
-from megarl.checkpoint import resume
+from megarl.checkpoint import folders, resume
 from megarl.errors import UsageError, flag_of
 from megarl.flags.distillation import SIBLING
 from megarl.rollout import schedule, waiting_groups
@@ -84,7 +84,7 @@ def read_schedule(
     if s.generation_schedule == "recorded":
         assert s.save is not None  # a rule of the flags
         folder, recording = Path(s.save) / schedule.FOLDER, Recording("", {}, {})
-        if resumed is not None and resumed.resolve().parent.parent == Path(s.save).resolve():
+        if folders.is_of_run(resumed, s.save):
             recording = Recording.read(folder, "--save", s.save)
             later = [step for step, _ in recording.rounds if step >= first]
             try:

@@ -189,11 +189,20 @@ def parse_or_resume(argv: list[str], size: int, program: str, ranks_per_node: in
     """
     config = arguments.parse(argv, size, program, ranks_per_node)
     replaces_a_failed_process = os.environ.get(ATTEMPT, "0") not in ("", "0")
-    if program not in TRAINING.split() or not replaces_a_failed_process or not config.settings.save:
+    save = config.settings.save
+    if program not in TRAINING.split() or not save or config.check:
+        return config, False
+    # The memory of several nodes is read before anything is chosen.
+    if config.settings.save_memory and (replaces_a_failed_process or config.settings.load):
+        from megarl.checkpoint import host_memory
+        from megarl.trainers.setup import progress_limit
+
+        host_memory.recover(Path(save), progress_limit(config))
+        host_memory.attach(save)
+    if not replaces_a_failed_process:
         return config, False
     from megarl.checkpoint import folders  # imports torch
 
-    save = config.settings.save
     try:
         manifest = folders.read_manifest(folders.find(save, "--save"), "--save")
     except UsageError:  # none has been saved yet: start as the first time

@@ -1,9 +1,7 @@
 """Inputs of an RL run: prompts, tokenizers, rewards, checkpoints and saved rollouts, checked before any work starts."""
 
-from pathlib import Path
-
 from megarl.arguments import RoleSettings, RunConfig, Settings
-from megarl.checkpoint import folders, resume
+from megarl.checkpoint import folders, host_memory, resume
 from megarl.checkpoint.pretrained import PretrainedWeights, checkpoint_weights, find_pretrained, with_stored_factors
 from megarl.data.places import read_context_template
 from megarl.errors import UsageError, warn_as_first
@@ -75,7 +73,7 @@ class RLInputs:
             _check_stored_reference(s, config.roles, self.manifest)
             waiting_groups.check(self.manifest, s, "prompts" in resume.changed_data(self.manifest, self.data))
         self.schedule = read_schedule(config, self.data, self.resume, self.manifest)
-        is_own = s.save and self.resume is not None and self.resume.resolve().parent.parent == Path(s.save).resolve()
+        is_own = s.save is not None and folders.is_of_run(self.resume, s.save)
         if is_own and (s.debug_train_only or s.debug_rollout_only):  # it would set aside the run that it starts from
             raise UsageError(f"--save {s.save}: is the run of --load; give a debug run another folder")
         self.rollout_facts = self._rollout_facts(config) if s.save_rollouts or s.load_rollouts else {}
@@ -85,6 +83,7 @@ class RLInputs:
             longest = s.max_prompt_length + s.max_response_length
             self.saved_rollouts = SavedRollouts(s.load_rollouts, steps, self.rollout_facts, longest)
         self.frozen_policy = self._frozen_policy(config) if s.debug_rollout_only else None
+        host_memory.check_room(config, tokens)
 
     def _read_teachers_lines(self, config: RunConfig):
         """Sets the tokens that a teacher reads instead of the prompts (None: it reads the prompts), and which teacher

@@ -292,7 +292,7 @@ class RLTrainer(Trainer):
             return
         is_due = self.is_due(self.settings.save_interval)
         self.batcher.forget(self.step)
-        if not self.checkpoints or not (is_due or self._is_best):
+        if not (writers := self.writers(is_due)):
             return
         manifest = self.manifest_entries("train_rl", self.tokenizer.vocab_size, is_due)
         manifest |= self._entries_of_other_ranks()
@@ -301,7 +301,10 @@ class RLTrainer(Trainer):
             interval, saved, self._saved = self.settings.reference_update_interval, self._saved, self.step
             if interval and self.step // interval > saved // interval:  # it was refreshed after the last checkpoint
                 self.checkpoints.forget_frozen("reference")
-            self.checkpoints.save(self.step, self._states(loading=False), manifest, files, self._frozen_states())
+            for writer in writers:
+                writer.save(self.step, self._states(loading=False), manifest, files, self._frozen_states())
+            if self.checkpoints not in writers:
+                return
             if self.rollout.bank:
                 self.rollout.bank.discard(self.folder)
             if self.rollout.episodes:

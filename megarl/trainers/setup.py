@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megarl import arguments
-from megarl.checkpoint import earlier_run, folders
+from megarl.checkpoint import earlier_run, folders, host_memory
 from megarl.comm import role_mesh
 from megarl.data import node_files
 from megarl.data.chat import TemplateOptions
@@ -49,6 +49,8 @@ def check_training_flags(config: arguments.RunConfig, sequences: int = 1):
         raise UsageError(f"--eval-interval {s.eval_interval}: needs --eval-prompts")
     if s.save_interval and not s.save:
         raise UsageError(f"--save-interval {s.save_interval}: needs --save")
+    if s.save_memory:
+        host_memory.attach(str(s.save))
     check_exports(s, config.roles["actor" if "actor" in config.roles else "reward"])
     check_save(s)
     earlier_run.check(config)

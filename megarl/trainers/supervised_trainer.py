@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.arguments import RunConfig
 from megarl.batch import Batch, common_prefix_lengths
-from megarl.checkpoint import resume
+from megarl.checkpoint import host_memory, resume
 from megarl.checkpoint.pretrained import find_pretrained
 from megarl.comm import load_balance
 from megarl.data.conversations import Encoder
@@ -211,11 +211,13 @@ class SupervisedTrainer(Trainer, abc.ABC):
     def save(self, step: int):
         """Saves a checkpoint every `--save-interval` steps, and after the best evaluation so far. Collective."""
         is_due = self.is_due(self.settings.save_interval)
-        if self.checkpoints and (is_due or self._is_best):
-            manifest = self.manifest_entries(self.program, self.vocab_size, is_due)
-            manifest["prompt_order"] = self.order.state_dict()
-            states = {self.trained_role: self.trainable_model.state({})}
-            self.checkpoints.save(step, states, manifest, self.files())
+        if not (writers := self.writers(is_due)):
+            return
+        manifest = self.manifest_entries(self.program, self.vocab_size, is_due)
+        manifest["prompt_order"] = self.order.state_dict()
+        for writer in writers:
+            writer.save(step, {self.trained_role: self.trainable_model.state({})}, manifest, self.files())
+        if self.checkpoints in writers:
             export(self.trainable_model, self.inputs.encoder, self.folder, self.events.exports, step)
 
     def _resume(self):
@@ -256,3 +258,4 @@ class SupervisedInputs:
             trainer.check_resumed(config, self)
             if self.images is not None:
                 self.images.check_resumed(self.manifest, s.load)
+        host_memory.check_room(config, encoder.tokenizer.vocab_size)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.arguments import RunConfig
-from megarl.checkpoint import commit, earlier_run, pretrained, resume
+from megarl.checkpoint import commit, earlier_run, host_memory, pretrained, resume
 from megarl.checkpoint.writer import CheckpointWriter, layout_of
 from megarl.comm.role_mesh import NO_LIMIT, RoleMesh
 from megarl.data.order import MixtureOrder, PromptOrder
@@ -52,6 +52,7 @@ class Trainer(abc.ABC):
         self.inputs, self.images = inputs, inputs.images
         self.events = events_of(config, inputs.manifest.get("step", 0))
         self.checkpoints = CheckpointWriter(self.folder, mesh, self.settings) if self.events.saves else None
+        self.memory: CheckpointWriter | None = None  # of the last step, in host memory
         self.step = 0  # the last one that this rank has begun to end
         self.lead = 0  # iterations by which this rank is ahead of the step that it ends
         self.ends_step = True  # whether the running iteration ends a step
@@ -87,14 +88,28 @@ class Trainer(abc.ABC):
             self.checkpoints.used = used
         if self.mesh.rank == 0:
             self._open_files(resumed, used)
+        if self.settings.save_memory:
+            self._open_memory(resumed)
         if self.mesh.size > 1:
             dist.barrier()
+
+    def _open_memory(self, resumed: Path | None):
+        """Prepares the run's folder in host memory. Collective."""
+        if self.mesh.rank == 0:
+            host_memory.say_source(self.folder, resumed)
+        run, nodes = host_memory.open_folder(self.folder, resumed)
+        self.memory = CheckpointWriter(run, self.mesh, self.settings, self.checkpoints)
+        self.memory.nodes = nodes
+        if len(nodes) > 1:
+            self.memory.group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
 
     def _open_files(self, resumed: Path | None, used: list[Path]):
         self._progress = Progress(self.settings.train_iters, fields=self.fields)
         if self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)
             earlier_run.begin_branch(self.folder, self.step, resumed, used)
+            if not self.settings.save_memory:
+                host_memory.forget(self.folder)
             settings = settings_file.plain_settings(self._settings())
             s = self.settings
             folder = Path(s.tracker_folder) if s.tracker_folder else None
@@ -174,6 +189,11 @@ class Trainer(abc.ABC):
     def save(self, step: int):
         """Saves a checkpoint if one is due. Collective."""
 
+    def writers(self, is_due: bool) -> list[CheckpointWriter]:
+        """What saves the step. `is_due`: by `--save-interval`; after the last step the disk has it."""
+        found = [self.checkpoints] if self.checkpoints and (is_due or self._is_best) else []
+        return found + [self.memory] * (self.memory is not None and self.step < self.last_step)
+
     def _stop(self, first: int):
         """Saves the step that a signal made the last one, unless it is saved already. `first`: of this process."""
         if self.folder and self.step >= first and not self.is_due(self.settings.save_interval):
@@ -249,8 +269,8 @@ class Trainer(abc.ABC):
         report = StepReport(metrics=metrics, times=times, seconds=seconds, samples=list(samples))
         self._async_metrics.publish(self.step, report)
         self.flush(wait=self.step == self.last_step)
-        if self.checkpoints:
-            self.checkpoints.poll(self.step)
+        for writer in filter(None, (self.checkpoints, self.memory)):
+            writer.poll(self.step)
 
     def _end_timers(self, iteration: int):
         """Keeps the times of an iteration for the report of the step with its number."""
@@ -302,8 +322,12 @@ class Trainer(abc.ABC):
 
     def close(self):
         """Writes the remaining steps, the timeline and the report; waits for the last checkpoint. Collective."""
-        if self.checkpoints:
-            self.checkpoints.wait()
+        for writer in filter(None, (self.checkpoints, self.memory)):
+            writer.wait()
+        if self.memory is not None:
+            if self.mesh.rank == 0:
+                host_memory.forget(self.folder)
+            host_memory.remove(self.memory.run, self.memory.nodes)
         self.flush()
         events = self.mesh.gather(last_events(self.timers.events(), self.mesh.size))
         if events is None or self._writer is None:

@@ -241,18 +241,20 @@ def assert_resumed_and_close(feature: Feature, found: Path, expected: Path, limi
 # -- kills -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phase", ["rollout", "update"])
+@pytest.mark.parametrize("phase", ["rollout", "update", "update, memory"])
 @pytest.mark.parametrize("name", KILLED)
 @pytest.mark.long  # by default tests/programs/test_faults.py
-def test_a_killed_run_is_started_again_and_is_the_whole_one(name, phase, tmp_path):
-    """The rollout's rank, or the actor's, is killed in the second step."""
+def test_a_killed_run_is_started_again_and_is_the_whole_one(name, phase, tmp_path, capfd):
+    """The rollout's rank, or the actor's, is killed in the second step; with `memory` the disk has no checkpoint."""
     feature, where = FEATURES[name], ("rollout", "rollout") if phase == "rollout" else ("actor", "update")
+    more = "--save-memory --save-interval 0 --keep-best false" if "memory" in phase else ""
 
     def prepare():
         if faults.attempt() == 0:
             faults.in_phase(where, min(2, feature.steps), lambda: os.kill(os.getpid(), signal.SIGKILL))
 
-    assert faults.run(argv(feature, tmp_path), feature.ranks, prepare, restarts=1) == 0
+    assert faults.run(argv(feature, tmp_path, more), feature.ranks, prepare, restarts=1) == 0
+    assert not more or "resumes from step 1 in host memory" in capfd.readouterr().err
     assert_same(tmp_path, whole(name), range(1, feature.steps + 1))
 
 

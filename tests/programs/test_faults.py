@@ -5,11 +5,14 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
+from megarl.checkpoint import host_memory
 from megarl.faults import last_line
 from megarl.observe import activity
 from megarl.trainers import launch, setup
@@ -24,10 +27,12 @@ from tests.helpers.programs import (
     timeless_rows,
     torchrun,
 )
+from tests.helpers.tiers import by_default
 from tools import record_runs
 from tools._run_reader import RunReader
 
 TWO = "--role-map rollout=0;actor=1;critic=0;reward=0;reference=1"
+THREE = "--role-map rollout=0;actor=1-2;critic=0;reward=0;reference=1"
 PHASES = {  # phase: the rank that enters it
     ("rollout", "rollout"): 0, ("reward", "score"): 0, ("reference", "logprobs"): 1, ("critic", "values"): 0,
     ("actor", "logprobs"): 1, ("actor", "advantages"): 1, ("actor", "update"): 1, ("critic", "update"): 0,
@@ -37,9 +42,9 @@ NOT_SCORED = [("reward", "score"), ("reference", "logprobs"), ("actor", "logprob
 RAISES, SLEEPS = [("critic", "update")], [("actor", "update")]
 
 
-def every_phase(by_default: list[tuple[str, str]]) -> list:
+def every_phase(chosen: list[tuple[str, str]]) -> list:
     """A case for each phase; the others are long."""
-    return [pytest.param(phase, marks=[] if phase in by_default else pytest.mark.long, id="-".join(phase))
+    return [pytest.param(phase, marks=[] if phase in chosen else pytest.mark.long, id="-".join(phase))
             for phase in PHASES]  # fmt: skip
 
 
@@ -192,6 +197,13 @@ def undisturbed(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def undisturbed_on_three(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed-on-three")
+    assert faults.run(argv(folder, f"--train-iters 3 {THREE}"), 3) == 0
+    return folder
+
+
 def rows_of(save) -> list[dict]:
     """Metrics of all steps without those of time, and without those named after a plug-in."""
     rows = timeless_rows(save, range(4)).values()
@@ -204,6 +216,14 @@ def assert_same_run(folder, other):
     last = [record_runs.checkpoints_of(save) for save in (folder, other)]
     last = [{k: v for k, v in found.items() if k.startswith("step_00000003/")} for found in last]
     assert last[0] == last[1] and len(last[0]) > 50
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """A folder in host memory for `--save-memory`."""
+    with tempfile.TemporaryDirectory(dir=host_memory.DEFAULT) as folder:
+        monkeypatch.setenv(host_memory.ROOT, folder)
+        yield Path(folder)
 
 
 @pytest.fixture
@@ -291,6 +311,63 @@ def test_a_run_with_killed_ranks_is_started_again_and_gives_the_same_numbers(und
     ended = [line for line in capfd.readouterr().err.splitlines() if line.startswith("megarl: rank")]
     assert {line.split("ended by ")[1] for line in ended if "ended" in line} == {"SIGKILL"}
     assert_same_run(tmp_path, undisturbed)
+
+
+def as_nodes(memory: Path):
+    """Makes each rank a node of its own, with its own folder in host memory."""
+    folder = memory / f"node-{faults.rank()}"
+    folder.mkdir(exist_ok=True)
+    os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", host_memory.ROOT: str(folder)}
+
+
+def damage(*folders: Path):
+    """Changes a byte of the first rank's file of each checkpoint in these folders."""
+    files = [path for folder in folders for path in folder.rglob("step_*/__0_0.distcp")]
+    assert len(files) == len(folders)
+    for file in files:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+
+
+IN_MEMORY, ON_DISK = "resumes from step 2 in host memory", "resumes from step 1 on the disk"
+DAMAGED = "__0_0.distcp is damaged (its content does not have its checksum)"
+AFTER_A_KILL = {  # what happens before the second start, nodes, what it says
+    "nothing": (lambda memory: None, 1, [IN_MEMORY]),
+    "nothing, async": (lambda memory: None, 1, ["in host memory"]),
+    "nothing, nodes": (lambda memory: None, 3, [IN_MEMORY]),
+    "a lost node": (lambda memory: shutil.rmtree(memory / "node-1"), 2, [IN_MEMORY]),
+    "the first node lost": (lambda memory: shutil.rmtree(memory / "node-0"), 3, [IN_MEMORY]),
+    "a damaged copy of two": (lambda memory: damage(memory / "node-0"), 3, [DAMAGED, IN_MEMORY]),
+    "a damaged copy": (damage, 1, [f"{DAMAGED}; step_00000001 is used", ON_DISK]),
+    "both copies damaged": (lambda memory: damage(memory / "node-0", memory / "node-2"), 3,
+                            ["no node has __0_0.distcp whole; an earlier checkpoint is used", ON_DISK]),
+    "two lost nodes": (lambda memory: [shutil.rmtree(memory / f"node-{node}") for node in (0, 2)], 3, [ON_DISK]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", by_default(AFTER_A_KILL, ["a lost node", "a damaged copy"]))
+def test_a_killed_run_goes_on_from_host_memory(case, request, tmp_path, memory, capfd):
+    """The disk has the first step, as the best so far. Long: pytest -m long tests/programs/test_faults.py"""
+    happens, nodes, said = AFTER_A_KILL[case]
+    flags = "--train-iters 3 --save-interval 3 --save-memory" + " --async-save" * ("async" in case)
+    more = THREE if nodes == 3 else ""
+
+    def prepare():
+        if nodes > 1:
+            as_nodes(memory)
+        if faults.attempt() == 0 and faults.rank() == 1:
+            faults.in_phase(("actor", "update"), 3, kill)
+
+    def kill():
+        happens(memory)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert faults.run(argv(tmp_path, f"{flags} {more}"), max(2, nodes), prepare, restarts=1) == 0
+    printed = capfd.readouterr().err
+    assert "restart 1 of at most 1" in printed and all(text in printed for text in said), printed
+    assert_same_run(tmp_path, request.getfixturevalue("undisturbed_on_three" if nodes == 3 else "undisturbed"))
+    assert not [*memory.rglob("step_*")] and not (tmp_path / "checkpoints" / host_memory.POINTER).exists()
 
 
 def test_a_run_that_was_killed_after_its_last_step_has_nothing_left_to_do(undisturbed, tmp_path, capfd):

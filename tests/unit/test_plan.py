@@ -56,6 +56,19 @@ def expected_parameters() -> tuple[int, int]:
     return rest + 58 * 256 * expert, rest + 58 * 8 * expert
 
 
+def test_host_memory_of_a_node_has_a_line(tmp_path):
+    """A node of two has one of two replicas, so half of the states, and what the other has."""
+    found = []
+    for size, more in ((2, ()), (4, ("--ranks-per-node", "2"))):
+        file = tmp_path / f"{size}.json"
+        flags = ["--world-size", str(size), *more, "--json", str(file), *SMALL, "--save", "run", "--save-memory"]
+        text = run([*flags, "--use-distributed-optimizer", "--advantage", "grpo"])
+        found.append(json.loads(file.read_text())["save_memory_bytes"])
+        assert f"--save-memory, at most: {found[-1] / 2**30:.2f} GiB of its tmpfs" in text
+    alone, of_two = (size - 4 * (1 + number) * 2**20 for number, size in enumerate(found))
+    assert of_two == 2 * (alone * 4 // 16 + alone * 12 // 16 // 2)
+
+
 def test_a_671b_model_on_4096_ranks(tmp_path):
     text = run(["--world-size", "4096", "--vocab-size", "129280", "--json", str(tmp_path / "plan.json"), *LARGE])
     found = json.loads((tmp_path / "plan.json").read_text())

@@ -122,8 +122,8 @@ AXES = {
 # What changes no byte of the samples, and no number of the updates.
 NEUTRAL = [
     "--rollout-max-requests 3", "--rollout-dispatch static", "--rollout-prefix-caching", "--speculative-rollout",
-    "--rollout-chunked-prefill", "--async-save --save-interval 1", "--reward-workers 1", "--verify-weights",
-    "--ema-decay 0.9", "--mtp-train --mtp-drafts",
+    "--rollout-chunked-prefill", "--async-save --save-interval 1", "--save-memory", "--reward-workers 1",
+    "--verify-weights", "--ema-decay 0.9", "--mtp-train --mtp-drafts",
 ]  # fmt: skip
 
 

@@ -119,7 +119,7 @@ VALUES = {
 REQUIRED = {
     "target_eval_loss": "--eval-interval 1", "target_eval_accuracy": "--eval-interval 1",
     "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",
-    "export_hf": "--save y", "save_rollouts": "--save y", "profile_steps": "--save y",
+    "export_hf": "--save y", "save_rollouts": "--save y", "profile_steps": "--save y", "save_memory": "--save y",
     "teacher_context": CONTEXT.replace("--teacher-context sibling", ""),
     "load_rollouts": "--debug-train-only", "debug_train_only": "--load-rollouts x",
     "export_peft": "--save y", "partial_rollouts": "--over-sampling 2 --rollout-correction tis",

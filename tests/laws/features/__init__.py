@@ -11,7 +11,7 @@ FEATURES = LOOP | DATA | LAGS | MODELS | EPISODES_OF | OTHERS
 # What changes no byte of the samples, and no number of the updates.
 NEUTRAL = (
     "--token-samples 0", "--deterministic", "--rollout-max-requests 3", "--rollout-dispatch static",
-    "--rollout-prefix-caching", "--speculative-rollout", "--rollout-chunked-prefill", "--async-save",
+    "--rollout-prefix-caching", "--speculative-rollout", "--rollout-chunked-prefill", "--async-save", "--save-memory",
     "--reward-workers 1", "--ema-decay 0.9", "--mtp-train --mtp-drafts", "--save-rollouts",
     "--keep-responses false",
 )  # fmt: skip

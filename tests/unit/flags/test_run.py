@@ -13,9 +13,12 @@ WRONG = {
     "rollouts nowhere": ("--save-rollouts", "--save-rollouts True: needs --save"),
     "rollouts copied": ("--debug-train-only --load-rollouts x --save-rollouts --save y",
                         "--save-rollouts True: not allowed with --debug-train-only"),
+    "memory of a run without a folder": ("--save-memory", "--save-memory True: needs --save"),
+    "memory of half a run": ("--debug-train-only --load-rollouts x --save-memory --save y",
+                             "--save-memory True: not allowed with --debug-train-only and --debug-rollout-only"),
     "profile nowhere": ("--profile-steps 2", "--profile-steps 2: needs --save"),
 }  # fmt: skip
 
 
 def test_each_rule_refuses_a_case_in_its_words():
-    check_rules([run], WRONG, 4)  # flags that need another one
+    check_rules([run], WRONG, 5)  # flags that need another one
