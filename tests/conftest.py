@@ -155,6 +155,12 @@ def without_collection():
     gc.enable()
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Where the runs of a file's tests are."""
+    return tmp_path_factory.mktemp("runs")
+
+
 @pytest.fixture
 def own_environment():
     """Undoes what the launcher, run in this process, writes into the environment."""

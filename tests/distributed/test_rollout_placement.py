@@ -53,11 +53,6 @@ def run_of(folder: Path, size: int = 1, layout: str = "") -> Path:
     return save
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("rollout")
-
-
 @pytest.mark.parametrize("name", list(map(long, LAYOUTS)))
 def test_rollout_placement_does_not_change_the_run(name, folder):
     size, layout = LAYOUTS[name]

@@ -114,6 +114,16 @@ def check_scored(rows: list[dict], size: int) -> int:
     return failed
 
 
+# -- references that follow the policy -------------------------------------------------------------------------------
+
+
+def check_refresh(save: Path):
+    """After a refresh, in every second step, the reference is the policy to the bit; before the next one it is not."""
+    for step, row in metrics(save).items():
+        assert row["reference/step"] == (step - 1) // 2 * 2 and ("weights/reference_bytes" in row) == (step % 2 == 0)
+        assert abs(row["kl/reference"]) > 1e-5 if step % 2 == 0 else step == 1 or row["kl/reference"] == 0
+
+
 # -- rewards by file -------------------------------------------------------------------------------------------------
 
 OF_ONE_FILE = "tests.laws.plug_ins:of_one_file"

@@ -59,8 +59,7 @@ RESUMED = (
 ALSO_ELSEWHERE = [("adaptive kl, epochs", *TP2)]
 LAID_OUT = [
     ("ppo", *DISJOINT), ("mixture", *TWO), ("grouped reward", *TWO), ("rewards by file", *TWO),
-    ("carried turns", *FEATURES["carried turns"].layouts[1]), ("pictures", *FEATURES["pictures"].layouts[-1]),
-    ("reward", 1, SMALL),
+    ("pictures", *FEATURES["pictures"].layouts[-1]), ("reward", 1, SMALL),
 ]  # fmt: skip
 KILLED = (
     "waiting groups", "partial rollouts", "lag", "lag, partial rollouts", "pools", "mixture", "average of factors",

@@ -19,11 +19,6 @@ COUNTS = ("rollout/decode_steps", "rollout/accepted_tokens_per_step", "rollout/d
 PARTIAL = "--over-sampling 2 --partial-rollouts --rollout-correction tis"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("speculative")
-
-
 @functools.cache
 def run_of(folder: Path, flags: str, size: int) -> Path:
     from megarl.mcore.inference.drafter import StepCosts
@@ -37,7 +32,8 @@ def run_of(folder: Path, flags: str, size: int) -> Path:
 
 
 @pytest.mark.parametrize(("size", "flags"), [
-    long((1, f"{PARTIAL} --rollout-max-requests 6")), (1, "--rollout-max-requests 4 --rollout-buffer-gb 0.0005"),
+    long((1, f"{PARTIAL} --rollout-max-requests 6")),
+    long((1, "--rollout-max-requests 4 --rollout-buffer-gb 0.0005")),
     long((2, "--rollout-max-requests 4 --rollout-buffer-gb 0.0005")),
     long((1, "--rollout-chunked-prefill")), long((1, "--rollout-prefix-caching")),
     long((2, "--pipeline-model-parallel-size 2 --rollout-max-requests 6")),

@@ -26,11 +26,6 @@ APART = "--role-map actor=0;reward=0;rollout=1"
 LAG = f"{APART} --generation-lag 1 --rollout-correction tis"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("thinking")
-
-
 @functools.cache
 def run_of(folder: Path, flags: str = "", size: int = 1) -> Path:
     save = folder / f"run{len(list(folder.iterdir()))}"

@@ -128,6 +128,9 @@ DATA = {
     "sizes, the optimal baseline": _of_sizes("--advantage otb"),
     "sizes, judged pairs": _of_sizes("{judge} --judge-max-length 160 --reward-max-failures 1 --train-iters 3",
                                      layout=(3, "--role-map actor=0;rollout=1;reward=2")),
+    "judged pairs, evaluated": Feature(
+        "{judge} --judge-max-length 160 --reward-max-failures 1 --reward 0.1*judge+exact-match --eval-interval 1"
+        " --eval-prompts {heldout}", steps=2, resumed=1),
     "sizes, siblings": _of_sizes(
         f"--distill reward --teacher self --teacher-context sibling --teacher-max-prompt-length 300 {GRADED}"
         " --max-tokens-per-microbatch 400"),

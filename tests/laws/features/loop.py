@@ -35,8 +35,8 @@ LOOP = {
         (3, "--role-map actor=0-1;critic=1-2;reward=2;reference=0-2"),
         (1, "--max-tokens-per-microbatch 1000 --rollout-max-requests 3"))),
     "adaptive kl, epochs": Feature(  # the second half of more than one epoch of the prompts
-        f"{GRADED} --kl-controller adaptive --kl-target 0.01 --kl-horizon 50 --weight-decay 0.05 --prompts-per-step 80"
-        " --minibatch-size 30 --samples-per-prompt 1 --max-tokens-per-microbatch 150 --rollout-max-requests 64",
+        f"{GRADED} --kl-controller adaptive --kl-target 0.01 --kl-horizon 50 --weight-decay 0.05 --prompts {{epochs}}"
+        " --prompts-per-step 12 --minibatch-size 5 --samples-per-prompt 1",
         steps=4, moved=(TP2, DISJOINT, (4, "--tensor-model-parallel-size 4"))),
     "critic warm-up": Feature(f"--critic-warmup-steps 2 {GRADED}", resumed=1),
     "critic warm-up, sharded": Feature(f"--critic-warmup-steps 2 {GRADED} {SHARDED[1]}", 2, resumed=1),
@@ -62,6 +62,9 @@ LOOP = {
     "thoughts in turns": Feature(f"{THOUGHTS} {OF_THINKERS} {THINKING_TURNS}", warm_start=False),
     "waiting groups": Feature(f"{GRPO} --lr 1e-4 {DYNAMIC} --max-sampling-rounds 1", steps=4, resumed=1,
                               moved=(TP2_APART,)),
+    "waiting groups with routes": Feature(
+        f"{GRPO} --lr 1e-4 {DYNAMIC} --max-sampling-rounds 1 {OWN_EXPERTS} --num-layers 4 --moe-layer-freq [0,1,1,1]",
+        steps=4, resumed=1, warm_start=False, moved=(PP2,)),
     "over-sampling": Feature(
         f"{LONG} --rollout-max-requests 6", warm_start=False, numbers=1,
         layouts=(TWO, (2, "--rollout-dispatch static"),

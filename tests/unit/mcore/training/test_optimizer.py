@@ -115,7 +115,7 @@ def clipped(rank, flags):
     return applied, norm, sum(float((g.double() ** 2).sum()) for g in whole) ** 0.5
 
 
-@pytest.mark.parametrize("size, layout", [(1, ""), (2, TP2), (2, "")])
+@pytest.mark.parametrize("size, layout", [long((1, "")), (2, TP2), (2, "")])
 def test_gradients_are_clipped_to_the_global_norm(size, layout):
     for applied, norm, after in run_world(clipped, size, f"--clip-grad 0.05 {layout}"):
         assert applied and norm > 0.1
@@ -140,7 +140,7 @@ def skipping(rank, flags, bad):
 
 
 @pytest.mark.parametrize(
-    "flags, bad", [(TP2, float("nan")), (TP2, float("inf")), (FSDP, float("nan")), long((FSDP, float("inf")))]
+    "flags, bad", [(TP2, float("inf")), long((TP2, float("nan"))), (FSDP, float("nan")), long((FSDP, float("inf")))]
 )
 def test_all_ranks_skip_a_gradient_that_is_not_finite_on_one(flags, bad):
     results = run_world(skipping, 2, flags, bad)
