@@ -52,10 +52,11 @@ def _labelled() -> Path:
     return write_lines(folder() / "labelled.jsonl", rows)
 
 
-def _judge() -> str:
-    """Flags of a judge that compares pairs."""
-    path = write(folder() / "judge.yaml", mode="pair", messages=[{"role": "user", "content": "{first}{second}="}])
-    return judge_flags(path)
+def _judge(mode: str, places: str) -> str:
+    """Flags of a judge of responses alone, or of pairs or groups, that reads `places`."""
+    compared = {"mode": mode, "messages": [{"role": "user", "content": places}]} if mode else {}
+    number = {"number": {"regex": "[0-9]"}} if mode == "group" else {}
+    return judge_flags(write(folder() / f"judge-{mode}.yaml", **compared, **number))
 
 
 def _template() -> Path:
@@ -109,7 +110,8 @@ MAKERS: dict[str, Callable[[], Path | str]] = {
                         f" {teachers(math='math', default='code')}",
     **{kind: functools.partial(_of_transformers, kind) for kind in OF_TRANSFORMERS},
     "pictures": _pictures,
-    "judge": _judge, "template": _template, "thinkers": thinkers,
+    "judge": functools.partial(_judge, "pair", "{first}{second}="), "judge_alone": functools.partial(_judge, "", ""),
+    "judge_of_groups": functools.partial(_judge, "group", "{responses}="), "template": _template, "thinkers": thinkers,
 }  # fmt: skip
 
 

@@ -219,18 +219,6 @@ def sft(folder: Path, flags: str = "", size: int = 1):
 # -- layouts -----------------------------------------------------------------------------------------------------
 
 
-def test_a_role_survives_a_round_through_another_tensor_layout(tmp_path):
-    one, two, three = tmp_path / "one", tmp_path / "two", tmp_path / "three"
-    first = run_world(save, 1, sft(one), one, 3)[0]["after"]["actor"]
-    assert first["plain"]["steps"] == {3} and first["plain"]["rate"] < 1e-2
-    assert any(name.endswith("/exp_avg_sq") for name in first["tensors"])
-    for result in run_world(save, 2, sft(two, TP2, 2), two, 0, checkpoint_of(one)):
-        assert_equal(result["before"]["actor"], first)
-    third = run_world(save, 1, sft(three), three, 2, checkpoint_of(two))[0]
-    assert_equal(third["before"]["actor"], first)
-    assert third["after"]["actor"]["plain"]["steps"] == {5}
-
-
 def restored_groups(rank: int, parsed, load: Path) -> list[dict]:
     """The param groups of an actor with the state of a checkpoint, in the fourth step of a run."""
     from megarl.checkpoint import resume

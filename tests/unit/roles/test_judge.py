@@ -9,8 +9,8 @@ import pytest
 
 from tests.helpers.envs.judges import LENGTH, judge_flags, write
 from tests.helpers.folders import hf_folders
-from tests.helpers.programs import inputs, metrics, program, rl_argv, rows_of, samples, train
-from tests.helpers.tiers import by_default, long
+from tests.helpers.programs import inputs, metrics, program, rl_argv, rows_of, train
+from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY, run_world
 
 
@@ -30,37 +30,12 @@ def flags_of(flags: str = "", config: str = "sampled", **more) -> str:
     return judge_flags(judges() / f"{config}.yaml", flags, **more)
 
 
-LAYOUTS = {
-    "two replicas": (2, ""),
-    "tensor, offloaded": (2, "--reward-tensor-model-parallel-size 2 --offload"),
-    "pipeline of its own ranks, offloaded": (3, "--role-map actor=0;critic=0;reference=0;reward=1-2"
-                                             " --reward-pipeline-model-parallel-size 2 --reward-offload"),
-    "four replicas": (4, "--judge-max-requests 4"),
-    "tensor and pipeline": (4, "--role-map actor=0-1;critic=2;reference=3;reward=0-3"
-                            " --reward-tensor-model-parallel-size 2 --reward-pipeline-model-parallel-size 2"),
-}  # fmt: skip
-
-
 @functools.cache
 def alone() -> Path:
     """Run folder of one rank that has all roles."""
     save = judges() / "alone"
     train("rl", rl_argv(save, flags_of()))
     return save
-
-
-@pytest.mark.long  # by default those that are judged together
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_samples_are_the_same_bytes_in_every_layout(name, tmp_path):
-    size, flags = LAYOUTS[name]
-    train("rl", rl_argv(tmp_path / "run", flags_of(flags)), size)
-    assert rows_of(alone())[0]["judgements"] and samples(tmp_path / "run", 1) == samples(alone(), 1)
-    expected, found = metrics(alone())[1], metrics(tmp_path / "run")[1]
-    of_judge = [name for name in expected if "judge" in name and name.startswith(("judge/", "reward/"))]
-    # Each replica has a cache of its own.
-    own = [name for name in of_judge if name not in ("judge/prompt_tokens", "judge/reused_tokens")]
-    assert len(own) > 5 and [found[name] for name in own] == pytest.approx([expected[name] for name in own], rel=1e-12)
-    assert ("memory/reward/offloaded_bytes" in found) == ("offload" in name)
 
 
 def test_judgements_are_those_of_the_documented_streams():
@@ -131,15 +106,6 @@ def test_the_mean_number_is_the_reward():
     assert 0 < found["judge/reused_tokens"] and found["time/reward/judge_s"] > 0
 
 
-@pytest.mark.long
-def test_filters_and_dynamic_sampling_judge_each_round(tmp_path):
-    flags = flags_of("--group-filter reward --dynamic-sampling --advantage grpo")
-    train("rl", rl_argv(tmp_path / "one", flags))
-    train("rl", rl_argv(tmp_path / "own", f"{flags} --role-map actor=0;reference=0;reward=1"), 2)
-    assert all(row["judgements"] for row in rows_of(tmp_path / "one"))
-    assert samples(tmp_path / "one", 1) == samples(tmp_path / "own", 1)
-
-
 def test_a_judge_that_gives_no_number_stops_the_run_by_name(tmp_path):
     with pytest.raises(Exception, match="reward judge failed on 12 of 12 samples; .* no number from 1 to 2 in the"):
         train("rl", rl_argv(tmp_path / "run", flags_of(config="nonsense")), 2)
@@ -193,24 +159,6 @@ def compared(mode: str) -> Path:
     save = judges() / f"alone-{mode}"
     train("rl", rl_argv(save, flags_of(COMPARED, mode, reward="judge")))
     return save
-
-
-TOGETHER = {
-    "two replicas": (2, ""),
-    "four replicas": (4, ""),
-    "pipeline of its own ranks": (3, "--role-map actor=0;critic=0;reference=0;reward=1-2"
-                                  " --reward-pipeline-model-parallel-size 2"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mode, name", by_default(
-    [(mode, name) for mode in ("pair", "group") for name in TOGETHER],
-    [("group", "two replicas")],
-))  # fmt: skip
-def test_responses_judged_together_meet_in_every_layout(mode, name, tmp_path):
-    size, flags = TOGETHER[name]
-    train("rl", rl_argv(tmp_path / "run", flags_of(f"{COMPARED} {flags}", mode, reward="judge")), size)
-    assert rows_of(compared(mode))[0]["judgements"] and samples(tmp_path / "run", 1) == samples(compared(mode), 1)
 
 
 @pytest.mark.parametrize("mode", ["pair", "group"])
