@@ -1,4 +1,4 @@
-"""The programs on models of Hugging Face folders: training, export, resume, evaluation, reward models and critics."""
+"""The programs on models of Hugging Face folders: training, export, evaluation, reward models and critics."""
 
 import importlib.util
 import json

@@ -1,5 +1,5 @@
 """Runs of models with experts and multi-latent attention, or recurrent states: exact rollouts, roles on other ranks,
-resume, export."""
+export."""
 
 import pytest
 from safetensors.torch import load_file

@@ -1,4 +1,4 @@
-"""A teacher that reads a correct sibling's response: which one, its numbers, layouts, resume, and what is said."""
+"""A teacher that reads a correct sibling's response: which one, its numbers, and what is said; more in tests/laws."""
 
 import re
 from pathlib import Path

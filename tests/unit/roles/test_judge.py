@@ -1,4 +1,4 @@
-"""The judge: the same judgements in every layout and after a resume, retries, means, failures, other tokenizers."""
+"""The judge: its random numbers, retries, means, failures, other tokenizers; layouts and resumes are in tests/laws."""
 
 import functools
 import tempfile

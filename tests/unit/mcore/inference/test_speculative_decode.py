@@ -291,7 +291,7 @@ def with_predictions(rank, flags="", shape="llama", end=NEVER, sampling=None, co
     (1, {"siblings": 5, "sampling": {"temperature": 0.2}, "end": (3,)}, False),
     long((2, {"flags": TP2, "end": (3,)}, True)),
     long((1, {"shape": "gpt2", "sampling": {"greedy": True}}, True)),
-    long((2, {"flags": f"{TP2} --sequence-parallel", "count": 5}, True)),
+    (2, {"flags": f"{TP2} --sequence-parallel", "count": 5}, True),
     long((2, {"shape": "recurrent", "flags": TP2, "end": (3,)}, True)),
     long((1, {"chunked_prefill": True, "step_tokens": 34, "sampling": {"greedy": True}}, True)),
     long((1, {"shape": "latent", "flags": EXPERTS, "chunked_prefill": True, "step_tokens": 40}, True)),

@@ -1,5 +1,5 @@
-"""One update: the same for every split into micro-batches and every layout; frozen parameters, multiples of rates and
-decays, SGD, Adam with moments of 16 bits against torch's own optimizers; clipping, schedule."""
+"""One update: gradients of plain autograd; frozen parameters, multiples of rates and decays, SGD, Adam with moments of
+16 bits against torch's own optimizers; clipping, schedule."""
 
 import fnmatch
 

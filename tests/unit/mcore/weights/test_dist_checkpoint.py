@@ -94,8 +94,8 @@ TRAVELS = [
     (DENSE, DENSE_ROUTE[1:5:3], "llama"),
     (DENSE, [(2, f"{SHARDED} {BUCKETS}"), (1, SHARDED)], "recurrent"),
     (f"{MOE} {SHARDED}", EXPERT_ROUTE[1:2], "llama"),
+    (f"{SGD} {RATES} --freeze embedding.* *.layers.2.*", [(1, ""), (2, PP2)], "llama"),
     *map(long, [
-        (f"{SGD} {RATES} --freeze embedding.* *.layers.2.*", [(1, ""), (2, PP2)], "llama"),
         *((f"{DENSE} --num-layers 2 --bf16 {more}", [(1, ""), (1, "")], "recurrent") for more in ("", SHARDED)),
         (DENSE, DENSE_ROUTE, "llama"),
         (f"{DENSE} {SHARDED}", DISTRIBUTED_ROUTE, "llama"),
