@@ -28,6 +28,9 @@ from megarl.confine import sandbox
 from tests.helpers import programs, worlds
 
 torch.set_num_threads(1)
+# What a killed process has written is in files all the same: only a machine without power would lose it. A checkpoint
+# asks for 20 of them, a sixth of a small program's time.
+os.fsync = lambda descriptor: None
 with contextlib.suppress(ImportError):  # tools/te_check.sh has none
     import hypothesis
 
@@ -153,6 +156,12 @@ def without_collection():
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Where the runs of a file's tests are."""
+    return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def check(
 @pytest.mark.parametrize(
     "sampling, end", [long(({"greedy": True}, NEVER)), ({"temperature": 1.2}, (3,))], ids=["greedy", "sampled"]
 )
-@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("dp2", "tp2-sp", "pp2-untied")))
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("tp2-sp", "pp2-untied")))
 def test_responses_do_not_depend_on_the_layout(layout, sampling, end):
     size, flags = LAYOUTS[layout]
     shapes = {"untied": "--untie-embeddings-and-output-weights", "one-group": "--num-query-groups 1",

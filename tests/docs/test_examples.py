@@ -1,6 +1,5 @@
 """Examples of the documentation: plug-ins, environments and agents run as printed, in programs."""
 
-import json
 import math
 import re
 import subprocess
@@ -14,7 +13,7 @@ from megarl.errors import UsageError
 from tests.helpers.envs.played_environments import play
 from tests.helpers.envs.session_driver import free_port
 from tests.helpers.pages import documents
-from tests.helpers.programs import ROOT, environment, metrics, rl_argv, samples, train
+from tests.helpers.programs import ROOT, environment, metrics, rl_argv, rows_of, train
 from tests.helpers.tiers import long
 from tests.helpers.waiting import SAFETY_SECONDS
 from tools._metric_catalog import METRICS
@@ -36,7 +35,7 @@ def test_the_plug_ins_of_extending_run_unchanged(tmp_path, plug_ins):
     assert rows[2]["actor/grad_norm"] > 0 and "kl/reference" not in rows[2] and "critic/loss" not in rows[2]
     always = [m.name for m in METRICS if not m.when and "train_rl" in m.programs and "<" not in m.name]
     assert len(always) > 30 and set(always) <= set(rows[2])  # docs/metrics.md says so
-    graded = [json.loads(row) for row in samples(tmp_path, 1).splitlines()]
+    graded = rows_of(tmp_path, 1)
     assert {"my_plugins:contains_answer", "my_plugins:agreement"} == set(graded[0]["reward_values"])
     assert len({row["reward"] for row in graded}) > 1
     with pytest.raises(UsageError, match="--samples-per-prompt 1: .*rank_in_group compares"):

@@ -1,14 +1,13 @@
 """docs/one_step.md: a step of a small model through the real functions fills what the page says, with these shapes."""
 
 import ast
-import json
 import re
 from pathlib import Path
 
 import torch
 
 from tests.helpers.pages import documents
-from tests.helpers.programs import ROOT, in_world, program, rl_argv, samples
+from tests.helpers.programs import ROOT, in_world, program, rl_argv, rows_of
 from tests.helpers.worlds import run_world
 
 TEXT = documents.text_of(ROOT / "docs" / "one_step.md")
@@ -109,7 +108,7 @@ def test_a_step_fills_what_the_page_says(tmp_path):
     (lines,) = run_world(recorded_step, 1, program("rl", rl_argv(tmp_path, FLAGS), 1))
     (block,) = (block.text for block in documents.blocks(TEXT) if "batcher.generate" in block.text)
     assert block == folded(lines), f"the page should have:\n{folded(lines)}"
-    rows = [json.loads(row) for row in samples(tmp_path, 1).splitlines()]
+    rows = rows_of(tmp_path, 1)
     named = set(re.findall(r"`(\w+)`", TEXT.partition("A row of `samples/` has")[2].partition(".")[0]))
     assert len(rows) == 4 and named and named <= set(rows[0])
     for name in re.findall(r"^\| `SAVE/([\w./]+)`", TEXT, re.MULTILINE):

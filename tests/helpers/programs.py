@@ -197,6 +197,11 @@ def samples(save: Path, step: int) -> bytes:
     return (save / "samples" / f"step_{step:08d}.jsonl").read_bytes()
 
 
+def rows_of(save: Path, step: int = 1) -> list[dict]:
+    """The rows of a step's samples file."""
+    return list(map(json.loads, samples(save, step).splitlines()))
+
+
 def assert_close(found: dict, expected: dict, names: list[str], tolerance: float):
     """Metrics agree within a relative tolerance, absolute below 0.2: a small sum has the rounding of its terms."""
     for name in names:

@@ -35,7 +35,8 @@ LATE_IMPORTS = (
     "megarl.mcore.model.layer_specs.local", "megarl.train_rl", "megarl.train_sft", "megarl.train_reward",
     "megarl.train_preference", "megarl.trainers.rl_trainer", "megarl.trainers.sft_trainer",
     "megarl.trainers.preference_trainer", "megarl.trainers.evaluation_program", "megarl.trainers.policy",
-    "transformers.models.auto.configuration_auto",
+    "megarl.extras.report", "megarl.rewards.text",
+    "transformers.models.auto.configuration_auto", "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.configuration_llama",  # with what configurations of all models import
 )  # fmt: skip
 
@@ -92,12 +93,14 @@ def warm():
     for name in LATE_IMPORTS:
         importlib.import_module(name)
     from megarl import arguments
+    from megarl.checkpoint import manifest
     from megarl.observe import settings_file
 
     flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --prompts x --max-prompt-length 1"
     flags += " --max-response-length 1 --tokenizer-model x --lr 1 --critic-lr 1 --minibatch-size 1 --prompts-per-step 1"
     arguments.parse(flags.split(), 1)
     settings_file.environment("cpu")  # versions, and git's answer
+    manifest.versions()
     dist.BackendConfig(dist.Backend("gloo"))  # torch looks through all installed packages for it, once
     gc.collect()
     gc.freeze()

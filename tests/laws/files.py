@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.helpers.envs.judges import judge_flags, write
-from tests.helpers.programs import addition, inputs, preferences, sft_argv, train, write_lines
+from tests.helpers.models.teacher_runs import hinted_prompts, one_teacher, prompts_of_teachers, teachers
+from tests.helpers.programs import addition, inputs, preferences, write_lines
 from tests.helpers.rollout.thinkers import thinkers
 from tests.helpers.worlds import run_world
 from tests.laws.plug_ins import REWARDS, SHORT
@@ -51,44 +52,11 @@ def _labelled() -> Path:
     return write_lines(folder() / "labelled.jsonl", rows)
 
 
-def _hinted() -> Path:
-    """Prompts, of which every second one has another prompt for the teacher: with a worked sum before it."""
-    rows = [json.loads(line) for line in (inputs() / "train.jsonl").read_text().splitlines()[:40]]
-    hints = [row | {"teacher_prompt": f"1+{i}={i + 1}{row['prompt']}"} for i, row in enumerate(rows[::2])]
-    return write_lines(folder() / "hinted.jsonl", [row for pair in zip(rows[1::2], hints, strict=True) for row in pair])
-
-
-# Depth, width, head and softcap differ from the policy's, and from each other.
-TEACHERS = {
-    "math": "--num-layers 3 --hidden-size 48 --ffn-hidden-size 96 --untie-embeddings-and-output-weights",
-    "code": "--num-layers 1 --hidden-size 40 --ffn-hidden-size 64 --final-logit-softcapping 5",
-}
-
-
-@functools.cache
-def teacher_run(name: str) -> Path:
-    """The run folder of a teacher."""
-    train("sft", sft_argv(folder() / name, f"{TEACHERS[name]} --train-iters 20"))
-    return folder() / name
-
-
-def _teacher() -> str:
-    """Flags of one teacher."""
-    return f"{TEACHERS['math'].replace('--', '--teacher-')} --teacher-pretrained-checkpoint {teacher_run('math')}"
-
-
-def _teachers() -> str:
-    """Flags of two teachers, and of prompts that name one, the other or none."""
-    rows = [json.loads(line) for line in (inputs() / "train.jsonl").read_text().splitlines()]
-    named = [{"teacher": "math"}, {}, {"teacher": "default"}]
-    path = write_lines(folder() / "teachers.jsonl", [row | named[i % 3] for i, row in enumerate(rows)])
-    return f"--prompts {path} --teachers math={teacher_run('math')} default={teacher_run('code')}"
-
-
-def _judge() -> str:
-    """Flags of a judge that compares pairs."""
-    path = write(folder() / "judge.yaml", mode="pair", messages=[{"role": "user", "content": "{first}{second}="}])
-    return judge_flags(path)
+def _judge(mode: str, places: str) -> str:
+    """Flags of a judge of responses alone, or of pairs or groups, that reads `places`."""
+    compared = {"mode": mode, "messages": [{"role": "user", "content": places}]} if mode else {}
+    number = {"number": {"regex": "[0-9]"}} if mode == "group" else {}
+    return judge_flags(write(folder() / f"judge-{mode}.yaml", **compared, **number))
 
 
 def _template() -> Path:
@@ -131,15 +99,19 @@ MAKERS: dict[str, Callable[[], Path | str]] = {
                                 few=f"{_few(5)}\n  max-response-length: {SHORT}"),
     "plain_mixture": lambda: _mixture("plain", many=f"{inputs()}/train.jsonl\n  weight: 3", few=f"{_few(5)}"),
     "short_prompts": lambda: _mixture("own", few=f"{_few(5)}\n  max-prompt-length: 4"),
-    # Few prompts, so that a run has several epochs.
+    # Few prompts, so that a run has more than one epoch, or several.
+    "epochs": lambda: write_lines(folder() / "epochs.jsonl", [addition(n, 7) for n in range(44)]),
     "pool": lambda: write_lines(folder() / "pool.jsonl", [addition(n, 3) for n in range(4, 15)]),
     "sizes": lambda: _mixture("sizes", many=f"{inputs()}/train.jsonl", few=f"{_few(6)}\n  samples-per-prompt: 2"),
     "one": lambda: _mixture("one", many=f"{inputs()}/train.jsonl", few=f"{_few(6)}\n  samples-per-prompt: 1"),
     "eight": lambda: _mixture("eight", many=f"{inputs()}/train.jsonl", few=f"{_few(6)}\n  samples-per-prompt: 8"),
-    "rewards": _rewards, "labelled": _labelled, "hinted": _hinted, "teacher": _teacher, "teachers": _teachers,
+    "rewards": _rewards, "labelled": _labelled, "hinted": hinted_prompts, "teacher": one_teacher,
+    "teachers": lambda: f"--prompts {prompts_of_teachers('math', None, 'default')}"
+                        f" {teachers(math='math', default='code')}",
     **{kind: functools.partial(_of_transformers, kind) for kind in OF_TRANSFORMERS},
     "pictures": _pictures,
-    "judge": _judge, "template": _template, "thinkers": thinkers,
+    "judge": functools.partial(_judge, "pair", "{first}{second}="), "judge_alone": functools.partial(_judge, "", ""),
+    "judge_of_groups": functools.partial(_judge, "group", "{responses}="), "template": _template, "thinkers": thinkers,
 }  # fmt: skip
 
 

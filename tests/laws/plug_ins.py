@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.rewards import Score, grouped
+from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.programs import metrics, samples
 
 
@@ -112,6 +113,34 @@ def check_scored(rows: list[dict], size: int) -> int:
             assert "failure" not in group[0]
     assert failed < len(rows) // size
     return failed
+
+
+# -- a rollout in another layout than training ----------------------------------------------------------------------
+
+
+def check_rollout(save: Path, limit: float = 1e-5):
+    """Its log-probs are those of training, but for sums in another order, if there are any."""
+    for row in metrics(save).values():
+        assert row["rollout/logprob_gap_max"] <= max(limit, largest_gap_allowed()) and row["actor/ppo_kl_first"] == 0
+
+
+# -- references that follow the policy -------------------------------------------------------------------------------
+
+
+def check_refresh(save: Path):
+    """After a refresh, in every second step, the reference is the policy to the bit; before the next one it is not."""
+    for step, row in metrics(save).items():
+        assert row["reference/step"] == (step - 1) // 2 * 2 and ("weights/reference_bytes" in row) == (step % 2 == 0)
+        assert abs(row["kl/reference"]) > 1e-5 if step % 2 == 0 else step == 1 or row["kl/reference"] == 0
+
+
+# -- judges ----------------------------------------------------------------------------------------------------------
+
+
+def check_judged(save: Path):
+    """Every response has judgements, in samples whose bytes no layout changes."""
+    for _, rows in steps_of(save):
+        assert rows and all(row["judgements"] for row in rows)
 
 
 # -- rewards by file -------------------------------------------------------------------------------------------------

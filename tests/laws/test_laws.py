@@ -42,7 +42,7 @@ from tools import record_runs
 NUMBERS = re.compile(
     "reward/(mean|std|accuracy|margin)|.*/(loss|grad_norm|entropy|mtp_loss|mtp_grad_norm|learning_rate|explained_variance)"
     "|rollout/tokens|kl/(reference|coefficient)|(distill|teacher|sampling|eval)/.*"
-    "|preference/(kl|chosen_logprob|rejected_logprob)"
+    "|judge/(readable_fraction|length_mean|order_agreement)|preference/(kl|chosen_logprob|rejected_logprob)"
 )
 # What a layout, a resume or drafts may change without a number of the policy.
 OTHERWISE = re.compile(
@@ -58,8 +58,9 @@ RESUMED = (
 )  # fmt: skip
 ALSO_ELSEWHERE = [("adaptive kl, epochs", *TP2)]
 LAID_OUT = [
-    ("ppo", *DISJOINT), ("mixture", *TWO), ("grouped reward", *TWO), ("rewards by file", *TWO),
-    ("carried turns", *FEATURES["carried turns"].layouts[1]), ("pictures", *FEATURES["pictures"].layouts[-1]),
+    ("ppo", *DISJOINT), ("virtual stages", *FEATURES["virtual stages"].layouts[1]), ("mixture", *TWO),
+    ("grouped reward", *TWO), ("rewards by file", *TWO), ("judged groups", *TWO),
+    ("pictures", *FEATURES["pictures"].layouts[-1]),
     ("reward", 1, SMALL),
 ]  # fmt: skip
 KILLED = (
@@ -297,7 +298,7 @@ def test_a_saved_response_is_generated_again(name):
 
 
 @pytest.mark.parametrize("flags", by_default([" ".join(NEUTRAL), *NEUTRAL], [" ".join(NEUTRAL)]))
-@pytest.mark.parametrize("name", by_default(["ppo", "turns", "waiting groups"], ["ppo"]))
+@pytest.mark.parametrize("name", by_default(["ppo", "turns", "waiting groups", "partial rollouts"], ["ppo"]))
 def test_neutral_flags_change_nothing(name, flags, tmp_path):
     feature, expected = FEATURES[name], whole(name)
     found = run(feature, tmp_path, flags)

@@ -22,6 +22,7 @@ from tests.helpers.programs import (
     program,
     reward_argv,
     rl_argv,
+    rows_of,
     samples,
     sft_argv,
     timeless,
@@ -49,11 +50,6 @@ def verl(rows: list[dict]) -> list[dict]:
          "reward_model": {"style": "rule", "ground_truth": row["answer"]}}
         for i, row in enumerate(rows)
     ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("formats")
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +178,7 @@ def masked(folder) -> dict[int, dict]:
 
 def test_masked_fraction_is_that_of_the_samples(masked, folder):
     for step, row in masked.items():
-        responses = [json.loads(line) for line in samples(folder / "masked", step).splitlines()]
+        responses = rows_of(folder / "masked", step)
         cut = sum(response["length"] for response in responses if not response["finished"])
         assert row["rollout/masked_fraction"] == cut / sum(response["length"] for response in responses)
         assert 0 < row["rollout/masked_fraction"] < 1 and row["steps_skipped"] == 0

@@ -8,10 +8,10 @@ import pytest
 
 from megarl.mcore.recurrence import fused_chunks
 from tests.emulator.programs import needs_emulator
-from tests.helpers.envs.judges import judge_flags, rows, write
+from tests.helpers.envs.judges import judge_flags, write
 from tests.helpers.folders import any_types
 from tests.helpers.pages.combinations import MAMBA, RECURRENT
-from tests.helpers.programs import GRADED, ROOT, inputs, metrics, rl_argv, samples, timeless, train
+from tests.helpers.programs import GRADED, ROOT, inputs, metrics, rl_argv, rows_of, samples, timeless, train
 from tests.helpers.tiers import by_default, long
 from tools.gpu.programs import texts_of
 
@@ -302,5 +302,5 @@ def test_a_judge_writes_the_same_with_graphs_and_without(emulator, tmp_path):
         counts = emulator.run("rl", argv(tmp_path / name, f"{judge} --train-iters 2 {flags}"))
         assert ("graph launch" in counts) == (name == "graphs")
     for step in (1, 2):
-        assert rows(tmp_path / "off", step)[0]["judgements"]
+        assert rows_of(tmp_path / "off", step)[0]["judgements"]
         assert samples(tmp_path / "graphs", step) == samples(tmp_path / "off", step)

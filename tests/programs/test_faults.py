@@ -253,23 +253,6 @@ def test_a_signal_on_one_rank_saves_on_all_and_the_run_goes_on_exactly(undisturb
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rank, phase, step", [
-    (1, ("actor", "update"), 1), (0, ("rollout", "rollout"), 2), (1, ("critic", "update"), 2),
-])  # fmt: skip
-def test_a_batch_that_was_generated_ahead_survives_a_signal(rank, phase, step, tmp_path):
-    """With --generation-lag 1 the ranks are in different steps. Long: pytest -m long tests/programs/test_faults.py"""
-    flags = "--generation-lag 1 --rollout-correction tis --train-iters 3 --save-interval 0"
-    flags += " --role-map rollout=0;actor=1;critic=1;reward=0;reference=1"
-    whole, save = tmp_path / "whole", tmp_path / "stopped"
-    assert faults.run(argv(whole, flags), 2) == 0
-    assert faults.run(argv(save, flags), 2, lambda: faults.rank() == rank and faults.in_phase(
-        phase, step, lambda: faults.signal_self(signal.SIGTERM))) == 0  # fmt: skip
-    assert (save / "checkpoints" / "latest").read_text() != "step_00000003\n"
-    assert faults.run(argv(save, f"{flags} --load {save}"), 2) == 0
-    assert_same_run(save, whole)
-
-
-@pytest.mark.long
 def test_a_supervised_run_is_saved_after_a_signal(tmp_path):
     def prepare():
         faults.in_phase(("actor", "update"), 2, lambda: faults.signal_self(signal.SIGINT))

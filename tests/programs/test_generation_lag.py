@@ -32,11 +32,6 @@ RUNS = {  # ranks, flags; others are in tests/laws
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("lag")
-
-
 def argv(save: Path, flags: str) -> list[str]:
     evaluation = f"--eval-prompts {inputs() / 'heldout.jsonl'} --eval-interval 2 --eval-samples 4"
     return rl_argv(save, f"{LAG} --save-interval 3 {evaluation} {flags}")

@@ -5,7 +5,6 @@ That resumes, layouts and all that samples know the sizes is in tests/laws."""
 
 import functools
 import itertools
-import json
 import math
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from tests.helpers.programs import (
     metrics,
     program,
     rl_argv,
+    rows_of,
     samples,
     timeless,
     train,
@@ -35,11 +35,6 @@ FILTER = f"{GRPO} --group-filter reward"
 DYNAMIC = f"{FILTER} --dynamic-sampling"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("groups")
-
-
 @functools.cache
 def run_of(folder: Path, flags: str, size: int = 1, layout: str = "", steps: int = 3) -> Path:
     """Run folder of a few steps."""
@@ -50,7 +45,7 @@ def run_of(folder: Path, flags: str, size: int = 1, layout: str = "", steps: int
 
 def groups_of(save: Path, step: int) -> list[list[dict]]:
     """Rows of a step's samples by group, two responses each."""
-    rows = [json.loads(line) for line in samples(save, step).splitlines()]
+    rows = rows_of(save, step)
     assert [row["sequence"] for row in rows] == list(range(len(rows)))
     return [rows[i : i + 2] for i in range(0, len(rows), 2)]
 
@@ -204,10 +199,6 @@ def mixtures(tmp_path_factory) -> dict[str, Path]:
         (folder / f"{name}.yaml").write_text(text)
     (folder / "silent.yaml").write_text(text.replace("  samples-per-prompt: 4\n", ""))
     return {path.stem: path for path in folder.glob("*.yaml")}
-
-
-def rows_of(save: Path, step: int) -> list[dict]:
-    return [json.loads(line) for line in samples(save, step).splitlines()]
 
 
 def group_sizes(rows: list[dict]) -> dict[str, list[int]]:

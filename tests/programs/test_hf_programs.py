@@ -1,10 +1,9 @@
-"""The programs on models of Hugging Face folders: training, export, resume, evaluation, reward models and critics."""
+"""The programs on models of Hugging Face folders: training, export, evaluation, reward models and critics."""
 
 import importlib.util
 import json
 import math
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from tests.helpers.folders.hf_layouts import build, logprobs
 from tests.helpers.folders.hf_prediction import of_case, with_prediction
 from tests.helpers.folders.hf_quantized import fp8, mxfp4, widen_experts
 from tests.helpers.models.attention_inputs import needs_kernels
-from tests.helpers.programs import metrics, samples, timeless, train, write_lines
+from tests.helpers.programs import metrics, train, write_lines
 from tests.helpers.rollout import long_prompts
 from tests.helpers.worlds import run_world
 
@@ -102,20 +101,6 @@ def test_transformers_computes_the_same_from_an_export(run):
     (ours,), (theirs,) = run_world(logprobs_of, 1, export), run_world(logprobs_in_transformers, 1, export)
     for one, other in zip(ours, theirs, strict=True):
         assert float((one - other).abs().max()) <= 1e-5
-
-
-@pytest.mark.long
-def test_a_resumed_run_gives_the_same_numbers_and_exports_the_same_bytes(run, data, tmp_path):
-    again = tmp_path / "again"
-    for name in ("step_00000001", "frozen"):
-        shutil.copytree(run / "checkpoints" / name, again / "checkpoints" / name)
-    (again / "checkpoints" / "latest").write_text("step_00000001\n")
-    train("rl", argv(data, again, f"--train-iters 2 {TP2} --load {again}"), 2)
-    assert timeless(metrics(again)[2]) == timeless(metrics(run)[2])
-    assert samples(again, 2) == samples(run, 2)
-    one, other = (folder / "hf" / "step_00000002" for folder in (run, again))
-    for path in one.iterdir():
-        assert path.read_bytes() == (other / path.name).read_bytes(), path.name
 
 
 def test_an_evaluation_of_a_folder_equals_that_of_the_run_that_wrote_it(run, data, tmp_path):

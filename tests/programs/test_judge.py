@@ -13,10 +13,10 @@ from megarl.data.tokenizers import build_tokenizer
 from megarl.rewards.base import Sample
 from megarl.rewards.judge.config import read_config
 from megarl.rewards.judge.judge_prompts import JudgePrompts
-from tests.helpers.envs.judges import LENGTH, judge_flags, rows, write
+from tests.helpers.envs.judges import LENGTH, judge_flags, write
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.forked_programs import accepted, check, refusal
-from tests.helpers.programs import inputs, metrics, program, rl_argv, sft_argv, train, write_lines
+from tests.helpers.programs import inputs, metrics, program, rl_argv, rows_of, sft_argv, train, write_lines
 from tests.helpers.tiers import by_default
 
 FLAGS = {
@@ -109,7 +109,7 @@ def test_a_judge_beside(case, tmp_path):
     steps = [step for step in metrics(tmp_path / "run") if step]
     assert len(steps) == (3 if LAG in flags else 1)
     for step in steps:
-        judged = rows(tmp_path / "run", step)
+        judged = rows_of(tmp_path / "run", step)
         assert judged and all(row["judgements"] for row in judged if not row.get("failed"))
 
 
@@ -123,9 +123,9 @@ def test_replicas_that_share_experts_judge_together(tmp_path):
     for name, size, more in (("run", 2, "--expert-model-parallel-size 2"), ("beside", 3, beside)):
         argv = rl_argv(tmp_path / name, judge_flags(config, f"{flags} {more}"))
         train("rl", [token.replace(f"{inputs()}/sft", f"{tmp_path}/model") for token in argv], size)
-    assert {len(row["judgements"]) for row in rows(tmp_path / "run")} > {1}  # a replica had to try again
-    assert [row["judgements"] for row in rows(tmp_path / "run")] == [
-        row["judgements"] for row in rows(tmp_path / "beside")
+    assert {len(row["judgements"]) for row in rows_of(tmp_path / "run")} > {1}  # a replica had to try again
+    assert [row["judgements"] for row in rows_of(tmp_path / "run")] == [
+        row["judgements"] for row in rows_of(tmp_path / "beside")
     ]
 
 

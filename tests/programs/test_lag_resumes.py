@@ -27,11 +27,6 @@ WAITING = "--load: the checkpoint holds groups of 2 responses that wait for thei
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("resumes")
-
-
 def flags_of(name: str, more: str) -> str:
     """The flags of a source, and others, which may name another schedule."""
     flags = SOURCES[name][1]

@@ -57,11 +57,6 @@ RUNS = {  # ranks, flags
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("average")
-
-
 def argv(save: Path, flags: str, evaluation: str = "--evaluate-ema") -> list[str]:
     evaluation = (
         f"--eval-prompts {inputs() / 'heldout.jsonl'} --eval-interval 2 --eval-samples 8 {evaluation}"

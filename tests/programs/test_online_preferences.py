@@ -1,6 +1,5 @@
 """Preferences from groups in train_rl: against train_preference on the same pairs, ties, layouts, resume."""
 
-import json
 import math
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from tests.helpers.programs import (
     metrics,
     preference_argv,
     rl_argv,
-    samples,
+    rows_of,
     train,
     write_lines,
 )
@@ -28,7 +27,7 @@ NAMES = ["preference/loss", "preference/margin", "preference/chosen_logprob", "p
 
 def pairs_of(save: Path, step: int) -> list[dict]:
     """The pairs of a step as lines of a file, from its samples: the first best and the first worst of each group."""
-    rows = [json.loads(line) for line in samples(save, step).splitlines()]
+    rows = rows_of(save, step)
     groups = [rows[i : i + 4] for i in range(0, len(rows), 4)]
     best = [(max(g, key=lambda row: row["reward"]), min(g, key=lambda row: row["reward"])) for g in groups]
     pairs = [(chosen, rejected) for chosen, rejected in best if chosen["reward"] > rejected["reward"]]
@@ -68,7 +67,7 @@ def alone(tmp_path_factory) -> Path:
 
 def test_groups_of_equal_rewards_have_no_pair_and_are_counted(alone):
     for step, row in metrics(alone).items():
-        rows = [json.loads(line) for line in samples(alone, step).splitlines()]
+        rows = rows_of(alone, step)
         equal = [len({row["reward"] for row in rows[i : i + 4]}) == 1 for i in range(0, 24, 4)]
         assert row["preference/ties"] == sum(equal) and row["preference/pairs"] == 6 - sum(equal)
     assert sum(row["preference/ties"] for row in metrics(alone).values()) > 0

@@ -25,11 +25,6 @@ FLAGS = (
 ROUNDS = "--reward tests.helpers.programs:coarse_reward --group-filter reward --dynamic-sampling"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("partial")
-
-
 def filled(rank: int, parsed, moves: bool):
     """Steps that are filled with no update between them; `moves`: with other weights each.
 

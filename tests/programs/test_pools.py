@@ -1,11 +1,10 @@
 """Difficulty pools in runs: which prompts are drawn, groups outside a range; layouts and resumes are in tests/laws."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.programs import addition, metrics, rl_argv, samples, train, write_lines
+from tests.helpers.programs import addition, metrics, rl_argv, rows_of, train, write_lines
 
 # The pool of a prompt depends on whether the end token comes early, which the warm start does now and then.
 FLAGS = (
@@ -24,10 +23,6 @@ def prompts(tmp_path_factory) -> Path:
 
 def argv(save: Path, prompts: Path, flags: str = "") -> list[str]:
     return rl_argv(save, f"{FLAGS} --prompts {prompts} --train-iters {STEPS} {flags}")
-
-
-def rows_of(save: Path, step: int) -> list[dict]:
-    return [json.loads(line) for line in samples(save, step).splitlines()]
 
 
 @pytest.fixture(scope="module")

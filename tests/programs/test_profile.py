@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.checkpoint.earlier_run import FILES
 from tests.helpers.forked_programs import refusal
 from tests.helpers.programs import metrics, rl_argv, sft_argv, timeless, train
 
@@ -61,6 +62,7 @@ def test_one_rank_of_a_supervised_run(tmp_path):
     train("sft", sft_argv(tmp_path, "--train-iters 3 --profile-steps 1-2 --profile-ranks 1"), 2)
     names = sorted(path.name for path in (tmp_path / "profile").glob("*.json.gz"))
     assert names == ["step_1_rank_1_actor.json.gz", "step_2_rank_1_actor.json.gz"]
+    assert "profile" in FILES  # which a new run in the folder moves aside
 
 
 @pytest.mark.parametrize("flags, message", [

@@ -166,15 +166,3 @@ def test_a_run_that_is_killed_at_random_instants_has_the_bytes_of_its_schedule(n
     places = [(each["step"], each["round"], each["replica"]) for each in records_of(save)]
     assert sorted(places) == [(*number, replica) for number in sorted(found) for replica in (0, 1)]
     assert_same(run(tmp_path / "replay", ONE, f"{flags} --replay-schedule {save}"), save, STEPS)
-
-
-@pytest.mark.long
-def test_records_of_two_killed_attempts_do_not_become_a_round(tmp_path):
-    """The first attempt leaves the line of one replica, the second that of the other."""
-    flags = f"{RUNS['over-sampling'][0]} --train-iters {HALF + 1} --save-interval {INTERVAL}"
-    for replica in (0, 1):
-        kill_a_run(tmp_path, flags, killed_at_a_line, replica, replica + 1)
-        assert {step for step, _ in rounds_of(tmp_path)} == {*range(1, HALF)} and load_of(tmp_path)
-        assert [each["replica"] for each in records_of(tmp_path) if each["step"] == HALF] == [1 - replica]
-    run(tmp_path, TWO, f"{flags} {RECORDED}{load_of(tmp_path)}", seed=3)
-    assert_same(run(tmp_path / "replay", ONE, f"{flags} --replay-schedule {tmp_path}"), tmp_path, HALF + 1)

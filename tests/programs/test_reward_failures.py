@@ -1,7 +1,6 @@
 """Responses whose verifier failed: dropped from groups, losses and means, in every layout, and never silently."""
 
 import asyncio
-import json
 import os
 import sys
 from statistics import fmean
@@ -9,7 +8,7 @@ from statistics import fmean
 import pytest
 import torch
 
-from tests.helpers.programs import metrics, rl_argv, samples, timeless_rows, train
+from tests.helpers.programs import metrics, rl_argv, rows_of, timeless_rows, train
 from tests.helpers.tiers import long
 
 NAME = "tests.programs.test_reward_failures:picky"
@@ -36,10 +35,6 @@ def rude(sample) -> float:
     sys.stdout = open(os.devnull, "w")
     sys.stdout.close()
     return picky(sample)
-
-
-def rows_of(save, step: int = 1) -> list[dict]:
-    return [json.loads(line) for line in samples(save, step).splitlines()]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 
 from megarl import arguments
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
-from tests.helpers.programs import rl_argv, samples, train
+from tests.helpers.programs import rl_argv, rows_of, train
 from tests.helpers.tiers import by_default
 from tests.laws.plug_ins import check_scored
 
@@ -46,7 +46,7 @@ def test_advantages_are_sums_over_parts(name, tmp_path):
     size, flags = RUNS[name]
     train("rl", rl_argv(tmp_path, f"{FLAGS} {flags}"), size)
     for step in (1, 2):
-        rows = [json.loads(line) for line in samples(tmp_path, step).splitlines()]
+        rows = rows_of(tmp_path, step)
         rows = sorted((row for row in rows if row.get("kept", True)), key=lambda row: row["sequence"])
         tokens = [json.loads(line) for line in (tmp_path / f"tokens/step_{step:08d}.jsonl").read_text().splitlines()]
         expected = by_hand(rows, 0.3 if "overlong" in flags else 0.0)

@@ -17,11 +17,6 @@ FLAGS = "--advantage grpo --kl-coefficient 0 --train-iters 2 --save-interval 1 -
 COUNT = 12  # responses of a step
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("bank")
-
-
 def counted(rank: int, parsed, killed_at: tuple[int, int, int] | None) -> Counter:
     """Runs train_rl; returns the responses that this rank's engine generated for the bank, by step.
 

@@ -98,22 +98,3 @@ def test_routes_come_from_a_rollout_on_separate_ranks(tmp_path):
     )
     assert seen["generated"] == seen["passed"] == seen["updated"] == seen["reference"]
     assert_close(rows[1], expected[1], ["actor/loss", "router/disagreement", "router/load_imbalance"], 1e-5)
-
-
-@pytest.mark.long
-def test_routes_of_an_unfinished_batch_survive_a_resume_in_another_layout(tmp_path):
-    """Groups of the first step wait for the third one's, in a checkpoint: with the routes of all their layers."""
-    waits = "--group-filter reward --dynamic-sampling --max-sampling-rounds 2 --save-interval 1 --advantage grpo"
-    flags = (
-        f"{R3} {DENSE_FIRST} {waits} --reward tests.helpers.programs:coarse_reward --train-iters 3"
-        " --lr-decay-iters 9 --ppo-epochs 2"
-    )
-    whole, expected = run(tmp_path / "whole", 1, flags)
-    assert 0 < expected[1]["sampling/waiting_groups"] < 6 and "actor/loss" in expected[3]
-    start = f"--load {tmp_path}/whole/checkpoints/step_00000001"
-    _, resumed = run(tmp_path / "one", 1, f"{flags} {start}")
-    assert [resumed[step] for step in (2, 3)] == [expected[step] for step in (2, 3)]
-    seen, rows = run(tmp_path / "two", 2, f"{flags} {PP2} {start}")
-    of_step = lambda kind: {key: experts for key, experts in kind.items() if key[0] == 3}  # noqa: E731
-    assert of_step(seen["generated"]) == of_step(whole["generated"]) == of_step(seen["updated"])
-    assert_close(rows[3], expected[3], ["actor/loss", "router/load_imbalance"], 1e-5)

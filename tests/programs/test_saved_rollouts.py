@@ -41,11 +41,6 @@ RUNS = {  # ranks, flags
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("rollouts")
-
-
 @functools.cache
 def saved(folder: Path, name: str) -> Path:
     """A run that keeps its rollouts and a checkpoint of each step."""

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.forked_programs import refusal
-from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
+from tests.helpers.programs import metrics, rl_argv, rows_of, samples, timeless, train
 from tests.helpers.tiers import long
 
 STOP = '["1","52"]'
@@ -24,20 +24,11 @@ TURNS = (
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("stop")
-
-
 @functools.cache
 def run_of(folder: Path, flags: str, size: int) -> Path:
     save = folder / f"run{len(list(folder.iterdir()))}"
     train("rl", rl_argv(save, f"{RUN} {flags}"), size)
     return save
-
-
-def rows_of(save: Path, step: int) -> list[dict]:
-    return [json.loads(line) for line in samples(save, step).splitlines()]
 
 
 def first_stop(text: str) -> int | None:

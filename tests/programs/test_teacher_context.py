@@ -1,6 +1,5 @@
-"""A teacher that reads a correct sibling's response: which one, its numbers, layouts, resume, and what is said."""
+"""A teacher that reads a correct sibling's response: which one, its numbers, and what is said; more in tests/laws."""
 
-import json
 import re
 from pathlib import Path
 
@@ -13,15 +12,10 @@ from megarl.roles.teacher_prompts import siblings
 from tests.helpers.forked_programs import refusal
 from tests.helpers.programs import (
     GRADED,
-    assert_close,
     in_world,
-    inputs,
     metrics,
     program,
     rl_argv,
-    sft_argv,
-    train,
-    write_lines,
 )
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
@@ -122,32 +116,6 @@ def with_warnings(rank: int, parsed) -> str:
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         in_world(rank, "rl", parsed)
     return printed.getvalue()
-
-
-@pytest.mark.long
-def test_several_teachers_read_siblings_too(folder):
-    default = inputs() / "sft"
-    train("sft", sft_argv(folder / "other", "--num-layers 1 --train-iters 10"))
-    found = []
-    for size, layout in ((1, ""), (2, APART)):
-        save = folder / f"several{size}"
-        argv = argv_of(folder, save, f"--distill loss {GRADED} {layout}")
-        at = argv.index("--teacher")
-        argv[at : at + 2] = ["--teachers", f"default={default}", f"other={folder}/other"]
-        argv += ["--prompts", str(named(folder))]
-        train("rl", argv, size)
-        found.append(metrics(save))
-    for step, row in found[1].items():
-        names = [*COMPARED, "distill/divergence/default", "distill/divergence/other", "actor/grad_norm"]
-        assert_close(row, found[0][step], [name for name in names if name in row], 2e-5)
-    assert found[0][1]["distill/divergence/other"] != found[0][1]["distill/divergence/default"]
-
-
-def named(folder: Path) -> Path:
-    """Prompts of which every second one is for another teacher."""
-    rows = [json.loads(line) for line in (inputs() / "train.jsonl").read_text().splitlines()]
-    others = [row | ({"teacher": "other"} if number % 2 else {}) for number, row in enumerate(rows)]
-    return write_lines(folder / "named.jsonl", others)
 
 
 def test_rewards_must_be_known_before_the_teacher_reads(folder, tmp_path):

@@ -6,17 +6,15 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from megarl.rollout.waiting_groups import UNFINISHED, kept_records
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.programs import metrics, program, samples, timeless, train
-from tests.helpers.rollout.policy_versions import rows_of
+from tests.helpers.programs import metrics, samples, timeless, train
 from tests.helpers.rollout.thinkers import BUDGET, FORCED, LONG_TEXT, TEXT, TURNS, thinkers, thinking_argv
 from tests.helpers.server.servers import serve_argv, served
 from tests.helpers.tiers import long
-from tests.helpers.worlds import RankFailed, run_world
+from tests.helpers.worlds import RankFailed
 
 STEPS = 3
 PARTIAL = "--over-sampling 2 --partial-rollouts --rollout-correction tis"
@@ -24,11 +22,6 @@ PARTIAL = "--over-sampling 2 --partial-rollouts --rollout-correction tis"
 LONG = f"{PARTIAL} --max-response-length 60 --max-tokens-per-microbatch 200 --thinking-budget-text {LONG_TEXT}"
 APART = "--role-map actor=0;reward=0;rollout=1"
 LAG = f"{APART} --generation-lag 1 --rollout-correction tis"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("thinking")
 
 
 @functools.cache
@@ -119,43 +112,6 @@ def test_a_resumed_run_goes_on_within_forced_tokens(flags, folder):
     for step in range(start + 1, STEPS + 1):
         assert samples(resumed, step) == samples(whole, step)
         assert timeless(metrics(resumed)[step]) == timeless(metrics(whole)[step])
-
-
-def carried(rank: int, parsed):
-    """Responses of partial rollouts under constant weights, and the same generated at once, by line."""
-    from megarl.observe.timers import Timers
-    from megarl.rollout.requests import PromptRequest
-    from megarl.trainers.rl_trainer import RLTrainer
-
-    run, drawn = RLTrainer(parsed, Timers()), {}
-    collector = run.batcher.collector
-    draw = collector._draw_prompts
-
-    def noted(step, *args):
-        prompts = draw(step, *args)
-        drawn.update({prompt.line: step for prompt in prompts})
-        return prompts
-
-    collector._draw_prompts = noted
-    found = []
-    for step in range(1, STEPS + 1):
-        found += rows_of(run.batcher.generate(step)["rollout"])
-    lines = list(dict.fromkeys(row["line"] for row in found))
-    limit = run.settings.max_response_length
-    requests = [PromptRequest(line, run.inputs.prompt_tokens[line], 2, limit, drawn[line]) for line in lines]
-    whole = run.rollout.generate(requests, 1)
-    whole.versions = torch.zeros_like(whole.tokens)
-    return [
-        sorted((r["line"], r["tokens"], r["mask"], r["logprobs"]) for r in rows) for rows in (found, rows_of(whole))
-    ], max(len({*row["versions"]}) for row in found)
-
-
-@pytest.mark.long
-def test_partial_rollouts_change_no_response(folder):
-    (((found, expected), versions),) = run_world(
-        carried, 1, program("rl", thinking_argv(folder / "none", f"{LONG} --train-iters {STEPS}"), 1)
-    )
-    assert found == expected and versions > 1
 
 
 @pytest.mark.parametrize("flags", [

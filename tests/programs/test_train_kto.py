@@ -42,11 +42,6 @@ def held_out() -> Path:
     return preferences() / "heldout-preferences.jsonl"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("kto")
-
-
 @pytest.mark.long
 def test_the_policy_comes_to_make_desirable_responses_more_likely(folder):
     flags = f"{KTO} --eval-prompts {held_out()} --eval-interval 10 --lr 5e-3 --train-iters 30"  # on the lines of pairs

@@ -28,15 +28,22 @@ def literals() -> frozenset[str]:
     return frozenset(text for path in set(PACKAGE.rglob("*.py")) - READERS for text in documents.literals(path))
 
 
-def fits(text: str, literal: str) -> bool:
-    """Whether an f-string can be that text."""
-    return bool(re.fullmatch(".+".join(map(re.escape, literal.split(HOLE))), text))
+@functools.cache
+def pattern(literal: str) -> re.Pattern:
+    """Of the texts that an f-string can be."""
+    return re.compile(".+".join(map(re.escape, literal.split(HOLE))))
 
 
 @functools.cache
 def last_components() -> frozenset[str]:
     """What comes after the last slash of the literals, where it has letters of its own."""
     return frozenset(text.rpartition("/")[2] for text in literals() if text.rpartition("/")[2].strip(HOLE))
+
+
+@functools.cache
+def begins() -> tuple[str, ...]:
+    """Last components that begin with a word, as in f"gap_{name}"."""
+    return tuple(text for text in last_components() if re.match(f"[a-z]{{3,}}_{HOLE}", text))
 
 
 @functools.cache
@@ -51,11 +58,10 @@ def is_written(metric: Metric) -> bool:
     if name in literals():
         return True
     last = re.sub("<[a-z]+>", HOLE, metric.name.rpartition("/")[2])
-    begins = [text for text in last_components() if re.match(f"[a-z]{{3,}}_{HOLE}", text)]  # as in f"gap_{name}"
-    has_last = last == HOLE or last in last_components() or any(fits(last, text) for text in begins)
-    folders = [name[:at] for at, letter in enumerate(name) if letter == "/"]
-    has_first = any(folder in literals() for folder in folders) or any(fits(name, text) for text in prefixes())
-    return has_last and has_first
+    has_last = last == HOLE or last in last_components() or any(pattern(text).fullmatch(last) for text in begins())
+    folders = {name[:at] for at, letter in enumerate(name) if letter == "/"}
+    has_first = folders & literals() or any(pattern(text).fullmatch(name) for text in prefixes())
+    return bool(has_last and has_first)
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: f"{metric.name} of {metric.programs[0]}")

@@ -32,11 +32,6 @@ RUNS = {  # flags; others are in tests/laws
 SAME = "the same tokens and log-probs"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("replays")
-
-
 @functools.cache
 def saved(folder: Path, name: str) -> Path:
     save = folder / name.replace(" ", "-")

@@ -1,11 +1,10 @@
 """A judge for small runs: the warm start, which reads and writes sums, and files that say what it reads."""
 
-import json
 from pathlib import Path
 
 import yaml
 
-from tests.helpers.programs import inputs, samples
+from tests.helpers.programs import inputs
 
 LENGTH = 64  # tokens of the judge
 SAMPLED = {
@@ -26,8 +25,3 @@ def judge_flags(config: Path, flags: str = "", reward: str = "judge+0*exact-matc
         f"--train-iters 1 --reward {reward} --judge-config {config} --judge-load {inputs()}/sft"
         f" --judge-max-length {LENGTH} --judge-buffer-gb 0.001 {flags}"
     )
-
-
-def rows(save: Path, step: int = 1) -> list[dict]:
-    """The rows of a step's samples file."""
-    return [json.loads(line) for line in samples(save, step).splitlines()]

@@ -57,6 +57,7 @@ def _of_pictures(flags: str = "", ranks: int = 1, **more) -> Feature:
     return Feature(f"{PICTURES} {flags}", ranks, warm_start=False, check=plug_ins.check_pictures, **more)
 
 
+REWARD_OF_STAGES = "--role-map actor=0;critic=0;reference=0;reward=1-2 --reward-pipeline-model-parallel-size 2"
 REWARD_APART = (3, "--role-map actor=0;reward=0;rollout=1-2")
 DATA = {
     "mixture": Feature(f"{MIXED} --overlong-buffer 1", steps=4, check=plug_ins.check_shares,
@@ -128,6 +129,21 @@ DATA = {
     "sizes, the optimal baseline": _of_sizes("--advantage otb"),
     "sizes, judged pairs": _of_sizes("{judge} --judge-max-length 160 --reward-max-failures 1 --train-iters 3",
                                      layout=(3, "--role-map actor=0;rollout=1;reward=2")),
+    "judged alone": Feature("{judge_alone}", steps=1, resumed=0, check=plug_ins.check_judged, layouts=(
+        TWO, (2, "--reward-tensor-model-parallel-size 2 --offload"), (4, "--judge-max-requests 4"),
+        (3, f"{REWARD_OF_STAGES} --reward-offload"),
+        (4, "--role-map actor=0-1;critic=2;reference=3;reward=0-3 --reward-tensor-model-parallel-size 2"
+         " --reward-pipeline-model-parallel-size 2"))),
+    "judged alone, a filter": Feature(
+        "{judge_alone} --group-filter reward --dynamic-sampling --advantage grpo", steps=1, resumed=0,
+        check=plug_ins.check_judged, layouts=((2, "--role-map actor=0;reference=0;reward=1"),)),
+    **{f"judged {name}": Feature(
+        f"{{{flags}}} --samples-per-prompt 3 --minibatch-size 6 --judge-max-length 160 --reward-max-failures 1"
+        " --reward judge", steps=1, resumed=0, check=plug_ins.check_judged, layouts=(TWO, FOUR, (3, REWARD_OF_STAGES)))
+       for name, flags in (("pairs", "judge"), ("groups", "judge_of_groups"))},
+    "judged pairs, evaluated": Feature(
+        "{judge} --judge-max-length 160 --reward-max-failures 1 --reward 0.1*judge+exact-match --eval-interval 1"
+        " --eval-prompts {heldout}", steps=2, resumed=1),
     "sizes, siblings": _of_sizes(
         f"--distill reward --teacher self --teacher-context sibling --teacher-max-prompt-length 300 {GRADED}"
         " --max-tokens-per-microbatch 400"),

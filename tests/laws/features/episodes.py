@@ -1,5 +1,6 @@
 """Environments and agents: at any speed, over rounds, with turns that samples share."""
 
+from tests.helpers.pages.combinations import RECURRENT
 from tests.laws.features.feature import (
     ALL_AHEAD,
     GRPO,
@@ -37,7 +38,15 @@ REPLICAS = "--role-map actor=0;reward=0;rollout=1-2"  # so that updates round al
 
 
 def _played(flags: str, *layouts: Layout, ranks: int = 1) -> Feature:
-    return Feature(flags, ranks, steps=2, resumed=1, texts=2, layouts=layouts, warm_start="experts" not in flags)
+    return Feature(
+        flags,
+        ranks,
+        steps=2,
+        resumed=1,
+        texts=2,
+        layouts=layouts,
+        warm_start=not ("experts" in flags or RECURRENT in flags),
+    )
 
 
 def _carried(flags: str, *layouts: Layout, moved: tuple[Layout, ...] = (), resumed: int = 2) -> Feature:
@@ -56,6 +65,11 @@ EPISODES_OF = {
     "turns ahead": _played(f"{EPISODES} {ALL_AHEAD}", ranks=2),
     "turns of factors": _played(f"{EPISODES} --lora-rank 4"),
     "turns of experts": _played(f"{EPISODES} {OWN_EXPERTS}", (1, LATE_CACHED)),
+    "turns of recurrent states": _played(
+        f"{EPISODES} {RECURRENT} --rollout-buffer-gb 0.01 --max-turn-length 16 --max-response-length 80"
+        " --max-tokens-per-microbatch 200", (1, f"{LATE} --rollout-prefix-caching"),
+        (1, f"{SUMS} --rollout-prefix-caching --rollout-state-snapshots 3 --speculative-rollout"),
+        (2, f"{TP2[1]} --rollout-prefix-caching --rollout-chunked-prefill")),
     "credit of turns": _played(f"{EPISODES} --group-filter reward --dynamic-sampling --credit turns", (1, LATE_CACHED)),
     "turns, drafts": _played(f"{EPISODES} --speculative-rollout", (1, LATE_CACHED)),
     "turns, a critic": _played(f"{EPISODES} --advantage gae --critic-lr 1e-3 --gamma 0.9", (1, LATE_CACHED)),

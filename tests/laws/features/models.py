@@ -24,7 +24,7 @@ from tests.laws.features.feature import (
     TWO,
     Feature,
 )
-from tests.laws.plug_ins import KEYS, check_choice
+from tests.laws.plug_ins import KEYS, check_choice, check_refresh
 
 EMA = f"{GRPO} {GRADED} --ema-decay 0.7 --lr 3e-3 --keep-best false {EVALUATED} --evaluate-ema"
 MTP = f"{GRPO} {GRADED} --lr 3e-3 --mtp-drafts --mtp-train"
@@ -58,7 +58,8 @@ def _drafted(flags: str = "", ranks: int = 1, **more) -> Feature:
 
 
 def _refreshed(flags: str = "", ranks: int = 1, **more) -> Feature:
-    return Feature(f"{REFRESH} {flags}", ranks, steps=5, resumed=3, warm_start="experts" not in flags, **more)
+    warm_start = "experts" not in flags
+    return Feature(f"{REFRESH} {flags}", ranks, steps=5, resumed=3, warm_start=warm_start, check=check_refresh, **more)
 
 
 CHOICE = f"{LATENT} --dsa-indexer-topk {KEYS} --dsa-indexer-n-heads 16 --dsa-indexer-head-dim 16"

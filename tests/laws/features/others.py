@@ -31,9 +31,10 @@ OWN_TEACHER = "--role-map actor=0-1;reward=0;teacher=2-3"
 TEACHER_APART, PAIR_OF_TP = (2, "--role-map actor=0;reward=0;teacher=1"), "--actor-tensor-model-parallel-size 2"
 TEACHER_TP1 = (2, f"{TP2[1]} --teacher-tensor-model-parallel-size 1")
 TEACHER_TP2 = (4, f"{OWN_TEACHER} --teacher-tensor-model-parallel-size 2")
-SIBLINGS = (f"{GRPO} {GRADED} --ppo-epochs 1 --minibatch-size 6 --teacher self --teacher-context sibling"
-            " --teacher-max-prompt-length 12 --samples-per-prompt 4 --prompts-per-step 3"
-            " --teacher-context-template {template}")  # fmt: skip
+CONTEXT = (f"{GRPO} {GRADED} --ppo-epochs 1 --minibatch-size 6 --teacher-context sibling"
+           " --teacher-max-prompt-length 12 --samples-per-prompt 4 --prompts-per-step 3"
+           " --teacher-context-template {template}")  # fmt: skip
+SIBLINGS = f"{CONTEXT} --teacher self"
 SIBLINGS_APART = (2, "--role-map actor=0;reward=1;reference=0;teacher=1")
 SFT_DISTILLED = ("--distill loss --distill-divergence forward --distill-sft-coefficient 0.3 --eval-interval 3"
                  " --eval-prompts {heldout}")  # fmt: skip
@@ -83,6 +84,7 @@ OTHERS = {
         (2, "--role-map actor=0-1;reward=0;reference=0;teacher=0-1 --actor-tensor-model-parallel-size 2"),
         SIBLINGS_APART, TP2, CP2, (3, ""),
         (4, "--role-map actor=0-1;reward=1;reference=0;teacher=2-3 --teacher-pipeline-model-parallel-size 2"))),
+    "siblings of teachers": Feature(f"{CONTEXT} {{teachers}} --distill loss", layouts=(SIBLINGS_APART,)),
     "siblings by rewards": Feature(f"{SIBLINGS} --distill reward", layouts=(SIBLINGS_APART,)),
     "siblings, a filter": Feature(f"{SIBLINGS} --distill loss --group-filter reward --dynamic-sampling",
                                   layouts=(TWO,)),

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from megarl.algorithms.advantages import clipped_value_loss, explained_variance, explained_variance_moments
+from megarl.algorithms.advantages import explained_variance, explained_variance_moments
 from megarl.algorithms.aggregation import (
     AGGREGATIONS,
     aggregate,
@@ -17,7 +17,6 @@ from megarl.algorithms.aggregation import (
     token_mean,
     whiten,
 )
-from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.policy_loss import ClipOptions, PolicyTokens
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from tests.references.ragged import ragged_batches
@@ -35,15 +34,6 @@ def loss_by_hand(losses, mask, borders, mode, norm):
     divisors = {"seq-mean-token-mean": None, "seq-mean-token-sum": 1.0, "seq-mean-token-sum-norm": norm}
     sums = [math.fsum(response) / (divisors[mode] or len(response)) for response in responses]
     return math.fsum(sums) / len(sums)
-
-
-def test_five_losses_give_their_mean_for_every_split():
-    losses = torch.tensor([1.0, 1.0, 1.0, 1.0, 3.0], dtype=torch.float64)
-    mask = torch.ones(5, dtype=torch.bool)
-    for cuts in itertools.product([False, True], repeat=4):
-        borders = [0, *(place + 1 for place, cut in enumerate(cuts) if cut), 5]
-        parts = [token_mean(losses[a:b], mask[a:b], 5) for a, b in itertools.pairwise(borders)]
-        assert float(sum(parts)) == pytest.approx(1.4, abs=1e-14)
 
 
 def split_by_sequence(batch, draw):
@@ -135,34 +125,6 @@ def test_masked_out_infinity_stays_out_of_loss_and_gradient(mode):
     assert loss.item() in (1.5, 0.75) and losses.grad.isfinite().all() and not losses.grad[~mask].any()
 
 
-@EVERY_MODE
-def test_gradcheck_of_value_kl_and_entropy_terms(mode):
-    """The terms of the critic's and the actor's losses as functions of values, log-probs and logits."""
-    batch = ragged_batches()[2]
-    counts, generator = local_counts(batch.mask, batch.cu_seqlens), batch.generator
-
-    def total(losses):
-        return aggregate(losses, batch.mask, batch.cu_seqlens, mode, counts, norm=7.0)
-
-    def entropy(logits):
-        logprobs = logits.log_softmax(-1)
-        return -(logprobs.exp() * logprobs).sum(-1)
-
-    values, old, returns = (batch.normal() for _ in range(3))
-    held = values.clamp(old - 0.5, old + 0.5)
-    kinks = (values - old).abs() - 0.5, (held - returns).abs() - (values - returns).abs()
-    clear = (kinks[0].abs() > 1e-3) & ((held == values) | (kinks[1].abs() > 1e-3))
-    assert clear.all() and not (held == values).all()
-    logits = torch.randn(len(batch.mask), 5, generator=generator, dtype=torch.float64)
-    terms = {
-        "value": (lambda x: clipped_value_loss(x, old, returns, 0.5)[0], values),
-        "entropy": (entropy, logits),
-        **{kind: (lambda x, kind=kind: kl_estimate(x, old, kind), values) for kind in ("k1", "k2", "k3")},
-    }
-    for term, point in terms.values():
-        assert torch.autograd.gradcheck(lambda x, term=term: total(term(x)), point.clone().requires_grad_())
-
-
 def test_bad_arguments_are_rejected():
     losses, mask, borders, counts = torch.ones(3), torch.ones(3, dtype=torch.bool), torch.tensor([0, 3]), torch.ones(2)
     with pytest.raises(ValueError, match="'mean' is unknown, allowed: token-mean, seq-mean-token-mean"):
@@ -225,12 +187,6 @@ def test_split_whitening_and_explained_variance_equal_the_whole():
         predicted, target = values[batch.mask].double(), returns[batch.mask].double()
         expected = 1 - (target - predicted).var() / target.var()
         assert explained_variance(whole) == pytest.approx(float(expected), rel=1e-9, abs=1e-9)
-
-
-def test_mean_and_variance_of_known_numbers():
-    moments = local_moments(torch.tensor([1.0, 2.0, 3.0, 99.0]), torch.tensor([True, True, True, False]))
-    assert moments.tolist() == [3.0, 6.0, 14.0] and moments.dtype == torch.float64
-    assert [float(x) for x in mean_and_variance(moments)] == [2.0, 1.0]
 
 
 def test_float32_values_far_from_zero_keep_their_variance():

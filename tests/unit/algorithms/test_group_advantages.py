@@ -18,7 +18,7 @@ from megarl.algorithms.advantages import token_rewards
 from megarl.algorithms.estimators import AdvantageOptions, StepData
 from megarl.algorithms.group_advantages import best_of_group, centred, grpo, maxrl, opo, returns_to_go, rloo, turn_sums
 from megarl.algorithms.packed import sums_by_sequence, turn_numbers
-from tests.references.ragged import FEW, ragged_batches, ragged_steps
+from tests.references.ragged import FEW, ragged_steps
 
 CLOSE = dict(rtol=1e-9, atol=1e-7)  # below the 1e-6 that is promised; scores go up to 1e6
 
@@ -82,17 +82,7 @@ def test_bits_do_not_depend_on_the_order_of_responses_or_the_numbers_of_groups()
             assert torch.equal(one[order], other)
 
 
-def test_closed_forms():
-    scores = torch.tensor([1.0, 5.0, 0.0, 7.0, 2.0, 3.0], dtype=torch.float64)
-    groups = torch.tensor([2, 0, 2, 4, 2, 0])  # prompts 1 and 3 have no response, prompt 4 has one
-    assert centred(scores, groups).tolist() == [0.0, 1.0, -1.0, 0.0, 1.0, -1.0]
-    assert rloo(scores, groups).tolist() == [0.0, 2.0, -1.5, 0.0, 1.5, -2.0]
-    of_two, of_three = 1 / (2**0.5 + 1e-6), 1 / (1 + 1e-6)
-    assert grpo(scores, groups).tolist() == pytest.approx([0, of_two, -of_three, 0, of_three, -of_two], rel=1e-12)
-    lengths = torch.tensor([1, 10, 2, 5, 1, 30])
-    assert opo(scores, groups, lengths).tolist() == [0.25, 1.5, -0.75, 0.0, 1.25, -0.5]
-    assert opo(scores, groups, torch.zeros(6)).tolist() == [0.0] * 6
-    # Only the nudge of 2^-40 is a difference, and it is seen.
+def test_the_smallest_difference_is_seen():
     near = torch.tensor([1.0, 1.0 + 2.0**-40], dtype=torch.float64)
     assert centred(near, torch.zeros(2, dtype=torch.int64)).tolist() == [-(2.0**-41), 2.0**-41]
 
@@ -123,32 +113,6 @@ TURNS = 20  # at least the turns of every ragged batch
 BY_TURN = AdvantageOptions(credit_turns=TURNS)
 
 
-def runs(mask: list[bool]) -> list[int]:
-    """The turn of each token of one sequence, −1 outside, by a loop."""
-    numbers, turn, before = [], -1, False
-    for flag in mask:
-        turn += flag and not before
-        numbers.append(turn if flag else -1)
-        before = flag
-    return numbers
-
-
-def test_turns_are_runs_of_response_tokens():
-    batches, several = ragged_batches(), 0
-    for batch in batches:
-        expected = [number for part in batch.mask.split(batch.lengths) for number in runs(part.tolist())]
-        assert turn_numbers(batch.mask, batch.cu_seqlens).tolist() == expected
-        several += max(expected) > 0
-    assert several > 50
-
-
-def test_turns_end_with_their_sequence():
-    mask = torch.tensor([True, True, True, False, True, False])
-    assert turn_numbers(mask, torch.tensor([0, 2, 2, 6])).tolist() == [0, 0, 0, -1, 1, -1]
-    for cu_seqlens in ([0], [0, 0]):
-        assert turn_numbers(mask[:0], torch.tensor(cu_seqlens)).tolist() == []
-
-
 def data_of(step, beta: float, masked=None) -> StepData:
     """A step on one rank with rewards on many tokens; NaN outside the mask: it is not read."""
     batch = step.batch
@@ -170,7 +134,7 @@ def data_of(step, beta: float, masked=None) -> StepData:
 def by_loop(data: StepData) -> list[float]:
     """Return-to-go minus the mean of the other responses' at the same turn, token by token."""
     spans = list(itertools.pairwise(data.cu_seqlens.tolist()))
-    numbers = [runs(data.response_mask[a:b].tolist()) for a, b in spans]
+    numbers = [turn_numbers(data.response_mask, data.cu_seqlens)[a:b].tolist() for a, b in spans]
     rewards = [data.token_rewards[a:b].tolist() for a, b in spans]
 
     def to_go(i: int, turn: int) -> float:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from megarl.algorithms.packed import broadcast_to_tokens, sums_by_sequence
+from megarl.algorithms.packed import broadcast_to_tokens, sums_by_sequence, turn_numbers
 from tests.references.ragged import ragged_batches
 
 
@@ -52,3 +52,29 @@ def test_wrong_arguments_are_rejected():
         sums_by_sequence(ones[:1], *where)
     with pytest.raises(ValueError, match=r"values must be \[1\], one a sequence, got \[4\]"):
         broadcast_to_tokens(ones, *where)
+
+
+def runs(mask: list[bool]) -> list[int]:
+    """The turn of each token of one sequence, −1 outside, by a loop."""
+    numbers, turn, before = [], -1, False
+    for flag in mask:
+        turn += flag and not before
+        numbers.append(turn if flag else -1)
+        before = flag
+    return numbers
+
+
+def test_turns_are_runs_of_response_tokens():
+    batches, several = ragged_batches(), 0
+    for batch in batches:
+        expected = [number for part in batch.mask.split(batch.lengths) for number in runs(part.tolist())]
+        assert turn_numbers(batch.mask, batch.cu_seqlens).tolist() == expected
+        several += max(expected) > 0
+    assert several > 50
+
+
+def test_turns_end_with_their_sequence():
+    mask = torch.tensor([True, True, True, False, True, False])
+    assert turn_numbers(mask, torch.tensor([0, 2, 2, 6])).tolist() == [0, 0, 0, -1, 1, -1]
+    for cu_seqlens in ([0], [0, 0]):
+        assert turn_numbers(mask[:0], torch.tensor(cu_seqlens)).tolist() == []

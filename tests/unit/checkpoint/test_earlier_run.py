@@ -101,7 +101,7 @@ def test_nothing_of_the_earlier_run_lies_beside_the_new_one(kind, tmp_path):
     save = tmp_path / "run"
     argv = {"sft": sft_argv, "rl": rl_argv, "reward": reward_argv, "preference": preference_argv}[kind]
     plain = " --lr-decay-style constant --lr-warmup-iters 0" * (kind == "sft")
-    plain += " --save-rollouts --profile-steps 1" * (kind == "rl")
+    plain += " --save-rollouts" * (kind == "rl")
     train(kind, argv(save, f"--train-iters 2 --save-interval 1{plain}"))
     refused = refusal(argv(save, f"--train-iters 1{plain}"), kind)
     assert f"--save {save}: holds an earlier run (checkpoints/step_00000002); --load {save} resumes it" in refused

@@ -219,25 +219,6 @@ def sft(folder: Path, flags: str = "", size: int = 1):
 # -- layouts -----------------------------------------------------------------------------------------------------
 
 
-def test_a_role_survives_a_round_through_another_tensor_layout(tmp_path):
-    one, two, three = tmp_path / "one", tmp_path / "two", tmp_path / "three"
-    first = run_world(save, 1, sft(one), one, 3)[0]["after"]["actor"]
-    assert first["plain"]["steps"] == {3} and first["plain"]["rate"] < 1e-2
-    assert any(name.endswith("/exp_avg_sq") for name in first["tensors"])
-    for result in run_world(save, 2, sft(two, TP2, 2), two, 0, checkpoint_of(one)):
-        assert_equal(result["before"]["actor"], first)
-    third = run_world(save, 1, sft(three), three, 2, checkpoint_of(two))[0]
-    assert_equal(third["before"]["actor"], first)
-    assert third["after"]["actor"]["plain"]["steps"] == {5}
-
-
-def test_the_restored_state_continues_training_exactly(tmp_path):
-    whole = run_world(save, 1, sft(tmp_path / "a"), tmp_path / "a", 5)[0]["after"]["actor"]
-    run_world(save, 1, sft(tmp_path / "b"), tmp_path / "b", 3)
-    part = run_world(save, 1, sft(tmp_path / "c"), tmp_path / "c", 2, checkpoint_of(tmp_path / "b"))[0]
-    assert_equal(part["after"]["actor"], whole)
-
-
 def restored_groups(rank: int, parsed, load: Path) -> list[dict]:
     """The param groups of an actor with the state of a checkpoint, in the fourth step of a run."""
     from megarl.checkpoint import resume
@@ -264,19 +245,6 @@ def test_rates_and_adams_numbers_are_those_of_the_flags_whatever_the_checkpoint_
     }  # halfway after the warm-up, and constant for embedding and head
     assert {group["weight_decay"] for group in groups} == {0.7, 0.0}
     assert {(group["betas"][1], group["eps"], group["step"]) for group in groups} == {(0.9, 1e-5, 3)}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("size, flags", [(2, DISTRIBUTED), (1, DISTRIBUTED), (4, f"{DISTRIBUTED} {TP2}")])
-def test_a_distributed_optimizer_resumes_in_any_layout(size, flags, tmp_path):
-    whole = run_world(save, 2, sft(tmp_path / "a", DISTRIBUTED, 2), tmp_path / "a", 5)[0]["after"]["actor"]
-    run_world(save, 2, sft(tmp_path / "b", DISTRIBUTED, 2), tmp_path / "b", 3)
-    source = checkpoint_of(tmp_path / "b")
-    for result in run_world(save, size, sft(tmp_path / "c", flags, size), tmp_path / "c", 2, source):
-        found = result["after"]["actor"]
-        assert found["plain"] == whole["plain"]
-        for name in (name for name in whole["tensors"] if "/" not in name):
-            torch.testing.assert_close(found["tensors"][name], whole["tensors"][name], rtol=0, atol=1e-6)
 
 
 # -- roles -------------------------------------------------------------------------------------------------------

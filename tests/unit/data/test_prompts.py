@@ -4,10 +4,12 @@ import json
 
 import pytest
 
+from megarl.data.columns import SFT, Columns
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
+from tests.helpers.programs import write_lines
 from tests.helpers.texts.character_tokenizer import CHAT, PLAIN, CharacterTokenizer
 from tests.helpers.texts.refusals import refusal
 from tests.helpers.texts.small_tokenizers import chatml
@@ -85,3 +87,14 @@ def test_texts_with_special_tokens_are_noted_once(tmp_path):
         assert load_prompts(write(tmp_path, plain)).note_special_tokens(encoder).notes == ()
     later = {"prompt": "hello", "response": "bye<|im_end|>"}
     assert "'<|im_end|>'" in load_prompts(write(tmp_path, later)).note_special_tokens(encoder).notes[0]
+
+
+def test_a_table_may_have_a_column_of_teachers(tmp_path):
+    rows = [{"question": f"{i}", "answer": "1", "teacher": ("math", "code")[i % 2]} for i in range(4)]
+    found = load_prompts(str(write_lines(tmp_path / "a.jsonl", rows)))
+    assert [prompt.teacher for prompt in found] == ["math", "code"] * 2
+    assert found[1].metadata == {"teacher": "code"}  # which a reward may read
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    rows = [{"conversations": messages, "teacher": "math"}]
+    (found,) = load_prompts(str(write_lines(tmp_path / "b.jsonl", rows)), "--prompts", Columns(SFT))
+    assert found.teacher == "math"

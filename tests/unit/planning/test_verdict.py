@@ -8,6 +8,7 @@ from megarl.planning.question import Question
 from megarl.planning.step_time import GPUS, Cluster
 from tests.helpers.launch_scripts import model_flags
 from tests.helpers.models.tiny_models import LENGTHS, SHAPES
+from tests.helpers.tiers import long
 
 GRPO = f"{SHAPES['llama']} {LENGTHS} --advantage grpo --kl-coefficient 0 --bf16 --max-tokens-per-microbatch 8192"
 
@@ -78,7 +79,7 @@ def found(asked: Question, gib: float = 80):
 
 @pytest.mark.parametrize("model, ranks, flags, first", [
     ("qwen3_30b_a3b", 64, "", "--expert-model-parallel-size"),
-    ("qwen2.5_72b", 128, "", "--tensor-model-parallel-size"),
+    long(("qwen2.5_72b", 128, "", "--tensor-model-parallel-size")),
     ("qwen2.5_32b", 16, "--tensor-model-parallel-size 2 --sequence-parallel", "--tensor-model-parallel-size"),
 ])  # fmt: skip
 def test_what_is_printed_fits(model, ranks, flags, first):

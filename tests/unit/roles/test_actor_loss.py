@@ -100,11 +100,6 @@ def expected(folder, has_all: bool) -> dict:
     return updates(folder, "--max-tokens-per-microbatch 1000", 1, LOSSES if has_all else SOME)[0]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("objective")
-
-
 @pytest.mark.parametrize("layout", by_default(LAYOUTS, ("CP2",)))
 def test_no_loss_depends_on_the_split(layout, folder):
     size, flags = LAYOUTS[layout]

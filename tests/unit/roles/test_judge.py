@@ -1,4 +1,4 @@
-"""The judge: the same judgements in every layout and after a resume, retries, means, failures, other tokenizers."""
+"""The judge: its random numbers, retries, means, failures, other tokenizers; layouts and resumes are in tests/laws."""
 
 import functools
 import tempfile
@@ -7,10 +7,10 @@ from statistics import fmean
 
 import pytest
 
-from tests.helpers.envs.judges import LENGTH, judge_flags, rows, write
+from tests.helpers.envs.judges import LENGTH, judge_flags, write
 from tests.helpers.folders import hf_folders
-from tests.helpers.programs import inputs, metrics, program, rl_argv, samples, timeless, train
-from tests.helpers.tiers import by_default, long
+from tests.helpers.programs import inputs, metrics, program, rl_argv, rows_of, train
+from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY, run_world
 
 
@@ -30,17 +30,6 @@ def flags_of(flags: str = "", config: str = "sampled", **more) -> str:
     return judge_flags(judges() / f"{config}.yaml", flags, **more)
 
 
-LAYOUTS = {
-    "two replicas": (2, ""),
-    "tensor, offloaded": (2, "--reward-tensor-model-parallel-size 2 --offload"),
-    "pipeline of its own ranks, offloaded": (3, "--role-map actor=0;critic=0;reference=0;reward=1-2"
-                                             " --reward-pipeline-model-parallel-size 2 --reward-offload"),
-    "four replicas": (4, "--judge-max-requests 4"),
-    "tensor and pipeline": (4, "--role-map actor=0-1;critic=2;reference=3;reward=0-3"
-                            " --reward-tensor-model-parallel-size 2 --reward-pipeline-model-parallel-size 2"),
-}  # fmt: skip
-
-
 @functools.cache
 def alone() -> Path:
     """Run folder of one rank that has all roles."""
@@ -49,24 +38,10 @@ def alone() -> Path:
     return save
 
 
-@pytest.mark.long  # by default those that are judged together
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_samples_are_the_same_bytes_in_every_layout(name, tmp_path):
-    size, flags = LAYOUTS[name]
-    train("rl", rl_argv(tmp_path / "run", flags_of(flags)), size)
-    assert rows(alone())[0]["judgements"] and samples(tmp_path / "run", 1) == samples(alone(), 1)
-    expected, found = metrics(alone())[1], metrics(tmp_path / "run")[1]
-    of_judge = [name for name in expected if "judge" in name and name.startswith(("judge/", "reward/"))]
-    # Each replica has a cache of its own.
-    own = [name for name in of_judge if name not in ("judge/prompt_tokens", "judge/reused_tokens")]
-    assert len(own) > 5 and [found[name] for name in own] == pytest.approx([expected[name] for name in own], rel=1e-12)
-    assert ("memory/reward/offloaded_bytes" in found) == ("offload" in name)
-
-
 def test_judgements_are_those_of_the_documented_streams():
     """Each once more alone, without cached prefixes, with the key of (seed, step, line, sequence, sample, try)."""
     parsed = program("rl", rl_argv(Path("x"), flags_of()), 1)
-    found, expected = run_world(one_by_one, 1, parsed, rows(alone()))[0], rows(alone())
+    found, expected = run_world(one_by_one, 1, parsed, rows_of(alone()))[0], rows_of(alone())
     assert found == [[judgement["text"] for judgement in row["judgements"]] for row in expected]
 
 
@@ -116,7 +91,7 @@ def tried(judgements: list[dict], count: int) -> list[tuple[int, int]]:
 
 
 def test_the_mean_number_is_the_reward():
-    judged, every = rows(alone()), [each for row in rows(alone()) for each in row["judgements"]]
+    judged, every = rows_of(alone()), [each for row in rows_of(alone()) for each in row["judgements"]]
     assert {len(row["judgements"]) for row in judged} > {2}  # some were tried again
     for row in judged:
         numbers = [each["number"] for each in row["judgements"] if each["number"] is not None]
@@ -131,27 +106,6 @@ def test_the_mean_number_is_the_reward():
     assert 0 < found["judge/reused_tokens"] and found["time/reward/judge_s"] > 0
 
 
-def test_resumed_runs_judge_the_same_to_the_bit(tmp_path):
-    flags = f"--save-interval 1 --eval-prompts {inputs()}/heldout.jsonl --eval-interval 1"
-    both = flags_of(flags, reward="0.1*judge+exact-match").replace("--train-iters 1", "--train-iters 2")
-    train("rl", rl_argv(tmp_path / "whole", both))
-    train("rl", rl_argv(tmp_path / "again", f"{both} --load {tmp_path}/whole/checkpoints/step_00000001"))
-    assert rows(tmp_path / "again", 2)[0]["judgements"] and samples(tmp_path / "again", 2) == samples(
-        tmp_path / "whole", 2
-    )
-    whole, again = (metrics(tmp_path / name)[2] for name in ("whole", "again"))
-    assert timeless(whole) == timeless(again) and "eval/reward/judge" in whole
-
-
-@pytest.mark.long
-def test_filters_and_dynamic_sampling_judge_each_round(tmp_path):
-    flags = flags_of("--group-filter reward --dynamic-sampling --advantage grpo")
-    train("rl", rl_argv(tmp_path / "one", flags))
-    train("rl", rl_argv(tmp_path / "own", f"{flags} --role-map actor=0;reference=0;reward=1"), 2)
-    assert all(row["judgements"] for row in rows(tmp_path / "one"))
-    assert samples(tmp_path / "one", 1) == samples(tmp_path / "own", 1)
-
-
 def test_a_judge_that_gives_no_number_stops_the_run_by_name(tmp_path):
     with pytest.raises(Exception, match="reward judge failed on 12 of 12 samples; .* no number from 1 to 2 in the"):
         train("rl", rl_argv(tmp_path / "run", flags_of(config="nonsense")), 2)
@@ -161,7 +115,7 @@ def test_a_judge_that_gives_no_number_stops_the_run_by_name(tmp_path):
 def test_responses_without_a_number_are_dropped_or_get_the_fallback(failure, reward, tmp_path):
     flags = f"--reward-max-failures 1 --reward-failure {failure} --reward-fallback -3"
     train("rl", rl_argv(tmp_path / "run", flags_of(flags, "nonsense")))
-    found, sampled = metrics(tmp_path / "run")[1], rows(tmp_path / "run")
+    found, sampled = metrics(tmp_path / "run")[1], rows_of(tmp_path / "run")
     assert found["reward/judge/failures"] == len(sampled) == 12 and found["judge/readable_fraction"] == 0
     assert all(len(row["judgements"]) == 2 * 3 and "no number from 1 to 2" in row["failure"] for row in sampled)
     assert [row["reward"] for row in sampled] == [-3.0] * 12
@@ -182,7 +136,7 @@ def test_a_judge_of_a_hugging_face_folder_reads_with_its_own_template(tmp_path):
     parsed = program("rl", argv, 1)
     assert parsed.roles["reward"].is_judge and parsed.roles["reward"].tokenizer_model == str(folder)
     train("rl", argv)
-    written = [each["text"] for row in rows(tmp_path / "run") for each in row["judgements"]]
+    written = [each["text"] for row in rows_of(tmp_path / "run") for each in row["judgements"]]
     assert len(set(written)) > 6 and max(map(len, written)) > 4
 
 
@@ -207,27 +161,9 @@ def compared(mode: str) -> Path:
     return save
 
 
-TOGETHER = {
-    "two replicas": (2, ""),
-    "four replicas": (4, ""),
-    "pipeline of its own ranks": (3, "--role-map actor=0;critic=0;reference=0;reward=1-2"
-                                  " --reward-pipeline-model-parallel-size 2"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mode, name", by_default(
-    [(mode, name) for mode in ("pair", "group") for name in TOGETHER],
-    [("group", "two replicas")],
-))  # fmt: skip
-def test_responses_judged_together_meet_in_every_layout(mode, name, tmp_path):
-    size, flags = TOGETHER[name]
-    train("rl", rl_argv(tmp_path / "run", flags_of(f"{COMPARED} {flags}", mode, reward="judge")), size)
-    assert rows(compared(mode))[0]["judgements"] and samples(tmp_path / "run", 1) == samples(compared(mode), 1)
-
-
 @pytest.mark.parametrize("mode", ["pair", "group"])
 def test_rewards_of_responses_judged_together(mode):
-    judged, found = rows(compared(mode)), metrics(compared(mode))[1]
+    judged, found = rows_of(compared(mode)), metrics(compared(mode))[1]
     assert any("failure" not in row for row in judged) and len(judged) == 18
     for row in judged:
         own, group = row["sequence"], range(row["sequence"] // 3 * 3, row["sequence"] // 3 * 3 + 3)
@@ -248,7 +184,7 @@ def test_rewards_of_responses_judged_together(mode):
 
 def test_a_pair_shares_one_win():
     by_text: dict = {}
-    for row in rows(compared("pair")):
+    for row in rows_of(compared("pair")):
         for each in row["judgements"]:
             if each["number"] is not None:
                 by_text.setdefault((tuple(each["responses"]), each["text"]), []).append(each["number"])

@@ -15,8 +15,8 @@ from megarl.rewards.judge.config import read_config
 from megarl.roles.judge_requests import ArrivingResponses, JudgedText, Judgement, JudgeRequests
 from megarl.roles.reward import Reward
 from megarl.rollout.rollout import Rollout
-from tests.helpers.envs.judges import judge_flags, rows, write
-from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
+from tests.helpers.envs.judges import judge_flags, write
+from tests.helpers.programs import metrics, rl_argv, rows_of, samples, timeless, train
 from tools import record_runs
 
 BESIDE = "--role-map actor=0;critic=0;reference=0;reward=1"
@@ -47,7 +47,7 @@ def recorded(folder: Path, name: str, tmp_path: Path, replay: str = "") -> dict:
     size, changes, flags = RUNS[name]
     config = write(tmp_path / "judge.yaml", **changes)
     train("rl", rl_argv(folder, judge_flags(config, f"{flags} --save-interval 1 {replay}", "judge")), size)
-    assert all(row["judgements"] for row in rows(folder) if not row.get("failed"))
+    assert all(row["judgements"] for row in rows_of(folder) if not row.get("failed"))
     return {name: record_runs.record(folder)}
 
 
@@ -107,7 +107,7 @@ def test_the_judge_has_begun_before_the_rollout_ends(tmp_path, monkeypatch):
     train("rl", argv, 2)
     order = events.read_text().split()
     assert order.index("judged") < order.index("generated")
-    assert order.count("judged") == sum(len(row["judgements"]) for row in rows(tmp_path / "run"))  # each once
+    assert order.count("judged") == sum(len(row["judgements"]) for row in rows_of(tmp_path / "run"))  # each once
     events.unlink()
     afterwards(monkeypatch)
     monkeypatch.setattr(ResponseSender, "send", send)

@@ -74,7 +74,7 @@ def single(shape: str) -> torch.Tensor:
     return run_world(scores, 1, shape)[0][0]
 
 
-@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("one", "pp2", "cp2", "tp2-ep2-sp")))
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("pp2", "cp2", "tp2-ep2-sp")))
 def test_scores_do_not_depend_on_layout_and_packing(layout):
     size, shape, flags, tolerance = LAYOUTS[layout]
     expected = single(shape)

@@ -34,11 +34,6 @@ RUNS = {  # ranks, flags
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("prediction")
-
-
 def argv(save: Path, flags: str) -> list[str]:
     own_shape = any(flag in flags for flag in ("--num-experts", "--linear-attention-freq"))
     return rl_argv(save, f"{RUN} --mtp-drafts {flags}", warm_start=not own_shape)

@@ -20,7 +20,7 @@ from megarl.rollout import round_scores
 from tests.helpers.envs.judges import judge_flags, write
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.models.role_stubs import LocalStepBatch
-from tests.helpers.programs import inputs, metrics, program, reward_argv, rl_argv, samples, timeless, train
+from tests.helpers.programs import inputs, metrics, program, reward_argv, rl_argv, rows_of, timeless, train
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import SAFETY, run_world
 from tests.laws.files import named
@@ -161,10 +161,6 @@ FLAGS = (
 def mixture() -> Path:
     """Three files, of which two have rewards of their own."""
     return Path(named("{rewards}"))
-
-
-def rows_of(save: Path, step: int) -> list[dict]:
-    return [json.loads(line) for line in samples(save, step).splitlines()]
 
 
 @pytest.mark.parametrize("size", by_default([1, 2], [1]))

@@ -1,7 +1,6 @@
 """The reward role with a model: equal scores in every layout, any tokenizer, normalization, ensembles, failures."""
 
 import functools
-import json
 import tempfile
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 
 from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import build_tokenizer
-from tests.helpers.programs import inputs, metrics, program, reward_argv, rl_argv, samples, timeless, train
+from tests.helpers.programs import inputs, metrics, program, reward_argv, rl_argv, rows_of, timeless, train
 from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import run_world
 from tools.train_tokenizer import train as train_tokenizer
@@ -47,10 +46,6 @@ def reward_model_flags(flags: str = "", reward: str = "model+0*exact-match", one
     return f"--train-iters 1 --reward {reward} --reward-model {folders} {own} {flags}"
 
 
-def rows(save: Path, step: int = 1) -> list[dict]:
-    return [json.loads(line) for line in samples(save, step).splitlines()]
-
-
 LAYOUTS = {
     "tensor": (2, "--reward-tensor-model-parallel-size 2"),
     "pipeline of its own ranks, offloaded": (3, "--role-map actor=0;critic=0;reference=0;reward=1-2"
@@ -66,7 +61,7 @@ def alone() -> tuple[dict, list[dict]]:
     """Metrics and samples of one rank that has all roles."""
     save = models() / "alone"
     train("rl", rl_argv(save, reward_model_flags()))
-    return metrics(save)[1], rows(save)
+    return metrics(save)[1], rows_of(save)
 
 
 @pytest.mark.parametrize("name", by_default(LAYOUTS, ("pipeline of its own ranks, offloaded",)))
@@ -74,7 +69,7 @@ def test_scores_do_not_depend_on_the_layout(name, tmp_path):
     size, flags = LAYOUTS[name]
     train("rl", rl_argv(tmp_path / "run", reward_model_flags(flags)), size)
     expected, expected_rows = alone()
-    for row, other in zip(expected_rows, rows(tmp_path / "run"), strict=True):
+    for row, other in zip(expected_rows, rows_of(tmp_path / "run"), strict=True):
         assert (row["sequence"], row["response"]) == (other["sequence"], other["response"])
         assert row["reward_values"]["model"] == pytest.approx(other["reward_values"]["model"], abs=1e-5)
         assert row["reward_values"]["exact-match"] == other["reward_values"]["exact-match"]
@@ -159,7 +154,7 @@ def test_normalized_clipped_ensembles_resume_to_the_bit(replicas, tmp_path):
     assert replicas > 1 or timeless(whole) == timeless(again)
     assert whole["reward/mean"] == pytest.approx(again["reward/mean"], abs=1e-5)
     assert whole["reward/model/disagreement"] > 0
-    first = rows(tmp_path / "whole")
+    first = rows_of(tmp_path / "whole")
     for row in first:
         assert set(row["reward_parts"]) == {"model", "exact-match"}
         assert abs(row["reward_parts"]["model"]) <= 0.5
@@ -173,7 +168,7 @@ def test_failing_verifiers_are_counted_and_above_their_share_stop_the_run(tmp_pa
     broken = "tests.unit.roles.test_reward_model:fails_on_odd_answers"
     flags = f"--train-iters 1 --reward {broken}+0.1*length --reward-fallback -1"
     train("rl", rl_argv(tmp_path / "run", f"{flags} --reward-max-failures 1"), 2)
-    found, sampled = metrics(tmp_path / "run")[1], rows(tmp_path / "run")
+    found, sampled = metrics(tmp_path / "run")[1], rows_of(tmp_path / "run")
     failed = [row for row in sampled if row["reward_values"][broken] == -1]
     assert found[f"reward/{broken}/failures"] == len(failed) > 0 == found["reward/length/failures"]
     assert all(int(row["answer"]) % 2 for row in failed)

@@ -2,26 +2,23 @@
 loss from whole logits, a policy that is its own teacher, and wrong input."""
 
 import functools
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from megarl.arguments import RunConfig
-from megarl.data.columns import SFT, Columns
-from megarl.data.prompts import load_prompts
 from megarl.planning import summary, traffic
 from megarl.planning.parameters import parameter_totals
 from megarl.trainers import input_summary
 from megarl.trainers.rl_inputs import RLInputs
 from tests.helpers.folders import hf_folders
-from tests.helpers.forked_programs import accepted, refusal
+from tests.helpers.forked_programs import refusal
+from tests.helpers.models.teacher_runs import hinted_prompts, one_teacher, prompts_of_teachers, teacher, teachers
 from tests.helpers.programs import (
     GRADED,
     assert_close,
     in_world,
-    inputs,
     metrics,
     program,
     rl_argv,
@@ -35,41 +32,11 @@ from tests.helpers.worlds import run_world
 from tools.train_tokenizer import train as train_tokenizer
 
 ONLY_DISTILS = "--advantage none --kl-coefficient 0 --entropy-coefficient 0 --reward none --ppo-epochs 1"
-# Depth, width, head and softcap differ from the policy's, and from each other.
-SHAPES = {
-    "math": "--num-layers 3 --hidden-size 48 --ffn-hidden-size 96 --untie-embeddings-and-output-weights",
-    "code": "--num-layers 1 --hidden-size 40 --ffn-hidden-size 64 --final-logit-softcapping 5",
-}
 TP2, APART = "--tensor-model-parallel-size 2", "--role-map actor=0;reward=0;teacher=1"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("teachers")
-
-
-@functools.cache
-def teacher(folder: Path, name: str) -> Path:
-    """The run folder of a teacher."""
-    train("sft", sft_argv(folder / name, f"{SHAPES[name]} --train-iters 20"))
-    return folder / name
-
-
-@functools.cache
-def lines(folder: Path, names: tuple[str | None, ...], name: str = "train.jsonl") -> Path:
-    """Prompts whose teachers are these names in turn; None: a line without the field."""
-    rows = [json.loads(line) for line in (inputs() / name).read_text().splitlines()]
-    rows = [row | ({} if (of := names[i % len(names)]) is None else {"teacher": of}) for i, row in enumerate(rows)]
-    return write_lines(folder / f"{'-'.join(map(str, names))}-{name}", rows)
-
-
-def teachers(folder: Path, **names: str) -> str:
-    """`--teachers` with the run folders of these teachers by name."""
-    return "--teachers " + " ".join(f"{name}={teacher(folder, of)}" for name, of in names.items())
-
-
-def argv_of(folder: Path, save: Path, flags: str, in_turn=("math", "code")) -> list[str]:
-    own = f"{ONLY_DISTILS} --minibatch-size 12 --train-iters 2 --prompts {lines(folder, in_turn)}"
+def argv_of(save: Path, flags: str, in_turn=("math", "code")) -> list[str]:
+    own = f"{ONLY_DISTILS} --minibatch-size 12 --train-iters 2 --prompts {prompts_of_teachers(*in_turn)}"
     return rl_argv(save, f"{own} {flags}")
 
 
@@ -124,10 +91,10 @@ def watched(rank: int, parsed) -> list[dict]:
 def numbers_of(folder: Path, form: str, named: str, layout: str = "", size: int = 1):
     """`watched` of the first rank that has the actor; `named`: the teachers of the lines, in turn."""
     names = named.split()
-    flags = f"--distill {form} {teachers(folder, **{name: name for name in dict.fromkeys(names)})} {layout}"
+    flags = f"--distill {form} {teachers(**{name: name for name in dict.fromkeys(names)})} {layout}"
     save = folder / f"{form}{named}{size}{layout}".replace("/", "").replace(" ", "")[:100]
     # One step: with other teachers, the policies of the next would differ.
-    argv = [*argv_of(folder, save, flags, tuple(names)), "--train-iters", "1"]
+    argv = [*argv_of(save, flags, tuple(names)), "--train-iters", "1"]
     return run_world(watched, size, program("rl", argv, size))[0]
 
 
@@ -158,17 +125,11 @@ def without_names(rows: dict) -> dict:
     return {step: {name: x for name, x in row.items() if name.count("/") < 2} for step, row in rows.items()}
 
 
-def single(folder: Path, name: str) -> str:
-    """Flags of one teacher without a name."""
-    shape = SHAPES[name].replace("--", "--teacher-")
-    return f"{shape} --teacher-pretrained-checkpoint {teacher(folder, name)}"
-
-
 @pytest.mark.parametrize("form", ["loss", long("reward")])
-def test_two_names_of_one_folder_are_one_teacher_to_the_byte(folder, tmp_path, form):
-    argv = argv_of(folder, tmp_path / "one", f"--distill {form} {single(folder, 'math')}")
+def test_two_names_of_one_folder_are_one_teacher_to_the_byte(tmp_path, form):
+    argv = argv_of(tmp_path / "one", f"--distill {form} {one_teacher()}")
     train("rl", argv)
-    train("rl", argv_of(folder, tmp_path / "two", f"--distill {form} {teachers(folder, math='math', code='math')}"))
+    train("rl", argv_of(tmp_path / "two", f"--distill {form} {teachers(math='math', code='math')}"))
     one, two = (timeless_rows(tmp_path / name, (1, 2)) for name in ("one", "two"))
     assert without_names(two) == one and two != one
     weighted = [two[1][f"distill/reverse_kl/{name}"] for name in ("math", "code")]
@@ -200,10 +161,10 @@ def test_teachers_are_hugging_face_folders_and_runs_of_such_models(tmp_path):
     assert same == 0 < min(of_run, of_step) and of_run != of_step
 
 
-def test_the_host_has_the_models_that_wait(folder, tmp_path):
-    both = teachers(folder, math="math", code="code")
-    train("rl", argv_of(folder, tmp_path, f"--distill reward --train-iters 1 {both}"))
-    config = program("rl", argv_of(folder, tmp_path, f"--distill loss {both}"), 1)
+def test_the_host_has_the_models_that_wait(tmp_path):
+    both = teachers(math="math", code="code")
+    train("rl", argv_of(tmp_path, f"--distill reward --train-iters 1 {both}"))
+    config = program("rl", argv_of(tmp_path, f"--distill loss {both}"), 1)
     plan = summary.role_plans(config, 16)
     of_models = [parameter_totals(role.megatron, 16, False).total * 4 for role in config.teachers.models]
     teacher, actor = plan["teacher"].largest, plan["actor"].largest
@@ -227,26 +188,16 @@ def checked(argv: list[str]) -> tuple[RunConfig, RLInputs]:
     return config, RLInputs(config)
 
 
-def test_what_is_not_read_is_said_once(folder, tmp_path):
-    named = f"--distill loss {teachers(folder, default='code', math='math')}"
-    config, found = checked(argv_of(folder, tmp_path, named, (None,)))
+def test_what_is_not_read_is_said_once(tmp_path):
+    named = f"--distill loss {teachers(default='code', math='math')}"
+    config, found = checked(argv_of(tmp_path, named, (None,)))
     assert [note for note in found.prompts.notes if note.endswith("no line has the teacher math of --teachers")]
     text = "\n".join(input_summary.summary(config, found))
-    assert "2 models, one at a time on the device" in text and f"from {folder}/math" in text and "no line has" in text
-    _, found = checked(argv_of(folder, tmp_path, f"--distill loss {single(folder, 'math')}"))
+    assert "2 models, one at a time on the device" in text and "no line has" in text
+    assert f"from {teacher('math')}" in text
+    _, found = checked(argv_of(tmp_path, f"--distill loss {one_teacher()}"))
     assert found.prompts.notes[-1].endswith("teacher is not read without --teachers")
-    assert not checked(argv_of(folder, tmp_path, named, (None, "math")))[1].prompts.notes
-
-
-def test_a_table_may_have_a_column_of_teachers(tmp_path):
-    rows = [{"question": f"{i}", "answer": "1", "teacher": ("math", "code")[i % 2]} for i in range(4)]
-    found = load_prompts(str(write_lines(tmp_path / "a.jsonl", rows)))
-    assert [prompt.teacher for prompt in found] == ["math", "code"] * 2
-    assert found[1].metadata == {"teacher": "code"}  # which a reward may read
-    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
-    rows = [{"conversations": messages, "teacher": "math"}]
-    (found,) = load_prompts(str(write_lines(tmp_path / "b.jsonl", rows)), "--prompts", Columns(SFT))
-    assert found.teacher == "math"
+    assert not checked(argv_of(tmp_path, named, (None, "math")))[1].prompts.notes
 
 
 # -- one teacher: the loss, a policy that is its own teacher ----------------------------------------
@@ -258,10 +209,10 @@ COMPARED = ["distill/divergence", "distill/forward_kl", "distill/reverse_kl", "d
 MOE = "--actor-num-experts 4 --actor-moe-router-topk 2 --actor-moe-ffn-hidden-size 32"
 
 
-def argv_of_one(folder: Path, save: Path, flags: str) -> list[str]:
+def argv_of_one(save: Path, flags: str, has_wide: bool = True) -> list[str]:
     """Command line of a run that only distils, from a wider teacher; `flags` win over the defaults."""
     own = f"{ONLY_DISTILS} --minibatch-size 12 --temperature {TAU}"
-    return rl_argv(save, f"{own} {single(folder, 'math')} {flags}")
+    return rl_argv(save, f"{own} {one_teacher() * has_wide} {flags}")
 
 
 # -- the loss ----------------------------------------------------------------------------------------------------
@@ -318,19 +269,12 @@ def watched_logits(rank: int, parsed) -> list[dict]:
     return seen
 
 
-def hinted_prompts(folder: Path) -> Path:
-    """Prompts, of which every second one has another prompt for the teacher: with a worked sum before it."""
-    rows = [json.loads(line) for line in (inputs() / "train.jsonl").read_text().splitlines()[:40]]
-    hints = [row | {"teacher_prompt": f"1+{i}={i + 1}{row['prompt']}"} for i, row in enumerate(rows[::2])]
-    return write_lines(folder / "hinted.jsonl", [row for pair in zip(rows[1::2], hints, strict=True) for row in pair])
-
-
 @pytest.mark.parametrize("has_hints", [long(False), True])
-def test_the_loss_is_the_divergence_of_whole_logits_sequence_by_sequence(folder, tmp_path, has_hints):
+def test_the_loss_is_the_divergence_of_whole_logits_sequence_by_sequence(tmp_path, has_hints):
     flags = "--distill loss --train-iters 2 --distill-coefficient 0.5"
     if has_hints:
-        flags += f" --teacher-max-prompt-length 14 --prompts {hinted_prompts(folder)}"
-    argv = argv_of_one(folder, tmp_path, flags)
+        flags += f" --teacher-max-prompt-length 14 --prompts {hinted_prompts()}"
+    argv = argv_of_one(tmp_path, flags)
     for row, exact in run_world(watched_logits, 1, program("rl", argv, 1))[0]:
         assert exact.pop("shared")  # prompts of a group are computed once
         assert row["actor/loss"] == pytest.approx(0.5 * exact["distill/reverse_kl"], rel=1e-4)
@@ -338,18 +282,12 @@ def test_the_loss_is_the_divergence_of_whole_logits_sequence_by_sequence(folder,
 
 
 @pytest.mark.parametrize("divergence", ["forward", "jsd"])
-def test_a_policy_that_is_its_own_teacher_learns_nothing_to_the_bit(folder, tmp_path, divergence):
+def test_a_policy_that_is_its_own_teacher_learns_nothing_to_the_bit(tmp_path, divergence):
     flags = f"--distill loss --distill-divergence {divergence} --teacher self --teacher-temperature {TAU}"
-    train("rl", without_teacher(argv_of_one(folder, tmp_path, f"{flags} --train-iters 3 --weight-decay 0"), folder))
+    train("rl", argv_of_one(tmp_path, f"{flags} --train-iters 3 --weight-decay 0", has_wide=False))
     for row in list(metrics(tmp_path).values()):
         assert [row[name] for name in COMPARED[:4]] == [0, 0, 0, 1] and row["teacher/logprob"] < 0
         assert row["actor/loss"] == row["actor/grad_norm"] == row["rollout/logprob_gap_max"] == 0
-
-
-def without_teacher(argv: list[str], folder: Path) -> list[str]:
-    """The command line without the flags of the wider teacher."""
-    start = argv.index("--teacher-num-layers")
-    return argv[:start] + argv[start + len(single(folder, "math").split()) :]
 
 
 def of_average(rank: int, parsed) -> list[bool]:
@@ -376,15 +314,15 @@ def of_average(rank: int, parsed) -> list[bool]:
 FOLLOWS = f"--distill loss --teacher ema --ema-decay 0.5 {GRADED} --advantage grpo --train-iters 3"
 
 
-def test_a_teacher_follows_the_average(folder, tmp_path):
-    argv = without_teacher(argv_of_one(folder, tmp_path, f"{FOLLOWS} --teacher-temperature {TAU}"), folder)
+def test_a_teacher_follows_the_average(tmp_path):
+    argv = argv_of_one(tmp_path, f"{FOLLOWS} --teacher-temperature {TAU}", has_wide=False)
     assert run_world(of_average, 1, program("rl", argv, 1))[0] == [(True, True), (True, False), (True, False)]
     rows = metrics(tmp_path)
     assert rows[1]["distill/divergence"] == 0 < rows[3]["distill/divergence"]
 
 
-def test_rewards_of_the_teacher_are_samples_of_the_reverse_divergence(folder, tmp_path):
-    train("rl", argv_of_one(folder, tmp_path, "--distill reward --train-iters 2 --distill-coefficient 2"))
+def test_rewards_of_the_teacher_are_samples_of_the_reverse_divergence(tmp_path):
+    train("rl", argv_of_one(tmp_path, "--distill reward --train-iters 2 --distill-coefficient 2"))
     for row in metrics(tmp_path).values():
         # On policy the ratio is 1: the loss is minus the mean advantage.
         assert (
@@ -393,40 +331,24 @@ def test_rewards_of_the_teacher_are_samples_of_the_reverse_divergence(folder, tm
         assert "critic/loss" not in row and "kl/reference" not in row
 
 
-def test_a_start_that_is_drawn_from_the_seed_can_be_the_teacher(folder):
-    first = sft_run(folder, "--teacher self --distill-sft-coefficient 0 --seed 7", is_wide=False)[1]
+def test_a_start_that_is_drawn_from_the_seed_can_be_the_teacher(tmp_path):
+    flags = "--distill loss --distill-divergence forward --distill-sft-coefficient 0 --teacher self --train-iters 3"
+    train("sft", sft_argv(tmp_path, f"{flags} --seed 7"))
+    first = metrics(tmp_path)[1]
     assert [first[name] for name in COMPARED[:3]] == [0, 0, 0] and first["sft/grad_norm"] == 0
 
 
-# -- layouts -----------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def sft_run(folder: Path, flags: str = "", size: int = 1, is_wide: bool = True) -> dict[int, dict]:
-    save = folder / f"sft{size}{flags}".replace("/", "")[:200].strip()
-    own = "--distill loss --distill-divergence forward --distill-sft-coefficient 0.3 --train-iters 3 --eval-interval 3"
-    train(
-        "sft",
-        sft_argv(save, f"{own} --eval-prompts {inputs()}/heldout.jsonl {flags} {single(folder, 'math') * is_wide}"),
-        size,
-    )
-    return metrics(save)
-
-
 @pytest.mark.parametrize("flags", [
-    "--lora-rank 4", long(MOE), long("--reward exact-match --advantage grpo"),
-    long("--bf16 --teacher-bf16"), long("--ppo-epochs 2 --minibatch-size 4 --kl-in loss --kl-coefficient 0.1"),
+    "--lora-rank 4", long(MOE), long("--bf16 --teacher-bf16"),
+    long("--ppo-epochs 2 --minibatch-size 4 --kl-in loss --kl-coefficient 0.1"),
     long("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
 ])  # fmt: skip
-def test_beside_other_features(flags, folder):
-    flags = f"--distill loss {flags}"
-    argv = argv_of_one(folder, folder / flags.replace("/", "")[:80], f"{flags} --train-iters 2")
-    if "experts" in flags:
-        argv[argv.index("--pretrained-checkpoint") : argv.index("--pretrained-checkpoint") + 2] = []
-    if "--reward exact-match" in flags:
-        argv.remove("--advantage"), argv.remove("none")
+def test_beside_other_features(flags, tmp_path):
+    argv = argv_of_one(tmp_path, f"--distill loss {flags} --train-iters 2")
+    if flags == MOE:
+        del argv[argv.index("--pretrained-checkpoint") : argv.index("--pretrained-checkpoint") + 2]
     train("rl", argv)
-    for row in metrics(folder / flags.replace("/", "")[:80]).values():
+    for row in metrics(tmp_path).values():
         assert row["distill/divergence"] > 0 and row["actor/grad_norm"] > 0 and row["actor/updates"] > 0
 
 
@@ -456,18 +378,12 @@ MIXED = ("math", "code")
      "microbatch 93: must hold one sequence of --teacher-max-prompt-length + --max-response-length = 94 tokens"),
     ("rl", None, "{wide} --teacher-hidden-size 40", "the flags of teacher describe"),
 ])  # fmt: skip
-def test_wrong_input(folder, tmp_path, name, in_turn, flags, message):
+def test_wrong_input(tmp_path, name, in_turn, flags, message):
     other = tmp_path / "other.model"
     other.write_bytes(train_tokenizer(["ab", "ba", "cd", "dc", "ef", "xyz"], 16, False))
-    values = {"math": lambda: teachers(folder, math="math"), "both": lambda: teachers(folder, math="math", code="code"),
-              "wide": lambda: single(folder, "math"), "hinted": lambda: hinted_prompts(folder)}  # fmt: skip
+    values = {"math": lambda: teachers(math="math"), "both": lambda: teachers(math="math", code="code"),
+              "wide": one_teacher, "hinted": hinted_prompts}  # fmt: skip
     flags = flags.format(other=other, **{name: value() for name, value in values.items() if f"{{{name}}}" in flags})
-    flags = f"--distill loss {f'--prompts {lines(folder, in_turn)}' if in_turn else ''} {flags}"
+    flags = f"--distill loss {f'--prompts {prompts_of_teachers(*in_turn)}' if in_turn else ''} {flags}"
     argv = rl_argv(tmp_path, f"{ONLY_DISTILS} {flags}") if name == "rl" else sft_argv(tmp_path, flags)
     assert message in refusal(argv, name)
-
-
-def test_check_names_the_teacher(folder, tmp_path):
-    argv = argv_of_one(folder, tmp_path, "--distill loss")
-    assert "teacher" in "\n".join(accepted(argv))
-    assert program("rl", argv, 1).megarl_settings()["distill"] == "loss"

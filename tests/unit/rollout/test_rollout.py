@@ -2,12 +2,9 @@
 
 import dataclasses
 import functools
-import json
 from pathlib import Path
 
-import pytest
-
-from tests.helpers.programs import metrics, program, rl_argv, samples, train
+from tests.helpers.programs import metrics, program, rl_argv, rows_of, train
 from tests.helpers.rollout.engines import NEVER, make_engine, make_requests, settings_of
 from tests.helpers.worlds import SAFETY, run_world, wait_until
 
@@ -18,11 +15,6 @@ LONG = (
 TWICE = f"{LONG} --over-sampling 2 --prompts-per-step 4 --minibatch-size 4 --train-iters 2 --save-interval 1"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("over_sampling")
-
-
 @functools.cache
 def run_of(folder: Path, flags: str, size: int = 1) -> Path:
     save = folder / f"run{len(list(folder.iterdir()))}"
@@ -31,7 +23,7 @@ def run_of(folder: Path, flags: str, size: int = 1) -> Path:
 
 
 def groups_of(save: Path, step: int) -> list[list[dict]]:
-    rows = [json.loads(line) for line in samples(save, step).splitlines()]
+    rows = rows_of(save, step)
     return [rows[i : i + 2] for i in range(0, len(rows), 2)]
 
 

@@ -129,11 +129,6 @@ def test_lines_of_two_attempts_are_no_round(first, tmp_path):
 REPLAYS = [(name, number) for name, (*_, replays) in RUNS.items() for number in range(len(replays))]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("schedule")
-
-
 @functools.cache
 def recording(folder: Path, name: str) -> Path:
     flags, roles, _ = RUNS[name]

@@ -68,7 +68,7 @@ def together_and_alone(rank, flags="", shape="llama", **settings):
 
 
 @pytest.mark.parametrize(("size", "flags", "shape"), [
-    (1, "", "llama"), long((1, "", "gpt2")), (1, EXPERTS, "llama"),
+    long((1, "", "llama")), long((1, "", "gpt2")), (1, EXPERTS, "llama"),
     long((2, "--tensor-model-parallel-size 2", "llama")), (2, "--pipeline-model-parallel-size 2", "llama"),
 ])  # fmt: skip
 def test_requests_with_own_settings_get_the_bits_that_they_get_alone(size, flags, shape):
@@ -95,7 +95,7 @@ def scored(rank, flags, shape="llama"):
 
 
 @pytest.mark.parametrize(("size", "flags", "shape"), [
-    (1, "", "llama"), (1, EXPERTS, "llama"), (1, "--final-logit-softcapping 5.0", "llama"),
+    long((1, "", "llama")), (1, EXPERTS, "llama"), (1, "--final-logit-softcapping 5.0", "llama"),
     (2, "--tensor-model-parallel-size 2", "llama"),
 ])  # fmt: skip
 def test_scores_of_a_response_are_its_log_probs_to_the_bit(size, flags, shape):

@@ -22,11 +22,6 @@ BEGINS = {"gpt-oss": ("<|channel|>analysis<|message|>ab", "<|channel|>final<|mes
           "mistral": ("[THINK]ab", "ab")}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("families")
-
-
 @functools.cache
 def reader_of(family: str, folder: Path) -> tuple[ThoughtReader, Encoder]:
     each = FAMILY_TEMPLATES[family]

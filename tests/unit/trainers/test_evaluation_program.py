@@ -58,11 +58,6 @@ def check_table(text: str, found: dict):
             assert cell == (f"{found[prefix + name]:.4f}" if prefix + name in found else "-")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("evaluate")
-
-
 # -- numbers -----------------------------------------------------------------------------------------------------
 
 LAYOUTS = {

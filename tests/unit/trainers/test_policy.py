@@ -11,6 +11,7 @@ import pytest
 import urllib3
 
 from megarl.algorithms.token_sampling import SamplingSettings
+from megarl.extras import report
 from megarl.mcore.inference.generation import GenerationRequest
 from megarl.rollout.remote_generator import RemoteGenerator
 from megarl.trainers.policy import PolicyInputs
@@ -121,6 +122,7 @@ def run_and_ask(argv: list[str], size: int, first_asked: Path):
 def test_answers_between_updates_change_nothing_of_the_run(tmp_path, monkeypatch, size, more):
     train("rl", rl_argv(tmp_path / "alone", flags(more)), size)
     monkeypatch.setenv("MEGARL_TEST_AWAITED", str(tmp_path / "asked"))
+    monkeypatch.setattr(report, "write_report", lambda folder: None)
     served = rl_argv(tmp_path / "served", f"{flags(more)} --serve-policy --port 0")
     answers, ended = run_and_ask(served, size, tmp_path / "asked")
     rows = [metrics(tmp_path / name) for name in ("alone", "served")]

@@ -31,11 +31,6 @@ def held_out() -> str:
     return f"--eval-prompts {preferences()}/heldout-preferences.jsonl"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("preference")
-
-
 @functools.cache
 def dpo_run(folder: Path) -> Path:
     """Folder of a run with evaluations and a checkpoint at its end."""

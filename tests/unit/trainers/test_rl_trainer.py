@@ -15,6 +15,7 @@ from tests.helpers.programs import (
     metrics,
     program,
     rl_argv,
+    rows_of,
     samples,
     torchrun,
     train,
@@ -111,7 +112,7 @@ def check_rows(rows: dict):
 def check_samples(save: Path):
     assert len(list((save / "samples").iterdir())) == 3
     for step in (1, 2, 3):
-        rows = [json.loads(line) for line in samples(save, step).splitlines()]
+        rows = rows_of(save, step)
         assert [row["sequence"] for row in rows] == list(range(12))
         for one, other in zip(rows[::2], rows[1::2], strict=True):
             assert one["prompt"] == other["prompt"]
@@ -128,7 +129,7 @@ def check_tokens(save: Path):
         lines = (save / "tokens" / f"step_{step:08d}.jsonl").read_text().splitlines()
         rows, wholes = (
             [json.loads(line) for line in lines],
-            [json.loads(line) for line in samples(save, step).splitlines()],
+            rows_of(save, step),
         )
         assert [row["sequence"] for row in rows] == list(range(8))
         for row, whole in zip(rows, wholes, strict=False):

@@ -42,7 +42,7 @@ def generated(rank, flags=""):
 
 
 @pytest.mark.parametrize("ranks, flags", [
-    (1, ""), (1, "--window-size 5,0"), (1, EXPERTS), (1, "--qk-layernorm --num-query-groups 4"),
+    long((1, "")), (1, "--window-size 5,0"), long((1, EXPERTS)), (1, "--qk-layernorm --num-query-groups 4"),
     long((2, "--tensor-model-parallel-size 2")), long((2, "--tensor-model-parallel-size 2 --sequence-parallel")),
     long((2, f"{EXPERTS} --expert-model-parallel-size 2")),
     (2, f"{EXPERTS} --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),

@@ -77,7 +77,7 @@ def with_stops(rank, flags="", shape="llama", sampling=None, siblings=1, written
 
 
 @pytest.mark.parametrize(("ranks", "case"), [
-    (1, {}),
+    long((1, {})),
     (1, {"speculative": True, "siblings": 4, "sampling": {"temperature": 0.3}}),
     long((1, {"speculative": True, "sampling": {"greedy": True}})),
     (1, {"buffer_gb": 0.0001, "max_requests": 6}),

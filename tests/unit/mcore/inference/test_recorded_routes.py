@@ -79,7 +79,7 @@ def generated(rank, flags: str):
     return engine.layers
 
 
-@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("1", "tp2-sp", "pp2, a stage without experts")))
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("tp2-sp", "pp2, a stage without experts")))
 def test_routes_are_those_of_the_training_forward(layout):
     size, flags = LAYOUTS[layout]
     layers = run_world(generated, size, flags)

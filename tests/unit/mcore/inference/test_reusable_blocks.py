@@ -56,7 +56,7 @@ def assert_same(ours, theirs):
     (1, {"shape": "latent"}),
     (1, {"flags": WINDOW, "end": NEVER}),
     long((1, {"flags": EXPERTS, "routes": True})),
-    (2, {"flags": TP2}),
+    long((2, {"flags": TP2})),
     long((2, {"flags": f"{EXPERTS} {TP2} {SP}", "routes": True})),
     long((2, {"flags": f"{EXPERTS} {PP2}", "routes": True})),
     long((2, {"flags": f"{EXPERTS} {EP2}", "routes": True})),

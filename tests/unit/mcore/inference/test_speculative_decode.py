@@ -105,7 +105,7 @@ def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, co
     long((1, {"siblings": 5, "sampling": {"temperature": 0.2}, "end": (3, 5)})),
     (1, {"siblings": 4, "sampling": {"temperature": 0.2}, "buffer_gb": 0.0001, "max_requests": 6, "end": (3,)}),
     long((1, {"siblings": 4, "sampling": {"temperature": 0.3}, "shape": "latent", "end": (3,)})),
-    (1, {"siblings": 4, "sampling": {"temperature": 0.2}, "flags": EXPERTS, "end": (3,), "routes": True}),
+    long((1, {"siblings": 4, "sampling": {"temperature": 0.2}, "flags": EXPERTS, "end": (3,), "routes": True})),
     long((2, {"siblings": 4, "sampling": {"temperature": 0.2}, "flags": "--tensor-model-parallel-size 2"})),
     long((1, {"flags": WINDOW, "end": (3,)})),
     long((1, {"shape": "latent", "end": (3,)})),

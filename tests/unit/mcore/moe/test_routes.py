@@ -56,27 +56,31 @@ def test_a_shared_token_is_routed_once_and_counts_in_each_sequence(rank):
     assert rows == [0, 1, 2, 0, 1, 3, 4] and sequence == [0, 0, 0, 1, 1, 1, 1] and counted == [1, 1, 0, 1, 1, 1, 0]
 
 
-def rows_of_rank(rank, flags: str, lengths: list[int]):
+def rows_of_rank(rank, flags: str):
     args, place = join_actor(f"{MOE} {flags}")
-    rows = routed_tokens(torch.tensor(lengths), place.pg_collection, args.sequence_parallel)
-    at, sequence, counted = rows.occurrences
-    assert at.tolist() == list(range(len(rows.uses)))
-    assert torch.equal(counted, rows.counted) and rows.uses.max() <= 1
-    return rows.token_indices.tolist(), rows.counted.tolist(), sequence.tolist()
+    for lengths in BATCHES:
+        rows = routed_tokens(torch.tensor(lengths), place.pg_collection, args.sequence_parallel)
+        at, sequence, counted = rows.occurrences
+        assert at.tolist() == list(range(len(rows.uses)))
+        assert torch.equal(counted, rows.counted) and rows.uses.max() <= 1
+        yield [*zip(rows.token_indices.tolist(), rows.counted.tolist(), sequence.tolist(), strict=True)]
+
+
+BATCHES = [1], [3, 1, 8], [17, 2, 1, 5]
 
 
 @pytest.mark.parametrize("flags, size", [
     ("--context-parallel-size 2", 2), ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
     ("--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", 4),
 ])  # fmt: skip
-@pytest.mark.parametrize("lengths", [[1], [3, 1, 8], [17, 2, 1, 5]])
-def test_every_token_is_routed_on_one_rank(flags, size, lengths):
-    rows = [row for rank in run_world(rows_of_rank, size, flags, lengths) for row in zip(*rank, strict=True)]
-    ends = torch.tensor(lengths).cumsum(0)
-    real = sorted(row for row in rows if row[0] < sum(lengths))
-    sequence = [int(torch.searchsorted(ends, token, right=True)) for token in range(sum(lengths))]
-    assert real == [(t, t + 1 not in ends.tolist(), sequence[t]) for t in range(sum(lengths))]
-    assert all(not counted and of == len(lengths) for place, counted, of in rows if place >= sum(lengths))
+def test_every_token_is_routed_on_one_rank(flags, size):
+    found = run_world(lambda rank: [*rows_of_rank(rank, flags)], size)
+    for lengths, *of_ranks in zip(BATCHES, *found, strict=True):
+        rows, ends = [row for of_rank in of_ranks for row in of_rank], torch.tensor(lengths).cumsum(0)
+        real = sorted(row for row in rows if row[0] < sum(lengths))
+        sequence = [int(torch.searchsorted(ends, token, right=True)) for token in range(sum(lengths))]
+        assert real == [(t, t + 1 not in ends.tolist(), sequence[t]) for t in range(sum(lengths))]
+        assert all(not counted and of == len(lengths) for place, counted, of in rows if place >= sum(lengths))
 
 
 @on_each_rank()
