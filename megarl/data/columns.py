@@ -73,7 +73,7 @@ UNREAD = {
     "enable_thinking": _OF_ALL_LINES,
     "history": "write the earlier turns as messages",
     "context": "write it into the prompt",
-    **dict.fromkeys(("images", "image"), "the model has no vision tower, or no chat template"),
+    **dict.fromkeys(forms.NAMES, "the model has no vision tower, or no chat template"),
     **dict.fromkeys(("videos", "video", "audios", "audio", "objects"), "megarl reads text and images"),
 }
 # The same, of responses in a column of their own: thoughts that stand beside them.
@@ -147,7 +147,8 @@ class ColumnMap:
         for field in () if "messages" in self.columns else NEEDED[self._shape]:
             if field not in self.columns:
                 raise UsageError(f"{where}: {_missing(field, columns.purpose)}; {_found(table)}")
-        used = set(self.columns.values())
+        self._images_of = forms.columns_of(self.columns.get("images"), columns.images is not None, self._has)
+        used = {*self.columns.values(), *self._images_of}
         is_metadata = columns.purpose == RL
         self.extras = [name for name in table.columns if is_metadata and name not in used - ALSO_METADATA]
         self._unread = self._find_unread()
@@ -186,16 +187,19 @@ class ColumnMap:
     def needed(self) -> list[str]:
         """Names of the columns to read."""
         whole = {*self._table.columns, *self._table.left_out}
-        names = [name if name in whole else name.split(".")[0] for name in self.columns.values()]
+        names = [*self.columns.values(), *self._images_of]
+        names = [name if name in whole else name.split(".")[0] for name in names]
         unread = [name for name in self._unread if name in self._table.columns]  # a nested column is read above
         return list(dict.fromkeys([*names, *self.extras, *unread]))
 
     def describe(self) -> str:
         """What was recognised: `prompt from question, answer from label, metadata from level, type`."""
-        parts = [f"{field} from {printable(name)}" for field, name in self.columns.items()]
+        used = {field: (name,) for field, name in self.columns.items()} | {"images": self._images_of}
+        parts = [f"{field} from {_listed(names)}" for field, names in used.items() if names]
         if self.extras:
             parts.append(f"metadata from {_listed(self.extras)}")
-        unread = [name for name in self._table.left_out if name not in self.columns.values()]
+        read = {*self.columns.values(), *self._images_of}
+        unread = [name for name in self._table.left_out if name not in read]
         left_out = _listed(unread) if self.purpose == RL else ""
         return ", ".join(parts) + (f"; left out, as they hold bytes: {left_out}" if left_out else "")
 
@@ -223,6 +227,8 @@ class ColumnMap:
                         f"{printable(self.columns[field])} is a time; what its text was is not known: save it as text"
                     )
             given = found.pop("images", None)
+            if len(self._images_of) > 1:
+                given = forms.numbered({name: self._value(row, name) for name in self._images_of})
             for field in {"prompt", "messages"} & set(found):
                 found[field] = _messages(found[field])
             if self._images is not None:

@@ -14,7 +14,9 @@ from tests.helpers import programs
 from tests.helpers.folders import vision_folders
 from tests.helpers.folders.vision_programs import argv, counted, folder, refused
 from tests.helpers.forked_programs import launch
-from tests.helpers.programs import metrics, program, write_lines
+from tests.helpers.pages import documents
+from tests.helpers.programs import ROOT, metrics, program, write_lines
+from tests.helpers.texts.picture_prompts import write_published
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 from tools.gpu.programs import texts_of
@@ -167,3 +169,30 @@ def test_pictures_on_emulated_devices(family, flags, ranks, emulator, tmp_path):
     assert found["auto"] == found["off"]
     assert texts_of(tmp_path / "fp32") == texts_of(tmp_path / "cpu") != []
     assert found["fp32"]["actor/grad_norm"] == pytest.approx(found["cpu"]["actor/grad_norm"], rel=1e-3)
+
+
+SMALL = ("--max-prompt-length 300 --max-response-length 20 --max-tokens-per-microbatch 700 --image-max-pixels 4096"
+         " --train-iters 1")  # fmt: skip
+OF_PAGE = {  # on small models, beside the page's flags
+    "rl": "--prompts-per-step 4 --samples-per-prompt 2 --minibatch-size 8 --lr 1e-4 --rollout-buffer-gb 0.01",
+    "preference": "--global-batch-size 4",
+}
+
+
+@pytest.mark.parametrize("name", [long(name) for name in OF_PAGE])
+def test_published_sets_are_trained_on_by_the_pages_commands(name, tmp_path, monkeypatch):
+    page = documents.text_of(ROOT / "docs" / "images.md")
+    (command,) = (
+        c for c in documents.commands_in(page, "page") if f"train_{name}" in c.words and "--hf-model" in c.words
+    )
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "Qwen2.5-VL-3B").symlink_to(folder() / "model")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for each in ("geo3k", "rlaif-v"):
+        write_published(each, tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    programs.train(name, [*command.words[3:], *SMALL.split(), *OF_PAGE[name].split()])
+    (save,) = (tmp_path / "runs").iterdir()
+    (row,) = metrics(save).values()
+    assert row["images/count"] == {"rl": 4, "preference": 12}[name]  # of a step, and of the reference of all lines
+    assert row["images/count"] < row["images/tokens"] <= 4 * row["images/count"]

@@ -1,14 +1,15 @@
 """Forms of images in data, as TRL, verl, ms-swift, slime and LLaMA-Factory publish them, as marks in texts.
 
-An image is a path, bytes, {"bytes", "path"} of datasets' Image, {"image"}, {"url"} or a data: URL; nothing is
-downloaded. It stands in a column (`images`, `image`) or in a part of a content. Its place is a part of the type image,
-`<image>` or `<image 2>` (the second of the column) in a content that is a string, or before the first user's text if a
-line names no place.
+An image is a path, bytes, {"bytes", "path"} of datasets' Image, {"image"}, {"url"}, a data: URL or base64; nothing is
+downloaded. It stands in a column (`images`, `image`, `image_1` and on) or in a part of a content. Its place is a part
+of the type image, `<image>` or `<image 2>` (the second of the column) in a content that is a string, or before the
+first user's text if a line names no place.
 """
 
 import array
 import base64
 import binascii
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +26,18 @@ from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
 from megarl.plain_files import read_bytes, reason_of, resolved
 
-NAMES = ("images", "image")  # of columns
+NAMES = ("images", "image", "image_1")  # of columns
 PLACE = "<image>"
 _NUMBERED = re.compile(r"<image ([1-9][0-9]?)>")
 PARTS = ("image", "image_url")  # types of parts that are images
 _INNER = ("bytes", "image", "path", "url", "image_url")  # names in an object that is an image, the first counts
+# What Qwen's tools read in such an object, for this image alone.
+_SIZES = ("max_pixels", "min_pixels", "resized_height", "resized_width")
+# How the formats begin in base64, as ms-swift's files may have it.
+_BASE64 = re.compile(r"(iVBORw0KGgo|/9j/|UklGR|R0lGOD|Qk)[A-Za-z0-9+/]{60,}={0,2}")
 _ALL = {"type": "all"}  # this object, not one like it, is the place of all images of a line
 _SHOWN = 60  # characters of a name
+_MAX_BASE64 = MAX_BYTES * 4 // 3 + 4  # characters
 
 Read = Callable[[Any], ImageRef]
 
@@ -170,6 +176,28 @@ def placed(value: Any, given: Sequence[Any], read: Read) -> Any:
     return found[0]["content"] if isinstance(value, str) else found
 
 
+def columns_of(first: str | None, is_named: bool, has: Callable[[str], bool]) -> tuple[str, ...]:
+    """The columns of a table's images: the `first` alone, or image_1 and those after it, of one image each (MMMU).
+
+    Args:
+        first: None: there is none.
+        is_named: whether the user names it, who then means this one alone.
+        has: whether the table has a column.
+    """
+    if first is None or is_named or first != NAMES[-1]:
+        return () if first is None else (first,)
+    return tuple(itertools.takewhile(has, (f"image_{number}" for number in itertools.count(1))))
+
+
+def numbered(values: dict[str, Any]) -> list[Any]:
+    """The images of columns of one each, in order. UsageError for one after a column that has none in a line."""
+    there = [name for name, value in values.items() if value is not None]
+    for name, expected in zip(there, values, strict=False):
+        if name != expected:
+            raise UsageError(f"has {name} and no {expected}; numbers of places count the images from 1")
+    return [values[name] for name in there]
+
+
 def _numbered(messages: list[dict[str, Any]], given: Sequence[Any]) -> tuple[list[dict[str, Any]], Sequence[Any]]:
     """Messages with a plain place for each `<image 2>`, and the images in the order of these. UsageError: the numbers
     are not those of the images."""
@@ -214,6 +242,7 @@ def _is_image(part: Any) -> bool:
 def _own(part: dict[str, Any]) -> Any:
     """The image that a part names; None: it takes the next of the column."""
     found = {name: part[name] for name in _INNER if part.get(name) is not None}
+    _check_sizes(part)
     return found or None
 
 
@@ -250,6 +279,7 @@ def source_of(value: Any, root: Path | None) -> tuple[bytes, str | None]:
         inner = next((value[name] for name in _INNER if value.get(name) is not None), None)
         if inner is None:
             raise UsageError(f"an image is an object without {', '.join(_INNER)}")
+        _check_sizes(value)
         return source_of(inner, root)
     if isinstance(value, bytes):
         if len(value) > MAX_BYTES:
@@ -259,6 +289,8 @@ def source_of(value: Any, root: Path | None) -> tuple[bytes, str | None]:
         raise UsageError(f"an image is a path, bytes, a data: URL or {{bytes, path}}, not {value!r:.{_SHOWN}}")
     if value.startswith("data:"):
         return _of_data_url(value), None
+    if len(value) <= _MAX_BASE64 and _BASE64.fullmatch(value):
+        return _of_base64(value), None
     scheme = urlsplit(value[:_SHOWN]).scheme if "://" in value[:_SHOWN] else ""
     if scheme not in ("", "file"):
         raise UsageError(f"image {value[:_SHOWN]!r}: nothing is downloaded; give a path, bytes or a data: URL")
@@ -271,6 +303,11 @@ def source_of(value: Any, root: Path | None) -> tuple[bytes, str | None]:
     if not any(path.is_relative_to(allowed) for allowed in _roots(root)):
         raise UsageError(f"image {name[:_SHOWN]!r}: is outside of {root}; --images-folder names another folder")
     return _content(name, path), str(path)
+
+
+def _check_sizes(value: dict[str, Any]):
+    if own := [name for name in _SIZES if value.get(name) is not None]:
+        raise UsageError(f"an image has {own[0]} of its own; --image-max-pixels holds for all images")
 
 
 def _content(name: str, path: Path) -> bytes:
@@ -291,10 +328,14 @@ def _roots(root: Path) -> list[Path]:
 
 def _of_data_url(value: str) -> bytes:
     head, comma, body = value.partition(",")
-    if not comma or not head.startswith("data:image/") or not head.endswith(";base64"):
+    if not comma or not head.startswith(("data:image/", "data:image;")) or not head.endswith(";base64"):
         raise UsageError(f"a data: URL of an image is data:image/…;base64,…, not {head[:_SHOWN]!r}")
-    if len(body) > MAX_BYTES * 4 // 3 + 4:
-        raise UsageError(f"a data: URL of {len(body):,} characters; allowed: at most {MAX_BYTES * 4 // 3 + 4:,}")
+    return _of_base64(body)
+
+
+def _of_base64(body: str) -> bytes:
+    if len(body) > _MAX_BASE64:
+        raise UsageError(f"a data: URL of {len(body):,} characters; allowed: at most {_MAX_BASE64:,}")
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:

@@ -44,7 +44,8 @@ HF_FOLDERS = {
     "models/Qwen3-30B-A3B-Base": "qwen3_30b_a3b", "models/Qwen3-Next-80B-A3B": "qwen3_next_80b_a3b",
     "models/small": "qwen3_0.6b", "models/large": "qwen3_8b", "models/my-model": "qwen3_0.6b",
     "models/math": "qwen3_8b", "runs/coder": "qwen3_8b", "models/judge": "qwen3_8b", "DIR": "qwen3_0.6b",
-    "runs/smollm2-135m-instruct": "qwen3_0.6b", "models/granite-3.3-2b": "qwen3_0.6b",
+    "models/Qwen2.5-VL-3B": "qwen2.5_3b", "runs/smollm2-135m-instruct": "qwen3_0.6b",
+    "models/granite-3.3-2b": "qwen3_0.6b",
 }  # fmt: skip
 EMPTY = ("env/bin/activate", "apex/setup.py", "dist/megarl-0.1.0-py3-none-any.whl", "megarl-17.log")
 

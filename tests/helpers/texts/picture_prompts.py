@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,66 @@ def encoder_of(folder: Path, max_pixels: int | None = None, max_images: int = 8)
     tokenizer = HuggingFaceTokenizer(str(folder))
     images = Images(processor_of(folder, max_pixels), max_images)
     return Encoder(tokenizer, ChatTemplate(tokenizer.template, tokenizer, images=images))
+
+
+# -- data sets as they are published -----------------------------------------------------------------------------------
+
+_TEXT, _ANSWER = {"dtype": "string", "_type": "Value"}, "You FIRST think. The final answer MUST BE put in \\boxed{}."
+_OF_MESSAGES = [{"content": [{"text": _TEXT, "type": _TEXT}], "role": _TEXT}]
+_OF_IMAGES = {"feature": {"_type": "Image"}, "_type": "Sequence"}
+
+
+def _said(role: str, *parts: str | None) -> list[dict]:
+    """A message of TRL's preferences; None: an image."""
+    kinds = [{"text": part, "type": "image" if part is None else "text"} for part in parts]
+    return [{"content": kinds, "role": role}]
+
+
+def _geometry(number: int, image: dict) -> dict:
+    problem = f"<image>Find x{number}."
+    return {
+        "images": [image], "data_source": "hiyouga/geometry3k", "ability": "math",
+        "prompt": [{"content": f"{problem} {_ANSWER}", "role": "user"}],
+        "reward_model": {"ground_truth": str(number), "style": "rule"},
+        "extra_info": {"answer": str(number), "index": number, "question": problem, "split": "train"},
+    }  # fmt: skip
+
+
+def _preference(number: int, image: dict) -> dict:
+    chosen, rejected = _said("assistant", f"the picture {number}"), _said("assistant", "none")
+    return {
+        "chosen": chosen, "rejected": rejected, "images": [image],
+        "prompt": _said("user", None, f"What is picture {number}?"),
+    }  # fmt: skip
+
+
+def _university(number: int, image: dict) -> dict:
+    columns = {f"image_{i}": image if i <= 1 + number % 2 else None for i in range(1, 8)}
+    question = f"Question {number}: is <image 2> like <image 1>?" if number % 2 else "What is <image 1>?"
+    return {"id": f"validation_{number}", "question": question, "options": "['a', 'b']", "answer": "B", **columns}
+
+
+# Name -> the file of a set, its line of a number and an image, and what `datasets` says of its columns.
+PUBLISHED: dict[str, tuple[str, Callable[[int, dict], dict], dict]] = {
+    "geo3k": ("train.parquet", _geometry, {"images": _OF_IMAGES}),  # as verl's examples write geometry3k
+    "rlaif-v": ("data/train-00000-of-00001.parquet", _preference,  # of TRL's examples
+                dict.fromkeys(("chosen", "rejected", "prompt"), _OF_MESSAGES) | {"images": _OF_IMAGES}),
+    "mmmu": ("validation.parquet", _university, {f"image_{i}": {"_type": "Image"} for i in range(1, 8)}),
+}  # fmt: skip
+
+
+def write_published(name: str, folder: Path, count: int = 12) -> Path:
+    """The lines of a data set's form, with drawn pictures instead of its own; returns its file."""
+    import pyarrow
+    import pyarrow.parquet
+
+    file, line, features = PUBLISHED[name]
+    sizes = [(64, 64), (96, 64), (64, 96)]
+    pictures = [encoded(picture(*sizes[i % 3], i), "JPEG" if i % 2 else "PNG") for i in range(count)]
+    rows = [line(i, {"bytes": data, "path": f"{i}.png"}) for i, data in enumerate(pictures)]
+    table = pyarrow.Table.from_pylist(rows)
+    table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    path = folder / name / file
+    path.parent.mkdir(parents=True)
+    pyarrow.parquet.write_table(table, path)
+    return path

@@ -11,7 +11,14 @@ from megarl.data.columns import Columns
 from megarl.data.images.names import key_of, readable
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.errors import UsageError
-from tests.helpers.texts.picture_prompts import encoded, encoder_of, picture, write_folder
+from tests.helpers.texts.picture_prompts import (
+    PUBLISHED,
+    encoded,
+    encoder_of,
+    picture,
+    write_folder,
+    write_published,
+)
 
 ASKED = "What is it?"
 RED, BLUE = encoded(picture(96, 64, 1)), encoded(picture(64, 128, 2), "JPEG")
@@ -21,7 +28,7 @@ def url_of(data: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
-URL = url_of(RED)
+URL, BASE64 = url_of(RED), base64.b64encode(RED).decode()
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +83,11 @@ LINES = {
     "a path's part": ({"prompt": parts({"type": "image", "path": "red.png"})}, 1),
     "a URL of a file": ({"prompt": user(ASKED), "image": "file://inside.png"}, 1),
     "a data URL": ({"prompt": user(ASKED), "images": [URL]}, 1),
+    "a data URL of any kind": ({"prompt": user(ASKED), "images": [URL.replace("/png", "")]}, 1),
+    "base64": ({"prompt": user(ASKED), "images": [BASE64, base64.b64encode(BLUE).decode()]}, 2),
+    "columns of one each": ({"question": f"<image 2><image 1>{ASKED}", "image_1": "sub/blue.jpg", "image_2": "red.png",
+                             "image_3": None}, 2),
+    "one such column": ({"question": ASKED, "image_1": "red.png"}, 1),
     "a link inside": ({"prompt": user(ASKED), "images": ["inside.png"]}, 1),
     "nulls": ({"prompt": user(f"{ASKED}<image>"), "images": None, "answer": "2"}, 0),
     "no image": ({"prompt": user(ASKED), "images": []}, 0),
@@ -116,6 +128,39 @@ def test_structs_of_datasets_images(suffix, encoder, files):
     assert "left out" not in prompts.notes[0]
 
 
+PROMPTS = {  # of data sets: what their prompts, those of the second line, and images are recognised from
+    "geo3k": (
+        "rl",
+        "1",
+        "prompt from prompt, answer from reward_model.ground_truth, task from data_source, images from",
+    ),
+    "rlaif-v": ("reward", None, "prompt from prompt, chosen from chosen, rejected from rejected, images from images"),
+    "mmmu": ("rl", "B", "images from image_1, image_2, image_3, image_4, image_5, image_6, image_7, metadata from id,"),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sets(name, encoder, tmp_path):
+    purpose, answer, note = PROMPTS[name]
+    path = write_published(name, tmp_path)
+    prompts = load_prompts(str(path), columns=Columns(purpose=purpose), images=encoder.images)
+    assert note in prompts.notes[0] and "bytes" not in prompts.notes[0] and len(prompts.notes) == 2
+    assert len(prompts) == 12 == len(prompts.images) and prompts[1].answer == answer
+    for number, prompt in enumerate(prompts):
+        (ref,) = prompt.images
+        assert prompts.images.read(ref) and (ref.width, ref.height) == [(64, 64), (96, 64), (64, 96)][number % 3]
+        twice = name == "mmmu" and number % 2
+        assert prompt.text.count(ref.name) == 1 + twice and "<image" not in prompt.text
+        assert sum(token < 0 for token in encoder.prompt(prompt)) == encoder.images.tokens(ref) * (1 + twice)
+        assert not {each for each in prompt.metadata or () if each.startswith("image")}
+
+
+def test_a_named_column_is_that_one_alone(encoder, files):
+    row = {"question": ASKED, "image_1": "red.png", "image_2": "sub/blue.jpg", "answer": "2"}
+    (prompt,) = load(encoder, files, [row], images="image_2")
+    assert [ref.height for ref in prompt.images] == [128] and prompt.metadata == {"image_1": "red.png"}
+
+
 def test_a_named_column_inside_another(encoder, files):
     prompts = load(encoder, files, [{"prompt": user(ASKED), "extra": {"shots": ["red.png"]}}], images="extra.shots")
     assert [ref.width for ref in prompts[0].images] == [96]
@@ -143,6 +188,14 @@ WRONG = {
     "more places": ({"prompt": user("<image><image>"), "images": ["red.png"]}, "has 2 places for images"),
     "a number too many": ({"prompt": user("<image 2>"), "images": ["red.png"]}, "has places for <image 2>, each of"),
     "a number twice": ({"prompt": user("<image 1><image 1>"), "images": ["red.png"]}, "once, and 1 images"),
+    "a hole in columns": ({"prompt": user("<image 2>"), "image_1": None, "image_2": "red.png"},
+                          "has image_2 and no image_1; numbers of places count the images from 1"),
+    "no place of a column's": ({"prompt": user("<image 1>"), "image_1": "red.png", "image_2": "red.png"},
+                               "places for <image 1>, each of which may be there once, and 2 images"),
+    "its own size": ({"prompt": user(ASKED), "images": [{"image": "red.png", "max_pixels": 9}]},
+                     "an image has max_pixels of its own; --image-max-pixels holds for all images"),
+    "a part's own size": ({"prompt": parts({"type": "image", "image": "red.png", "min_pixels": 9})},
+                          "an image has min_pixels of its own"),
     "fewer places": ({"prompt": user("<image>"), "images": ["red.png", "red.png"]}, "1 places for images"),
     "part without image": ({"prompt": parts({"type": "image"})}, "has 1 places for images"),
     "video": ({"prompt": parts({"type": "image", "image": "red.png"}, {"type": "video", "video": "x"})},
@@ -175,7 +228,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_lines(name, encoder, files):
     row, needle = WRONG[name]
-    good = {"prompt": user(ASKED), "images": ["red.png"]}
+    good = {"prompt": user(ASKED), **({"image_1": "red.png"} if "image_1" in row else {"images": ["red.png"]})}
     with pytest.raises(UsageError) as failure:
         load(encoder, files, [good, row])
     line = str(failure.value)
