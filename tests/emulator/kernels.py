@@ -58,12 +58,30 @@ def _install_references():
         recurrent_rows,
         rotate_heads,
         segment_attention,
+        sum_norm,
     )
     from tests.helpers.models import reference_kernels
 
-    for name in ("paged_decode", "sample_rows", "rotate_heads", "expert_pairs", "sum_pairs"):
+    for name in (
+        "paged_decode",
+        "sample_rows",
+        "rotate_heads",
+        "split_heads",
+        "join_heads",
+        "expert_pairs",
+        "sum_norm",
+        "sum_pairs",
+    ):
         _library.impl(name, _computing(name, getattr(reference_kernels, name)), "CUDA")
-    for name in ("rotate_and_store", "head_sums", "head_gradient", "convolve_rows", "delta_rows", "space_rows"):
+    for name in (
+        "rotate_and_store",
+        "head_sums",
+        "head_gradient",
+        "convolve_rows",
+        "delta_rows",
+        "space_rows",
+        "sum_norm_backward",
+    ):
         _library.impl(name, _writing(name, getattr(reference_kernels, name)), "CUDA")
     _library.impl("swiglu_rows", _computing("swiglu_rows", _swiglu), "CUDA")
     _library.impl("swiglu_rows_backward", _computing("swiglu_rows_backward", _swiglu_backward), "CUDA")

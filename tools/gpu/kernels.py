@@ -106,15 +106,19 @@ def swiglu() -> bool:
 
 def rotation() -> bool:
     """Rotation of training, forward and backward: the bits of single operators."""
-    from megarl.mcore.kernels.cuda.rotate_heads import rotate_heads
+    from megarl.mcore.kernels.cuda import rotate_heads as own
 
     is_equal = True
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         query, key, angles = drawn(300, 16, 128, dtype=dtype), drawn(300, 8, 128, dtype=dtype), drawn(300, 1, 64)
         cosines, sines = (torch.cat([x, x], -1).to(dtype) for x in (angles.cos(), angles.sin()))
         for is_backward in (False, True):
-            found = rotate_heads(query, key, cosines, sines, is_backward)
+            found = own.rotate_heads(query, key, cosines, sines, is_backward)
             expected = reference_kernels.rotate_heads(query, key, cosines, sines, is_backward)
+            is_equal &= all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+        calls = (("join_heads", (query, key, key)), ("split_heads", (query.unflatten(1, (4, 4)),)))
+        for name, given in calls:
+            found, expected = (getattr(kernels, name)(*given, cosines, sines) for kernels in (own, reference_kernels))
             is_equal &= all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     report(kernel="rotate_heads", is_equal=is_equal)
     return is_equal

@@ -53,10 +53,10 @@ class Ceiling(NamedTuple):
 
 UPDATE, STEP = "the last of an update of 4096", "decode step"
 CEILINGS = [
-    Ceiling(28, "dense", UPDATE, 1230),
-    Ceiling(48, "128 experts", UPDATE, 4440),
-    Ceiling(28, "dense", STEP, 381),
-    Ceiling(12, "128 experts", STEP, 477),
+    Ceiling(28, "dense", UPDATE, 896),
+    Ceiling(48, "128 experts", UPDATE, 3866),
+    Ceiling(28, "dense", STEP, 325),
+    Ceiling(12, "128 experts", STEP, 453),
 ]
 REAL = (
     f"{COMMON} --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 16 --num-query-groups 8"

@@ -20,6 +20,7 @@ from megarl.mcore.kernels.cuda import (
     recurrent_rows,
     rotate_heads,
     segment_attention,
+    sum_norm,
 )
 
 TENSORS = dict.fromkeys(("query", "key", "value", "out"), "*bf16") | {"log_sums": "*fp32"}
@@ -67,12 +68,26 @@ cases += [
     )
     for dtype, flag in (("bf16", False), ("bf16", True), ("fp32", True))
 ]
+GROUPS = dict.fromkeys(("heads", "query", "key", "value", "cosines", "sines"), "*bf16")
+GROUPS |= dict.fromkeys(("token_stride", "group_stride", "query_token", "query_head", "key_token"), "i32")
+GROUPS |= dict.fromkeys(("key_group", "value_token", "value_group"), "i32")
+cases += [
+    (kernel, GROUPS, HEADS | dict(ROTATED=128)) for kernel in (rotate_heads._split_group, rotate_heads._join_group)
+]
+SUMS = dict.fromkeys(("x", "added", "weight", "total", "out", "grad_total", "grad", "grad_x"), "*bf16")
+SUMS |= {"scales": "*fp32", "grad_weight": "*fp32", "epsilon": "fp32"} | dict.fromkeys(
+    ("rows", "columns", "tiles"), "i32"
+)
+OF_ROWS = dict(TILE=2048, ROW_TILE=sum_norm.ROW_TILE, COLUMN_TILE=sum_norm.COLUMN_TILE)
+cases += [(sum_norm._sum_norm_row, SUMS, dict(TILE=16384)), (sum_norm._sum_norm_gradients, SUMS, OF_ROWS)]
 HALVES = dict.fromkeys(("x", "out", "grad", "grad_x"), "*bf16") | {"columns": "i32"}
 cases += [(kernel, HALVES, dict(TILE=mlp_rows.TILE)) for kernel in (mlp_rows._swiglu, mlp_rows._swiglu_backward)]
 OPTIONS = {
     matmul_kernel_persistent: {"num_warps": 8, "num_stages": 3},
     rotate_heads._rotate_and_store: rotate_heads.OPTIONS,
     rotate_heads._rotate_heads: rotate_heads.OPTIONS,
+    rotate_heads._split_group: rotate_heads.OPTIONS,
+    rotate_heads._join_group: rotate_heads.OPTIONS,
 }
 HEAD_ROWS = dict.fromkeys(("logits", "temperatures", "sums", "statistics", "grads"), "*fp32")
 HEAD_ROWS |= {"targets": "*i64", "out": "*bf16", "row_stride": "i64", "out_stride": "i64", "temperature": "fp32"}
@@ -81,6 +96,7 @@ cases += [
     (kernel, HEAD_ROWS, dict(TILE=head_rows.TILE, HAS_TEMPERATURES=flag))
     for kernel, flag in ((head_rows._sum_row, False), (head_rows._grad_row, True))
 ]
+OPTIONS |= {kernel: {"num_warps": sum_norm.WARPS} for kernel in (sum_norm._sum_norm_row, sum_norm._sum_norm_gradients)}
 OPTIONS |= {kernel: {"num_warps": head_rows.WARPS} for kernel in (head_rows._sum_row, head_rows._grad_row)}
 PAIRS = dict.fromkeys(("routing_map",), "*i1") | dict.fromkeys(("counts", "gates", "tokens", "places", "order"), "*i64")
 PAIRS |= dict.fromkeys(("count", "experts", "each", "columns"), "i32") | dict.fromkeys(("values", "out"), "*bf16")

@@ -88,6 +88,36 @@ def rotate_heads(query, key, cosines, sines, is_backward):
     return list(rotated)
 
 
+def split_heads(heads, cosines, sines):
+    """As that of `kernels.cuda.rotate_heads`, in single operators."""
+    query, key = heads[:, :, :-2].flatten(1, 2), heads[:, :, -2]
+    return (
+        [query.contiguous(), key.contiguous()] if cosines is None else rotate_heads(query, key, cosines, sines, False)
+    )
+
+
+def join_heads(query, key, value, cosines, sines):
+    """As that of `kernels.cuda.rotate_heads`, in single operators."""
+    query, key = (query, key) if cosines is None else rotate_heads(query, key, cosines, sines, True)
+    return torch.cat([query.unflatten(1, (key.shape[1], -1)), key.unsqueeze(2), value.unsqueeze(2)], 2)
+
+
+def sum_norm(x, added, weight, eps):
+    """As that of `kernels.cuda.sum_norm`, in fp32."""
+    total = x + added
+    scales = (total.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+    return [total, (total.float() * scales * weight.float()).to(x.dtype), scales]
+
+
+def sum_norm_backward(grad_x, grad_weight, grad_total, grad, total, weight, scales):
+    """As that of `kernels.cuda.sum_norm`, in fp32."""
+    grad, normed = grad.float(), total.float() * scales
+    scaled = grad * weight.float()
+    grad_weight += (grad * normed).flatten(0, -2).sum(0)
+    own = scales * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+    grad_x.copy_(own.to(total.dtype) + grad_total)
+
+
 def expert_pairs(routing_map, counts, each):
     """As that of `kernels.cuda.mlp_rows`."""
     pairs = routing_map.t().nonzero()  # expert, token

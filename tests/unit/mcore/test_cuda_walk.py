@@ -85,8 +85,9 @@ def test_an_update_waits_for_the_device_once(walked, name):
     assert launches(found["scores"], ATTENTION) == forwards
     assert launches(found["passes"], ATTENTION) == forwards * (2 if name == "update recompute" else 1)
     assert launches(found["passes"], [BACKWARD]) == forwards
-    assert launches(found["scores"], ["megarl.rotate_heads"]) == forwards
-    assert launches(found["passes"], ["megarl.rotate_heads"]) == forwards * (3 if name == "update recompute" else 2)
+    assert launches(found["scores"], ["megarl.split_heads"]) == forwards
+    assert launches(found["passes"], ["megarl.split_heads"]) == forwards * (2 if name == "update recompute" else 1)
+    assert launches(found["passes"], ["megarl.join_heads"]) == forwards
     assert launches(found["passes"], ["aten.cos"]) == MICROBATCHES  # tables that all layers share
     # Linear layers and the vocabulary head add to an fp32 gradient without a product in 16 bits; experts have products
     # of their own, and a critic another head.
