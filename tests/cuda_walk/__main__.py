@@ -23,9 +23,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 def walked(name: str):
     """What a scenario counted."""
     from tests.cuda_walk import algorithms, checks, exact, moves, parallel, rollout, training
-    from tests.cuda_walk.cost import small
+    from tests.cuda_walk.cost import cases
 
-    modules = algorithms, checks, exact, moves, parallel, rollout, small, training
+    modules = algorithms, checks, exact, moves, parallel, rollout, cases, training
     ((walks, ranks),) = [module.SCENARIOS[name] for module in modules if name in module.SCENARIOS]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     device.stand_alone()

@@ -53,6 +53,7 @@ def _on_host(value):
 
 def _install_references():
     from megarl.mcore.kernels.cuda import (  # noqa: F401
+        exact_rows,
         head_rows,
         mlp_rows,
         recurrent_chunks,
@@ -62,11 +63,35 @@ def _install_references():
     )
     from tests.helpers.models import reference_kernels
 
-    computing = "paged_decode", "sample_rows", "rotate_heads", "expert_pairs", "sum_pairs", "convolve_runs"
-    for name in (*computing, "convolve_runs_backward"):
+    for name in (
+        "paged_decode",
+        "sample_rows",
+        "uniform_rows",
+        "rotate_heads",
+        "split_heads",
+        "join_heads",
+        "expert_pairs",
+        "route",
+        "route_backward",
+        "sum_norm",
+        "sum_pairs",
+        "swiglu_gated",
+        "swiglu_gated_backward",
+        "convolve_runs",
+        "convolve_runs_backward",
+    ):
         _library.impl(name, _computing(name, getattr(reference_kernels, name)), "CUDA")
-    recurrent = "convolve_rows", "delta_rows", "space_rows", "walk_chunks"
-    for name in ("rotate_and_store", "head_sums", "head_gradient", *recurrent):
+    for name in (
+        "rotate_and_store",
+        "begin_rows",
+        "head_sums",
+        "head_gradient",
+        "convolve_rows",
+        "delta_rows",
+        "space_rows",
+        "sum_norm_backward",
+        "walk_chunks",
+    ):
         _library.impl(name, _writing(name, getattr(reference_kernels, name)), "CUDA")
     _library.impl("swiglu_rows", _computing("swiglu_rows", _swiglu), "CUDA")
     _library.impl("swiglu_rows_backward", _computing("swiglu_rows_backward", _swiglu_backward), "CUDA")

@@ -22,7 +22,9 @@ SAME_KERNEL = {"megarl::paged_decode": "attention", "megarl::packed_attention": 
 SKIPPED = {
     "megarl::rotate_and_store",
     "megarl::rotate_heads",
+    "megarl::split_heads",
     "megarl::sample_rows",
+    "megarl::uniform_rows",
     "megarl::row_logprobs",
 }  # of the rollout or training alone
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.attention import backends
-from megarl.mcore.attention.rotary_embeddings import rotated_heads
+from megarl.mcore.attention.rotary_embeddings import rotated_heads, split_heads
 from megarl.mcore.attention.segments import kind_of_layer
 from megarl.mcore.parallel.context_parallel import gather_for_attention
 from megarl.mcore.parallel.process_groups import split_state_dict
@@ -34,9 +34,19 @@ class PackedAttention(MegatronModule):
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None, **_):
         """query [T, H, D], key, value [T, G, D] of this rank -> [T, H·D]; `packed_seq_params` is a `PackedLayout`."""
-        layout = packed_seq_params
-        if layout.rotations is not None and not self.skips_rope:
-            query, key = rotated_heads(query, key, *layout.rotations[self.kind])
+        rotation = self._rotation(packed_seq_params)
+        if rotation is not None:
+            query, key = rotated_heads(query, key, rotation.cosines, rotation.sines)
+        return self._attend_gathered(query, key, value, packed_seq_params)
+
+    def of_groups(self, heads: Tensor, layout) -> Tensor:
+        """As `forward`, of heads [T, G, R + 2, D] on CUDA: the queries of each group, its key, its value."""
+        return self._attend_gathered(*split_heads(heads, *(self._rotation(layout) or (None, None))), layout)
+
+    def _rotation(self, layout):
+        return None if layout.rotations is None or self.skips_rope else layout.rotations[self.kind]
+
+    def _attend_gathered(self, query: Tensor, key: Tensor, value: Tensor, layout) -> Tensor:
         if layout.order is not None:
             key_value = gather_for_attention(torch.cat([key, value], dim=1), layout.order, layout.cp_group)
             key, value = key_value.chunk(2, dim=1)

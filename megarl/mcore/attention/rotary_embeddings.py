@@ -170,6 +170,23 @@ def _rotated_heads(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, i
     return [_rotated(heads, cosines, sines, is_backward) for heads in (query, key)]
 
 
+def _split_heads_gradient(ctx, query_grad, key_grad, value_grad):
+    from megarl.mcore.kernels.cuda.rotate_heads import join_heads  # needs Triton
+
+    return join_heads(query_grad, key_grad, value_grad, *ctx.tables), None, None
+
+
+@with_gradient(_split_heads_gradient)
+def split_heads(ctx, heads: Tensor, cosines: Tensor | None, sines: Tensor | None) -> tuple[Tensor, ...]:
+    """Heads [T, G, R + 2, D] of a CUDA device, as a product gives them -> queries [T, G·R, D] and keys [T, G, D],
+    rotated as by `rotated_heads`, and values [T, G, D], a view; differentiable once. `cosines` None: not rotated."""
+    from megarl.mcore.kernels.cuda.rotate_heads import split_heads  # needs Triton
+
+    ctx.tables = cosines, sines
+    query, key = split_heads(heads, cosines, sines)
+    return query, key, heads[:, :, -1]
+
+
 def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor, is_backward: bool) -> Tensor:
     """x · cos + swapped · sin, each rounded; of gradients x · cos + swapped (x · sin)."""
     if heads.stride(-1) == 1 and native.supports(heads, cosines, sines):

@@ -10,10 +10,12 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megarl.mcore import device
 from megarl.mcore.kernels import native, with_gradient
 from megarl.mcore.kernels.batch_invariance import is_exact
+from megarl.mcore.kernels.linear import HALF, adds_to_main_grad, stand_in
 from megarl.mcore.parallel.process_groups import split_state_dict
 
 
@@ -56,12 +58,65 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, H] -> […, H], equal to the last bit with and without gradients."""
+        norm, normed = vars(x).get("normed", (None, x))  # see `add_normed`
+        if norm is self and normed.requires_grad == x.requires_grad:  # else made by a layer that is computed again
+            return normed
         weight = self.weight
         if self.group is not None:
             weight = copy_to_tensor_model_parallel_region(weight, self.group)
         if x.device.type != "cpu" or x.dtype is not torch.float32 or weight.dtype is not torch.float32:
             return torch.nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
         return rms_norm(x, weight, self.eps)
+
+
+def _sum_norm_gradient(ctx, grad_total, grad):
+    """A norm that nobody has read gives its weight no gradient: another path gives all of it, and may add it
+    elsewhere."""
+    from megarl.mcore.kernels.cuda.exact_rows import sum_norm_backward  # needs Triton
+
+    if grad is None:
+        return grad_total, grad_total, None, None
+    total, weight, scales = ctx.saved_tensors
+    grad_total = torch.zeros_like(total) if grad_total is None else grad_total.contiguous()
+    adds = ctx.needs_input_grad[2] and adds_to_main_grad(weight)
+    grad_weight = weight.main_grad if adds else torch.zeros_like(weight, dtype=torch.float32)
+    grad_x = torch.empty_like(total)
+    sum_norm_backward(grad_x, grad_weight, grad_total, grad.contiguous(), total, weight, scales)
+    return grad_x, grad_x, stand_in(weight) if adds else grad_weight.to(weight.dtype), None
+
+
+@with_gradient(_sum_norm_gradient)
+def _sum_norm(ctx, x, added, weight, eps):
+    """(x + added, its norm), both […, H]."""
+    from megarl.mcore.kernels.cuda.exact_rows import sum_norm  # needs Triton
+
+    total, normed, scales = sum_norm(x, added, weight, eps)
+    ctx.save_for_backward(total, weight, scales)
+    ctx.set_materialize_grads(False)
+    return total, normed
+
+
+def add_normed(residual: Tensor, output: Tensor, norm) -> Tensor:
+    """residual + output, both […, H], of which `norm`, a module or None, is the next reader. Without gradients `output`
+    may be overwritten.
+
+    On CUDA in 16 bits one kernel also computes an RMSNorm of the sum, which `norm` then returns when it is called.
+    """
+    if type(norm) is not RMSNorm or not _has_sum_kernel(residual, output, norm):
+        return residual + output if torch.is_grad_enabled() else output.add_(residual)
+    total, normed = _sum_norm(residual, output, norm.weight, norm.eps)
+    total.normed = norm, normed
+    return total
+
+
+def _has_sum_kernel(residual: Tensor, output: Tensor, norm: RMSNorm) -> bool:
+    if not residual.is_cuda or residual.dtype not in HALF or norm.group is not None:
+        return False
+    from megarl.mcore.kernels.cuda.exact_rows import MAX_COLUMNS  # needs Triton
+
+    is_plain = residual.dtype == output.dtype == norm.weight.dtype
+    is_plain = is_plain and not isinstance(norm.weight, DTensor)  # a shard that its own layer gathers
+    return is_plain and residual.shape[-1] <= MAX_COLUMNS and residual.is_contiguous() and output.is_contiguous()
 
 
 class ZeroCentredRMSNorm(torch.nn.RMSNorm):

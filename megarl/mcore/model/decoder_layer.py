@@ -8,6 +8,7 @@ Shapes: T tokens of the step, G key/value groups of R query heads each, D channe
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -24,7 +25,7 @@ from megarl.mcore.attention.cache_attention import PrefillDedup
 from megarl.mcore.attention.rotary_embeddings import Rotation
 from megarl.mcore.kernels.batch_invariance import sigmoid
 from megarl.mcore.kernels.linear import apply_linear
-from megarl.mcore.kernels.norm import AllHeadsRMSNorm, build_norm
+from megarl.mcore.kernels.norm import AllHeadsRMSNorm, add_normed, build_norm
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.shared_groups import SharedGroup
 from megarl.mcore.moe.layer import MixtureLayer
@@ -96,6 +97,9 @@ class PagedSelfAttention(SelfAttention):
             return self.step(hidden, inference_context.plan(rotary_pos_emb))
         if self.checkpoint_core_attention and self.training:
             return super().forward(hidden, attention_mask, packed_seq_params=packed_seq_params, **kw)
+        if self._has_plain_heads and hidden.is_cuda:
+            attended = self.core_attention.of_groups(self._projected_heads(hidden), packed_seq_params)
+            return apply_linear(self.linear_proj, attended.unsqueeze(1))
         has_gate = self.config.attention_output_gate
         heads = self.get_query_key_value_tensors(hidden, None, split_qkv=True, output_gate=has_gate)
         query, key, value, *gates = heads
@@ -174,6 +178,7 @@ class DecoderLayer(TransformerLayer):
     """Megatron's layer with a fast path for the rollout engine; passes the routing of a micro-batch to its router."""
 
     has_plain_sums = True  # adds outputs to the hidden states as they are
+    _next_norm: tuple = (None,)  # that reads its output; in a tuple, as it is not a module of this layer
 
     def forward(self, hidden_states, inference_context=None, rotary_pos_emb=None, packed_seq_params=None, **kwargs):
         """Returns hidden states and the cross-attention context, which is None; arguments as of Megatron's layer.
@@ -211,9 +216,15 @@ class DecoderLayer(TransformerLayer):
     def _compute(self, hidden: Tensor, attend: Callable, feed_forward: Callable) -> Tensor:
         """`attend`: normed hidden states -> attention's output, and a bias to add; `feed_forward`: of the hidden states
         after it."""
+        has_mlp, (last,) = not isinstance(self.mlp, IdentityOp), self._next_norm
         if not isinstance(self.self_attention, IdentityOp):
-            hidden = self._add(hidden, *attend(self.input_layernorm(hidden)))
-        return hidden if isinstance(self.mlp, IdentityOp) else self._add(hidden, *feed_forward(hidden))
+            norm = self.pre_mlp_layernorm if has_mlp else last
+            hidden = self._add(hidden, *attend(self.input_layernorm(hidden)), norm)
+        return self._add(hidden, *feed_forward(hidden), last) if has_mlp else hidden
+
+    @property
+    def _first_norm(self):
+        return self.pre_mlp_layernorm if isinstance(self.self_attention, IdentityOp) else self.input_layernorm
 
     def _feed_forward(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """Output of the MLP or experts, and a bias to add; a step that the device plans has equally many rows on all
@@ -221,9 +232,15 @@ class DecoderLayer(TransformerLayer):
         apply = self.mlp.step if plan.is_on_device and isinstance(self.mlp, MixtureLayer) else self.mlp
         return apply(self.pre_mlp_layernorm(hidden))
 
-    def _add(self, residual: Tensor, output: Tensor, bias: Tensor | None) -> Tensor:
-        output = output if bias is None else output + bias
-        return residual + output if torch.is_grad_enabled() else output.add_(residual)
+    def _add(self, residual: Tensor, output: Tensor, bias: Tensor | None, norm) -> Tensor:
+        return add_normed(residual, output if bias is None else output + bias, norm)
+
+
+def link_norms(block):
+    """Tells each layer of a chunk which norm reads its output."""
+    for layer, after in itertools.zip_longest(block.layers, block.layers[1:]):
+        if isinstance(layer, DecoderLayer):
+            layer._next_norm = (getattr(after, "_first_norm", None) if after is not None else block.final_layernorm,)
 
 
 class PostNormLayer(DecoderLayer):

@@ -18,6 +18,7 @@ from megarl.mcore import device
 from megarl.mcore.attention.rotary_embeddings import Rotary, Rotation
 from megarl.mcore.config.megatron_flags import transformer_config
 from megarl.mcore.config.model_flags import ROTARY
+from megarl.mcore.model.decoder_layer import link_norms
 from megarl.mcore.model.initialization import initialize
 from megarl.mcore.model.layer_specs import block_spec
 from megarl.mcore.model.native_decode import run_decode_layers
@@ -196,6 +197,9 @@ def _build_chunk(
     if value_head and last:
         # Sequence classification of Hugging Face has no bias.
         chunk.output_layer = ValueHead(config, pg_collection.tp, bias=args.draws_weights)
+    # The first gathers a layer's weights for this layer alone; the other computes layers again, each from its input.
+    if not args.use_torch_fsdp2 and args.recompute_granularity != "full":
+        link_norms(chunk.decoder)
     if is_rotary:
         chunk.rotary_pos_emb = Rotary(args, config)
     if first and args.position_embedding_type == "learned_absolute":

@@ -21,9 +21,16 @@ def text(phases: list[Phase], operators: int = 0) -> str:
         rows.append(_row(phase, found, seconds))
         names = [f"{name} {1e3 * own:.2f}" for name, own in found.by_name.most_common(operators)]
         slowest += [f"{phase.role}, {phase.name}, ms: {', '.join(names)}"] if names else []
-    widths = [max(len(str(row[i])) for row in rows) for i in range(len(COLUMNS))]
-    lines = ["  ".join(f"{value!s:{'<' if i < 2 else '>'}{widths[i]}}" for i, value in enumerate(row)) for row in rows]
-    return "\n".join([*lines, f"{total:,.1f} s a step, if phases and roles take turns", _assumed(), *slowest])
+    last = f"{total:,.1f} s a step, if phases and roles take turns", _assumed(), *slowest
+    return "\n".join([aligned(rows, 2), *last])
+
+
+def aligned(rows: list[tuple], names: int) -> str:
+    """Rows as lines; the first `names` columns begin, and the others end, below each other."""
+    widths = [max(len(str(value)) for value in column) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(f"{value!s:{'<' if i < names else '>'}{widths[i]}}" for i, value in enumerate(row)) for row in rows
+    )
 
 
 def _row(phase: Phase, found: Prediction, seconds: float) -> tuple:

@@ -4,9 +4,10 @@ import pytest
 
 from megarl.errors import UsageError
 from megarl.planning.question import Question
-from tests.cuda_walk.cost import phases, small
+from tests.cuda_walk.cost import cases, phases
 from tests.cuda_walk.cost.timeline import Collective, Constants, Replay, Wait, predict
 from tests.cuda_walk.cost.work import Work
+from tests.cuda_walk.start import needs_compiler, walks
 
 C = Constants(1e12, 1e14, 1e13, kernel=1e-6, gap=0.0, operator=10e-6, call=2e-6, step=0.0)
 SHORT, LONG = Work("add", 1e6), Work("mm", 0.0, 99e8)  # 2 µs and 100 µs of the device
@@ -36,10 +37,18 @@ def test_products_of_32_bits_take_longer():
     "flag", ["--pipeline-model-parallel-size 2", "--context-parallel-size 2", "--lora-rank 8", "--speculative-rollout"]
 )
 def test_runs_of_which_a_part_would_be_missed_are_refused(flag):
-    program = Question([*small.FLAGS.split(), *flag.split()], 2, None, small.VOCAB).program()
+    program = Question([*cases.FLAGS.split(), *flag.split()], 2, None, cases.VOCAB).program()
     with pytest.raises(UsageError, match=f"{flag.split()[0]} .*is not predicted"):
         phases.check(program)
 
 
 def test_a_small_run_is_not_refused():
-    phases.check(Question(small.FLAGS.split(), 2, None, small.VOCAB).program())
+    phases.check(Question(cases.FLAGS.split(), 2, None, cases.VOCAB).program())
+
+
+@needs_compiler
+def test_no_phase_launches_more_kernels_than_its_ceiling_allows(tmp_path):
+    """A ceiling is what is launched: whoever launches less lowers it, whoever launches more says why."""
+    counted = [(cases.Ceiling(*ceiling), kernels) for ceiling, kernels in walks(tmp_path, ["launches"])["launches"]]
+    assert [ceiling for ceiling, _ in counted] == cases.CEILINGS
+    assert [(ceiling, kernels) for ceiling, kernels in counted if kernels != ceiling.kernels] == []

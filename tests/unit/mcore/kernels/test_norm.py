@@ -8,7 +8,13 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
-from megarl.mcore.kernels.norm import AllHeadsRMSNorm, RMSNorm, ZeroCentredLayerNorm, ZeroCentredRMSNorm
+from megarl.mcore.kernels.norm import (
+    AllHeadsRMSNorm,
+    RMSNorm,
+    ZeroCentredLayerNorm,
+    ZeroCentredRMSNorm,
+    add_normed,
+)
 from tests.helpers.worlds import run_world
 
 
@@ -34,6 +40,24 @@ def test_the_norm_and_its_gradients_are_those_of_the_formula():
     ((found, expected, same),) = run_world(norms, 1)
     assert_close(found, expected, rtol=5e-5, atol=5e-5)
     assert all(same)
+
+
+def test_a_norm_returns_what_came_with_a_sum_unless_another_norm_or_no_gradient_made_it():
+    norm, x, made = RMSNorm(8, 1e-5), torch.randn(3, 1, 8), torch.randn(3, 1, 8)
+    x.normed = norm, made
+    other = RMSNorm(8, 1e-5)
+    assert norm(x) is norm(x) is made
+    assert torch.equal(other(x), other(x.clone()))
+    x.requires_grad_()  # what came with it was made by a layer that is computed again in backward
+    assert torch.equal(norm(x), other(x))
+
+
+def test_a_sum_on_a_cpu_is_the_sum():
+    residual, output, norm = torch.randn(3, 8), torch.randn(3, 8), RMSNorm(8, 1e-5)
+    expected = residual + output
+    assert torch.equal(add_normed(residual, output, norm), expected)
+    with torch.no_grad():
+        assert torch.equal(add_normed(residual, output, None), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
