@@ -17,16 +17,19 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
 from megarl.mcore.attention.cache_attention import CacheReads
 from megarl.mcore.attention.native_attention import LatentDecodes
+from megarl.mcore.attention.packing import PackedLayout
 from megarl.mcore.attention.segments import SegmentBatch
 from megarl.mcore.kernels import native, with_gradient
 from megarl.mcore.kernels.batch_invariance import VECTOR
 
 QUERIES = 512  # whose heads, and whose lists, are in memory together
+COMPARED_OF = 64  # one query in so many is compared with its attention; one in `count` if that is less
 
 
 class LongSegment(NamedTuple):
@@ -50,12 +53,24 @@ class KeyReads:
         self.of_long = torch.cat([each.queries for each in long]) if long else None  # [n] int64 tokens
         self.choices: dict[int, Choice] = {}  # those that layers share, by the layer that makes them
         self.rows: Tensor | None = None  # of the cache, which the others count; None: those are of the whole cache
+        # The queries whose choice is compared with their attention: their places [m] int64 among the n long ones, the
+        # keys that each sees, and how many sequences have it.
+        self.compared: tuple[Tensor, Tensor, Tensor] | None = None
 
     @classmethod
-    def of_stream(cls, batches: list[SegmentBatch], count: int) -> "KeyReads":
-        """Those of a micro-batch; `count`: keys that a query chooses."""
-        short, long = _split(batches, count)
-        return cls([_dense(short)] if short else [], long)
+    def of_stream(cls, layout: PackedLayout, kind: int, count: int) -> "KeyReads":
+        """Those of a micro-batch in layers of a kind; `count`: keys that a query chooses."""
+        short, long = _split(layout.attention[kind].batches, count)
+        reads = cls([_dense(short)] if short else [], long)
+        if long:
+            seen = torch.cat([each.seen for each in long])
+            places = (seen % min(COMPARED_OF, count) == 0).nonzero().flatten()
+            stream = layout.token_indices[reads.of_long[places]]
+            uses = stream < layout.tokens
+            if layout.source is not None:  # several sequences may have a token of the stream
+                uses = torch.bincount(layout.source, minlength=layout.tokens + layout.padding)[stream]
+            reads.compared = places, seen[places], uses
+        return reads
 
     def of_read_rows(self) -> "KeyReads":
         """The same reads, of the rows of the cache that some query reads, each once."""
@@ -228,3 +243,41 @@ def chosen_attention(query: Tensor, latents: Tensor, width: int, choice: Choice,
         return _chosen_attention(query, latents, width, choice, scale)
     whole, padded = -(-width // VECTOR) * VECTOR, (0, -query.shape[-1] % VECTOR)  # zeros at the end change no bit
     return _chosen_attention(pad(query, padded), pad(latents, padded), whole, choice, scale)[..., :width]
+
+
+# -- the choice, compared with the attention -----------------------------------------------------------------------
+
+
+@torch.no_grad()
+def disagreement(
+    query: Tensor, latents: Tensor, choice: Choice, compared: tuple[Tensor, Tensor, Tensor], scale: float, group
+) -> Tensor:
+    """How far a choice is from the attention that a model would pay to all keys: [2] float64, a sum over compared
+    queries and their number, each as often as sequences have it. Collective.
+
+    A query's attention to a key is the mean over all heads of the softmax over the keys that it sees, which DeepSeek's
+    indexers are trained to follow (2512.02556 eq. 3). Its part of the sum is 1 − (attention to the chosen keys) /
+    (attention to the as many keys that get the most): 0 if no other list has more.
+
+    Args:
+        query: the compared ones, absorbed [m, A, L + r].
+        compared: of `KeyReads`.
+        group: ranks that have the other heads.
+    """
+    places, seen, uses = compared
+    ends = np.cumsum([len(bits) for _, bits in choice.tiles])
+    total = torch.zeros(2, dtype=torch.float64)
+    for (rows, bits), end in zip(choice.tiles, ends.tolist(), strict=True):
+        own = ((places >= end - len(bits)) & (places < end)).nonzero().flatten()
+        if not len(own):
+            continue
+        numbers = torch.arange(len(rows))
+        scores = torch.einsum("maw,kw->mak", query[own], latents[rows]) * scale
+        scores.masked_fill_((numbers >= seen[own, None]).unsqueeze(1), -torch.inf)
+        attention = scores.softmax(-1).mean(1) / dist.get_world_size(group)
+        dist.all_reduce(attention, group=group)
+        is_chosen = (bits[places[own] - (end - len(bits))][:, numbers // 8] >> (numbers % 8)) & 1
+        best = attention.topk(choice.topk).values.double().sum(1)
+        missed = 1 - (attention.double() * is_chosen).sum(1) / best
+        total += torch.stack([(missed * uses[own]).sum(), uses[own].sum()])
+    return total

@@ -8,13 +8,14 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.attention import native_attention
 from megarl.mcore.attention.cache_attention import softmax_scale
-from megarl.mcore.attention.chosen_keys import Choice, KeyReads, choose, chosen_attention
+from megarl.mcore.attention.chosen_keys import Choice, KeyReads, choose, chosen_attention, disagreement
 from megarl.mcore.attention.rotary_embeddings import Rotation
 from megarl.mcore.attention.segments import SegmentPlan
 from megarl.mcore.kernels.linear import (
@@ -99,12 +100,13 @@ class SparseLatentAttention(LatentAttention):
             rows = config.dsa_indexer_n_heads * config.dsa_indexer_head_dim
             heads = self._column_parallel(submodules.linear_q_up_proj, config.q_lora_rank, rows)
             self.core_attention.indexer = Indexer(config, self.tp_group, heads)
+        self.disagreement = torch.zeros(2, dtype=torch.float64)  # sums of `disagreement` since they were last taken
 
     def _packed(self, hidden: Tensor, latent: Tensor, rotation: Rotation, layout):
         if layout.max_seqlen_kv <= self.count:
             return super()._packed(hidden, latent, rotation, layout)
         if layout.key_reads is None:
-            layout.key_reads = KeyReads.of_stream(layout.attention[self.core_attention.kind].batches, self.count)
+            layout.key_reads = KeyReads.of_stream(layout, self.core_attention.kind, self.count)
         keys = None
         if self._indexer is not None:
             keys = self._indexer.keys(hidden, rotation)
@@ -142,8 +144,10 @@ class SparseLatentAttention(LatentAttention):
         out = self._attend_to_all(query, latents, reads, scale)
         if choice is None:
             return out
-        if torch.is_grad_enabled():
-            found = self._attend_to_chosen(query.index_select(0, reads.of_long), latents, choice, scale)
+        if torch.is_grad_enabled():  # once in an update, also of recomputed layers
+            long = query.index_select(0, reads.of_long)
+            self._compare(long, latents, choice, reads.compared, scale)
+            found = self._attend_to_chosen(long, latents, choice, scale)
             return out.index_copy(0, reads.of_long, found)
         for part, own in choice.parts():  # absorbed heads are wide
             tokens = reads.of_long[part]
@@ -152,11 +156,21 @@ class SparseLatentAttention(LatentAttention):
 
     def _attend_to_chosen(self, query: Tensor, latents: Tensor, choice: Choice, scale: float) -> Tensor:
         """Queries [n, A, D], which choose keys -> attended values [n, A, V]."""
-        plain, turned = query.split(self.score_channels, -1)
         of_keys, of_values = (weight.float() for weight in self._expansion())
-        absorbed = torch.cat([_by_head(plain, of_keys.transpose(1, 2)), turned], -1)
+        absorbed = self._absorbed(query, of_keys)
         attended = chosen_attention(absorbed, latents, self.latent_channels[0], choice, scale)
         return _by_head(attended, of_values)
+
+    def _absorbed(self, query: Tensor, of_keys: Tensor) -> Tensor:
+        """Queries [n, A, D], times the weights of keys: [n, A, L + r]."""
+        plain, turned = query.split(self.score_channels, -1)
+        return torch.cat([_by_head(plain, of_keys.transpose(1, 2)), turned], -1)
+
+    @torch.no_grad()
+    def _compare(self, query: Tensor, latents: Tensor, choice: Choice, compared, scale: float):
+        """Compares the choice of some of the queries [n, A, D] with the attention that they would pay to all keys."""
+        some = self._absorbed(query[compared[0]], self._expansion()[0].float())
+        self.disagreement += disagreement(some, latents, choice, compared, scale, self.tp_group)
 
     def _attend_to_all(self, query: Tensor, latents: Tensor, reads: KeyReads, scale: float) -> Tensor:
         """[T, A, V] of the queries that see few keys; those of others mean nothing."""
@@ -211,3 +225,27 @@ class SparseLatentAttention(LatentAttention):
 def _by_head(x: Tensor, weights: Tensor) -> Tensor:
     """[n, A, K] and weights [A, N, K] -> [n, A, N]; a row's bits depend on the row alone."""
     return torch.stack([linear(x[:, head], weight) for head, weight in enumerate(weights.unbind())], 1)
+
+
+def take_disagreement(stages, layers: int, group) -> dict[str, float]:
+    """Metrics of a model with indexers, of its updates since the last call: `disagreement`, the mean over layers, and
+    that of each layer; {} if no compared query chose keys. Collective.
+
+    Args:
+        stages: the model's chunks on this rank.
+        layers: of the whole model.
+        group: all ranks of the model.
+    """
+    sums = torch.zeros(layers, 2, dtype=torch.float64)
+    for chunk in stages:
+        for module in chunk.modules():
+            if isinstance(module, SparseLatentAttention):
+                sums[module.layer_number - 1] += module.disagreement
+                module.disagreement.zero_()
+    dist.all_reduce(sums, group=group)
+    numbers = [number for number in range(layers) if sums[number, 1] > 0]
+    if not numbers:
+        return {}
+    by_layer = (sums[numbers, 0] / sums[numbers, 1]).tolist()
+    found = {f"disagreement/layer_{n + 1:03d}": value for n, value in zip(numbers, by_layer, strict=True)}
+    return {"disagreement": sum(by_layer) / len(by_layer)} | found
