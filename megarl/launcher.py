@@ -8,7 +8,7 @@ than Linux, and on several nodes, the launcher executes torchrun instead. Ranks 
 
 Without OMP_NUM_THREADS, the ranks of a node divide its cores among them. torchrun would give each rank one thread,
 which leaves cores idle if there are fewer ranks than cores. Without a number of ranks, too, training has one for each
-core, as far as memory allows (`megarl/planning/ranks.py`).
+core, as far as memory allows (`ranks_for`).
 """
 
 import argparse
@@ -29,7 +29,7 @@ from pathlib import Path
 from megarl import child_process
 from megarl.child_process import STOP_SIGNALS
 from megarl.cluster.cpu_cores import cores
-from megarl.errors import CHECKS_FIRST, STOPPED, WARNED
+from megarl.errors import CHECKS_FIRST, STOPPED, WARNED, UsageError
 from megarl.faults import last_line
 
 GRACE = 10  # seconds that ranks have to exit after a second signal
@@ -37,6 +37,8 @@ WRONG_FLAGS = 2  # exit status
 PROGRAMS = ("train_rl", "train_sft", "train_reward", "train_preference", "evaluate", "serve", "replay")
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # torchrun's name: how often the ranks were started again
 THREADS = Path("/proc/self/task")
+BYTES_PER_WEIGHT = 24  # of a trained model in fp32: weights, gradients, moments, and activations of the same order
+MAX_SHARE = 0.4  # of the node's memory that all copies of the models may take
 
 
 def main(argv: list[str]) -> int:
@@ -106,8 +108,6 @@ def _ranks(options: argparse.Namespace) -> int:
     trains = options.program.startswith("train_")
     if not trains or options.nnodes > 1 or cores() == 1 or os.environ.get("OMP_NUM_THREADS"):
         return 1
-    from megarl.planning.ranks import ranks_for
-
     program = options.program.removeprefix("train_")
     ranks = ranks_for(options.flags, program, cores())
     ranks = ranks if ranks > 1 and can_fork() else 1  # asked last: it loads torch
@@ -115,6 +115,28 @@ def _ranks(options: argparse.Namespace) -> int:
         what = f"{ranks} ranks of one thread" if ranks > 1 else f"one rank of {cores()} threads"
         print(f"megarl: {what} (NPROC or OMP_NUM_THREADS choose otherwise)", file=sys.stderr, flush=True)
     return ranks
+
+
+def ranks_for(flags: list[str], program: str, count: int) -> int:
+    """How many ranks a training run on one node's CPUs has by default: one for each core, or one with all threads.
+
+    `count` cores have as many data-parallel ranks of one thread, which also divide what threads cannot. 1 rank for
+    flags that place roles or split a model, for flags that are wrong, and for models whose copies would not fit.
+    """
+    from megarl import arguments
+
+    try:
+        config = arguments.parse(flags, count, program)
+    except UsageError:
+        return 1
+    from megarl.mcore import device  # after the flags: they import torch
+    from megarl.planning.parameters import parameter_totals
+
+    if device.has_cuda() or config.settings.role_map:
+        return 1
+    weights = sum(parameter_totals(role.megatron, 1, value_head=False).total for role in config.with_models())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return count if weights * BYTES_PER_WEIGHT * count <= MAX_SHARE * memory else 1
 
 
 def torchrun(options: argparse.Namespace) -> list[str]:

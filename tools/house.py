@@ -22,7 +22,7 @@ LONG = 48  # words of a sentence that tires
 # What the tree may have at most.
 LIMITS = {
     "files": 449,
-    "files below 60 lines": 63,
+    "files below 60 lines": 62,
     "classes": 678,
     "fmt: skip": 102,
     "star-passed local tuples": 59,

@@ -54,6 +54,7 @@ def _on_host(value):
 def _install_references():
     from megarl.mcore.kernels.cuda import (  # noqa: F401
         head_rows,
+        key_choice,
         mlp_rows,
         recurrent_rows,
         rotate_heads,
@@ -61,7 +62,8 @@ def _install_references():
     )
     from tests.helpers.models import reference_kernels
 
-    for name in ("paged_decode", "sample_rows", "rotate_heads", "expert_pairs", "sum_pairs"):
+    computing = ("paged_decode", "sample_rows", "rotate_heads", "expert_pairs", "sum_pairs")
+    for name in (*computing, "choose_key_bits", "list_key_rows", "attend_lists"):
         _library.impl(name, _computing(name, getattr(reference_kernels, name)), "CUDA")
     for name in ("rotate_and_store", "head_sums", "head_gradient", "convolve_rows", "delta_rows", "space_rows"):
         _library.impl(name, _writing(name, getattr(reference_kernels, name)), "CUDA")

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from megarl import launcher
 from megarl.child_process import STOP_SIGNALS
 from megarl.errors import CHECKS_FIRST
-from megarl.planning import ranks
 from tests.helpers.programs import environment
 from tests.helpers.waiting import SAFETY_SECONDS
 from tests.helpers.worlds import wait_until, wait_until_gone
@@ -237,10 +236,28 @@ def test_without_a_number_of_ranks_the_planner_is_asked(program, given, wanted, 
     monkeypatch.setenv("OMP_NUM_THREADS", given.get("OMP_NUM_THREADS", ""))
     monkeypatch.setattr(launcher, "cores", lambda: given.get("cores", 5))
     monkeypatch.setattr(launcher, "can_fork", lambda: True)
-    monkeypatch.setattr(ranks, "ranks_for", lambda *call: asked.append(call) or 5)
+    monkeypatch.setattr(launcher, "ranks_for", lambda *call: asked.append(call) or 5)
     options = launcher._parser().parse_args(["--nnodes", str(given.get("nnodes", 1)), program, "--seed", "1"])
     assert launcher._ranks(options) == wanted
     assert asked == ([(["--seed", "1"], program.removeprefix("train_"), 5)] if wanted == 5 else [])
+
+
+MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --swiglu"
+LENGTHS = "--max-prompt-length 8 --max-response-length 8"
+
+
+@pytest.mark.parametrize(("flags", "program", "wanted"), [
+    (LENGTHS, "rl", 2), ("", "sft", 2), ("", "reward", 2),
+    (f"{LENGTHS} --role-map actor=0", "rl", 1), (f"{LENGTHS} --tensor-model-parallel-size 3", "rl", 1),
+    ("--no-such-flag 1", "rl", 1), (f"{LENGTHS} --num-layers 4000 --hidden-size 8192 --ffn-hidden-size 28672", "rl", 1),
+])  # fmt: skip
+def test_one_rank_for_each_core_unless_flags_or_memory_forbid(flags, program, wanted):
+    assert launcher.ranks_for([*MODEL.split(), *flags.split()], program, 2) == wanted
+
+
+def test_every_copy_counts(monkeypatch):
+    monkeypatch.setattr(launcher.os, "sysconf", lambda name: 2**12 if name == "SC_PAGE_SIZE" else 2**15)  # 128 MiB
+    assert [launcher.ranks_for([*MODEL.split(), *LENGTHS.split()], "rl", cores) for cores in (4, 16)] == [4, 1]
 
 
 LIST = """import json, sys, megarl.train_rl, megarl.train_sft, megarl.evaluate

@@ -137,7 +137,7 @@ def steps(program: str, side: str, folder: Path, options: Options, more: list[st
 
 
 CHOICE = (
-    "import sys; from megarl.launcher import cores; from megarl.planning.ranks import ranks_for;"
+    "import sys; from megarl.launcher import cores, ranks_for;"
     " n = cores(); ranks = ranks_for(sys.argv[1:], 'rl', n); print(ranks, n // ranks)"
 )
 

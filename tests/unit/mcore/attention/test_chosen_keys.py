@@ -9,6 +9,7 @@ from megarl.mcore.attention.chosen_keys import Choice, KeyReads, choose, chosen_
 from megarl.mcore.attention.packing import pack_sequences
 from megarl.mcore.kernels import native
 from tests.helpers.models.attention_inputs import needs_kernels
+from tests.helpers.models.reference_kernels import pack_bits
 from tests.helpers.worlds import run_world
 
 pytestmark = needs_kernels
@@ -80,12 +81,6 @@ def test_each_query_has_one_list_or_all_keys_and_pieces_choose_as_the_whole(monk
     assert sum(bits.numel() for _, bits in pieces.tiles) < whole.numel()  # bytes; a list has 8 for each number
 
 
-def bits_of(is_chosen: torch.Tensor) -> torch.Tensor:
-    """[q, K] bool -> [q, ⌈K/8⌉] as the kernel writes them."""
-    padded = torch.nn.functional.pad(is_chosen, (0, -is_chosen.shape[1] % 8)).unflatten(1, (-1, 8))
-    return (padded * 2 ** torch.arange(8)).sum(-1).to(torch.uint8)
-
-
 def compared_with(scores_of, query, latents, reads, scale) -> tuple[float, int]:
     """The disagreement of the choice of the keys with the largest of `scores_of`(mean attention, tokens)."""
     choice, wanted, number = Choice([], COUNT), 0.0, 0
@@ -96,7 +91,7 @@ def compared_with(scores_of, query, latents, reads, scale) -> tuple[float, int]:
         attention = scores.masked_fill(~is_seen.unsqueeze(1), -torch.inf).softmax(-1).mean(1)
         made = scores_of(attention).masked_fill(~is_seen, -torch.inf)
         is_chosen = torch.zeros_like(is_seen).scatter_(1, made.topk(COUNT).indices, True)
-        choice.tiles.append((segment.keys, bits_of(is_chosen)))
+        choice.tiles.append((segment.keys, pack_bits(is_chosen)))
         share = (attention * is_chosen).sum(1) / attention.topk(COUNT).values.sum(1)
         for missed in (1 - share).tolist():
             wanted, number = wanted + uses.get(number, 0) * missed, number + 1
@@ -126,17 +121,18 @@ def test_a_wrong_choice_disagrees_with_the_attention_and_the_best_one_does_not()
     assert [count for _, count in found] == 6 * [2 + 4 + 7]
 
 
-def test_attention_over_lists_and_its_gradients():
+@pytest.mark.parametrize("attention", [chosen_attention, chosen_keys._listed_attention], ids=["compiled", "CUDA"])
+def test_attention_over_lists_and_its_gradients(attention):
     """Sizes that are no multiples of a vector; the latents are keys and values of all heads."""
     generator = torch.Generator().manual_seed(10)
     query = torch.randn(6, 3, 20 + 6, generator=generator, requires_grad=True)
     latents = torch.randn(40, 20 + 6, generator=generator, requires_grad=True)
     scores = torch.randn(6, 40, generator=generator)
     lists = scores.topk(COUNT).indices.sort().values
-    packed = bits_of(torch.zeros(6, 40, dtype=torch.bool).scatter_(1, lists, True))
+    packed = pack_bits(torch.zeros(6, 40, dtype=torch.bool).scatter_(1, lists, True))
     choice = Choice([(torch.arange(40), packed[:4]), (torch.arange(40), packed[4:])], COUNT)
     assert torch.equal(torch.cat([*choice.lists()]), lists)
-    out = chosen_attention(query, latents, 20, choice, 0.3)
+    out = attention(query, latents, 20, choice, 0.3)
     weights = torch.einsum("qad,qkd->qak", query, latents[lists]).mul(0.3).softmax(-1)
     wanted = torch.einsum("qak,qkd->qad", weights, latents[lists][..., :20])
     assert (out - wanted).abs().max() < 1e-5
