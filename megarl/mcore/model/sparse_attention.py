@@ -199,9 +199,9 @@ class SparseLatentAttention(LatentAttention):
         """Weights of the layer that expands latents, by head: of keys [A, D − r, L], of values [A, V, L]."""
         layer = self.linear_kv_up_proj
         weight = layer.weight
-        if torch.is_grad_enabled() and hasattr(
-            layer, "adds_product"
-        ):  # a product gives low-rank factors their gradients
+        # A product has low-rank factors, which a weight of 16 bits lacks, and gives them their gradients.
+        adds_factors = getattr(layer, "adds_product", None)
+        if adds_factors or adds_factors is not None and torch.is_grad_enabled():
             weight = apply_linear(layer, torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device))[0].t()
         of_keys, of_values = _wide(weight).unflatten(0, (-1, sum(self.kv_channels))).split(self.kv_channels, 1)
         return of_keys, of_values
