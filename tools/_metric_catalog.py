@@ -254,6 +254,18 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                                ("idle_experts", "fraction"), ("aux_loss", "loss"), ("z_loss", "loss"))
         ),
     ),
+    "Chosen keys": (
+        *(
+            metric._replace(when="with --dsa-indexer-topk, if sequences are longer", programs=programs)
+            for prefix, owner, programs in (("", "", TRAINING), ("critic/", ", of the critic", ("train_rl",)))
+            for metric in (
+                Metric(f"{prefix}indexer/disagreement", "fraction", "how much of the attention to the best as many keys"
+                       f" a frozen indexer's choice misses{owner}: mean over layers and a sample of the updates'"
+                       " queries"),
+                Metric(f"{prefix}indexer/disagreement/layer_<layer>", "fraction", f"the same of one layer{owner}"),
+            )
+        ),
+    ),
     "fp16": (
         Metric("<role>/loss_scale", "factor", "loss scale of the next update; <role>: actor, critic, sft, reward or"
                " preference", FP16, TRAINING),

@@ -16,7 +16,7 @@ from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore import offload
 from megarl.mcore.lora import adapter, peft_files, transfer
-from megarl.mcore.model import gpt
+from megarl.mcore.model import gpt, sparse_attention
 from megarl.mcore.training import optimizer
 from megarl.mcore.training.weight_average import WeightAverage
 from megarl.mcore.weights import dist_checkpoint, optimizer_states
@@ -245,11 +245,18 @@ class TrainableModel:
         if (scale := optimizer.loss_scale(self.optimizer)) is not None:
             overflows = sum(update.is_overflow for update in updates)
             metrics |= {f"{prefix}/loss_scale": scale, f"{prefix}/overflows": overflows}
+        if self.role.megatron.dsa_indexer_topk is not None:
+            metrics |= self._indexer_metrics("critic/indexer" if self.role.name == "critic" else "indexer")
         return metrics | {
             f"{prefix}/learning_rate": self.learning_rate(),
             f"{self.role.name}/updates": sum(not update.is_skipped and not update.is_overflow for update in trained),
             f"{self.role.name}/updates_skipped": sum(update.is_skipped for update in updates),
         }
+
+    def _indexer_metrics(self, prefix: str) -> dict[str, float]:
+        layers, group = self.role.megatron.num_layers, self.role_groups.pg_collection.intra_dist_opt
+        found = sparse_attention.take_disagreement(self.model, layers, group)
+        return {f"{prefix}/{name}": value for name, value in found.items()}
 
     def begin_step(self, step: int):
         """Sets learning rate and weight decay for a step of the run, counted from 1, whatever earlier steps updated."""

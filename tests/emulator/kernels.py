@@ -55,6 +55,7 @@ def _install_references():
     from megarl.mcore.kernels.cuda import (  # noqa: F401
         exact_rows,
         head_rows,
+        key_choice,
         mlp_rows,
         recurrent_chunks,
         recurrent_rows,
@@ -79,6 +80,9 @@ def _install_references():
         "swiglu_gated_backward",
         "convolve_runs",
         "convolve_runs_backward",
+        "choose_key_bits",
+        "list_key_rows",
+        "attend_lists",
     ):
         _library.impl(name, _computing(name, getattr(reference_kernels, name)), "CUDA")
     for name in (

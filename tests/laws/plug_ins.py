@@ -200,6 +200,8 @@ def check_choice(save: Path, has_stale_tokens: bool = False):
         seen = [number for each in rows for number in range(1, PROMPT + each["length"])]
         assert sum(min(number, KEYS) for number in seen) < 0.9 * sum(seen)
         assert row["actor/grad_norm"] > 0 and (has_stale_tokens or row["rollout/logprob_gap_max"] == 0.0)
+        assert 0 < row["indexer/disagreement"] < 1
+        assert has_stale_tokens or row.get("actor/ppo_kl_first", 0.0) == 0.0
 
 
 def check_pictures(save):

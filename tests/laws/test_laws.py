@@ -43,6 +43,7 @@ NUMBERS = re.compile(
     "reward/(mean|std|accuracy|margin)|.*/(loss|grad_norm|entropy|mtp_loss|mtp_grad_norm|learning_rate|explained_variance)"
     "|rollout/tokens|kl/(reference|coefficient)|(distill|teacher|sampling|eval)/.*"
     "|judge/(readable_fraction|length_mean|order_agreement)|preference/(kl|chosen_logprob|rejected_logprob)"
+    "|.*indexer/disagreement.*"
 )
 # What a layout, a resume or drafts may change without a number of the policy.
 OTHERWISE = re.compile(

@@ -31,6 +31,9 @@ LAYOUTS = {  # flags -> ranks
     f"--actor{TP2[1:]} --rollout{TP2[1:-1]}1 --role-map actor=0-1;critic=2;reference=2;reward=2;rollout=2": 3,
     f"{PP2} --num-layers 3 --decoder-first-pipeline-num-layers 2": 2,
     f"{program_rows.ROUTED} --expert-model-parallel-size 2": 2,
+    f"{program_rows.CHOOSING} {TP2} --sequence-parallel": 2, f"{program_rows.CHOOSING} --context-parallel-size 2": 2,
+    f"{program_rows.CHOOSING} --num-layers 4 --dsa-indexer-layers 1,0,1,0 --speculative-rollout"
+    " --rollout-prefix-caching --rollout-chunked-prefill": 1,
 }  # fmt: skip
 OF_16_BITS = {  # flags -> ranks
     f"{EXPERTS} --expert-model-parallel-size 2": 2, f"{EXPERTS} {TP2} --sequence-parallel": 2,
@@ -64,6 +67,7 @@ def test_rollout_and_training_agree_in_bf16(flags, ranks, emulator, tmp_path):
     rows = [row for step, row in metrics(tmp_path / "run").items() if step]
     assert len(rows) == 2 and counts["aten::mm"] > 10
     assert "--linear-attention-freq" not in flags or counts["triton delta_rows"] > 0
+    assert "--dsa-indexer-topk" not in flags or min(counts["triton choose_key_bits"], counts["triton attend_lists"]) > 9
     first, second = (row.get("rollout/logprob_gap_max", 0.0) for row in rows)
     assert first < 2e-2 and (second < 2e-2 or "--rollout-correction" in flags)  # an older policy drew some tokens
 

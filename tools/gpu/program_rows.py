@@ -16,7 +16,8 @@ from tests.helpers.pages import combinations
 
 Row = tuple[str, Callable[[Path], list[str]]]  # program, and save folder -> command line
 ROUTED = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --router-replay rollout"
-MORE = [combinations.LATENT, *combinations.CHANNELS, f"{ROUTED} --lora-rank 2", "--use-torch-fsdp2",
+CHOOSING = f"{combinations.LATENT} --dsa-indexer-topk 3 --dsa-indexer-n-heads 16 --dsa-indexer-head-dim 16"
+MORE = [combinations.LATENT, CHOOSING, *combinations.CHANNELS, f"{ROUTED} --lora-rank 2", "--use-torch-fsdp2",
         "--decode-graphs off", "--window-size 3,0 --softmax-type learnable --use-distributed-optimizer"]  # fmt: skip
 GROUPED = [f"{ROUTED} --moe-grouped-gemm{more}" for more in ("", " --offload", " --use-distributed-optimizer")]
 EXACT = ["--exact-rollout", f"{ROUTED} --exact-rollout"]

@@ -85,10 +85,10 @@ def check_choice(role: str, args, kernels: str):
     if args.dsa_indexer_topk is None:
         return
     where = f"{role}: {model_flags.INDEXER} {args.dsa_indexer_topk} (sequences longer than that)"
-    if device.has_cuda():
-        raise UsageError(f"{where}: not yet on CUDA; allowed there are sequences of at most so many tokens")
     if args.fp16:
-        raise UsageError(f"{where}: --fp16: allowed are fp32 and --bf16, which is widened for its kernels")
+        raise UsageError(f"{where}: --fp16: allowed are fp32 and --bf16")
+    if device.has_cuda():
+        return
     if kernels not in ("auto", "compiled"):
         raise UsageError(f"{where}: --kernels {kernels}: allowed are auto, compiled")
     if absence := native.absence():

@@ -130,7 +130,7 @@ class LatentAttention(Attention):
         """Of `_query_latent` (under sequence parallelism, this rank's tokens) -> [T, A, D, or more by padding]."""
         projected, _ = apply_linear(self.linear_q_up_proj if self.has_query_latent else self.linear_q_proj, latent)
         plain, turned = projected.unflatten(-1, (-1, sum(self.score_channels))).split(self.score_channels, -1)
-        return _padded(torch.cat([plain, rotate_pairs(turned, rotation)], -1), self.widths[0]).squeeze(1)
+        return padded(torch.cat([plain, rotate_pairs(turned, rotation)], -1), self.widths[0]).squeeze(1)
 
     def _latents(self, hidden: Tensor, rotation: Rotation) -> Tensor:
         """[T, 1, H] (under sequence parallelism, this rank's tokens) -> [T, L + r]: normed latents, rotated keys."""
@@ -146,7 +146,7 @@ class LatentAttention(Attention):
         expanded, _ = apply_linear(self.linear_kv_up_proj, latent.contiguous())
         key, value = expanded.unflatten(-1, (-1, sum(self.kv_channels))).split(self.kv_channels, -1)
         shared = shared.unsqueeze(-2).expand(*key.shape[:-1], -1)
-        return _padded(torch.cat([key, shared], -1), self.widths[0]), _padded(value, self.widths[1])
+        return padded(torch.cat([key, shared], -1), self.widths[0]), padded(value, self.widths[1])
 
     def _values(self, attended: Tensor, hidden: Tensor) -> Tensor:
         """Attended values of A heads [T, A·V, or more by padding] -> [T, 1, A·V], times the heads' gates, of the hidden
@@ -158,5 +158,6 @@ class LatentAttention(Attention):
         return values.flatten(1).unsqueeze(1)
 
 
-def _padded(heads: Tensor, width: int) -> Tensor:
+def padded(heads: Tensor, width: int) -> Tensor:
+    """[…, D] with zeros up to `width` numbers."""
     return heads if heads.shape[-1] == width else pad(heads, (0, width - heads.shape[-1]))

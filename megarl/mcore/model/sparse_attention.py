@@ -8,13 +8,15 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.attention import native_attention
+from megarl.mcore.attention.backends import sdpa
 from megarl.mcore.attention.cache_attention import softmax_scale
-from megarl.mcore.attention.chosen_keys import Choice, KeyReads, choose, chosen_attention
+from megarl.mcore.attention.chosen_keys import Choice, KeyReads, choose, chosen_attention, disagreement
 from megarl.mcore.attention.rotary_embeddings import Rotation
 from megarl.mcore.attention.segments import SegmentPlan
 from megarl.mcore.kernels.linear import (
@@ -26,7 +28,7 @@ from megarl.mcore.kernels.linear import (
     to_all_ranks,
 )
 from megarl.mcore.model.decoder_layer import StepPlan
-from megarl.mcore.model.latent_attention import LatentAttention, rotate_pairs
+from megarl.mcore.model.latent_attention import LatentAttention, padded, rotate_pairs
 from megarl.mcore.model.pipeline_layout import indexer_of
 from megarl.mcore.parallel.context_parallel import gather_for_attention
 from megarl.mcore.parallel.process_groups import split_state_dict
@@ -99,12 +101,14 @@ class SparseLatentAttention(LatentAttention):
             rows = config.dsa_indexer_n_heads * config.dsa_indexer_head_dim
             heads = self._column_parallel(submodules.linear_q_up_proj, config.q_lora_rank, rows)
             self.core_attention.indexer = Indexer(config, self.tp_group, heads)
+        # Sums of `disagreement` since they were last taken.
+        self.disagreement = torch.zeros(2, dtype=torch.float64, device=device.device())
 
     def _packed(self, hidden: Tensor, latent: Tensor, rotation: Rotation, layout):
         if layout.max_seqlen_kv <= self.count:
             return super()._packed(hidden, latent, rotation, layout)
         if layout.key_reads is None:
-            layout.key_reads = KeyReads.of_stream(layout.attention[self.core_attention.kind].batches, self.count)
+            layout.key_reads = KeyReads.of_stream(layout, self.core_attention.kind, self.count)
         keys = None
         if self._indexer is not None:
             keys = self._indexer.keys(hidden, rotation)
@@ -127,7 +131,7 @@ class SparseLatentAttention(LatentAttention):
             return None
         if keys is None:
             return reads.choices[self.source]
-        choice = choose(*self._indexer.queries(hidden, latent, rotation), keys.float(), reads.long, self.count)
+        choice = choose(*self._indexer.queries(hidden, latent, rotation), _wide(keys), reads.long, self.count)
         if self.is_shared:
             reads.choices[self.source] = choice
         return choice
@@ -135,15 +139,17 @@ class SparseLatentAttention(LatentAttention):
     def _attend(self, query: Tensor, latents: Tensor, reads: KeyReads, choice: Choice | None) -> Tensor:
         """Queries [T, A, D] and latents [T', L + r] -> attended values [T, A·V]."""
         scale, dtype = softmax_scale(query.shape[-1], self.core_attention.softmax_scale), query.dtype
-        query, latents = query.float(), latents.float()
-        return self._attended(query, latents, reads, choice, scale).flatten(1).to(dtype)
+        attended = self._attended(_wide(query), _wide(latents), reads, choice, scale)
+        return attended.flatten(1).to(dtype)
 
     def _attended(self, query: Tensor, latents: Tensor, reads: KeyReads, choice: Choice | None, scale: float) -> Tensor:
         out = self._attend_to_all(query, latents, reads, scale)
         if choice is None:
             return out
-        if torch.is_grad_enabled():
-            found = self._attend_to_chosen(query.index_select(0, reads.of_long), latents, choice, scale)
+        if torch.is_grad_enabled():  # once in an update, also of recomputed layers
+            long = query.index_select(0, reads.of_long)
+            self._compare(long, latents, choice, reads.compared, scale)
+            found = self._attend_to_chosen(long, latents, choice, scale)
             return out.index_copy(0, reads.of_long, found)
         for part, own in choice.parts():  # absorbed heads are wide
             tokens = reads.of_long[part]
@@ -152,14 +158,27 @@ class SparseLatentAttention(LatentAttention):
 
     def _attend_to_chosen(self, query: Tensor, latents: Tensor, choice: Choice, scale: float) -> Tensor:
         """Queries [n, A, D], which choose keys -> attended values [n, A, V]."""
-        plain, turned = query.split(self.score_channels, -1)
-        of_keys, of_values = (weight.float() for weight in self._expansion())
-        absorbed = torch.cat([_by_head(plain, of_keys.transpose(1, 2)), turned], -1)
+        of_keys, of_values = self._expansion()
+        absorbed = self._absorbed(query, of_keys)
         attended = chosen_attention(absorbed, latents, self.latent_channels[0], choice, scale)
-        return _by_head(attended, of_values)
+        return padded(_by_head(attended, of_values), self.widths[1])
+
+    def _absorbed(self, query: Tensor, of_keys: Tensor) -> Tensor:
+        """Queries [n, A, D], times the weights of keys: [n, A, L + r]."""
+        plain, turned = query[..., : sum(self.score_channels)].split(self.score_channels, -1)
+        return torch.cat([_by_head(plain, of_keys.transpose(1, 2)), turned], -1)
+
+    @torch.no_grad()
+    def _compare(self, query: Tensor, latents: Tensor, choice: Choice, compared, scale: float):
+        """Compares the choice of some of the queries [n, A, D] with the attention that they would pay to all keys."""
+        some = self._absorbed(query[compared[0]], self._expansion()[0])
+        self.disagreement += disagreement(some, latents, choice, compared, scale, self.tp_group)
 
     def _attend_to_all(self, query: Tensor, latents: Tensor, reads: KeyReads, scale: float) -> Tensor:
         """[T, A, V] of the queries that see few keys; those of others mean nothing."""
+        if query.is_cuda:
+            parts = [(self._expanded(latents, rows), batches) for rows, batches in reads.dense]
+            return _attend_on_cuda(query, parts, self.widths[1], scale)
         if len(reads.dense) == 1 and torch.is_grad_enabled():
             rows, batches = reads.dense[0]
             key, value = self._expanded(latents, rows)
@@ -172,19 +191,19 @@ class SparseLatentAttention(LatentAttention):
         return out
 
     def _expanded(self, latents: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of some rows, fp32; their product has the dtype of the weights."""
+        """Keys and values of some rows; their product has the dtype of the weights."""
         key, value = self.expand(latents.index_select(0, rows).to(self.config.params_dtype))
-        return key.float(), value.float()
+        return _wide(key), _wide(value)
 
     def _expansion(self) -> tuple[Tensor, Tensor]:
         """Weights of the layer that expands latents, by head: of keys [A, D − r, L], of values [A, V, L]."""
         layer = self.linear_kv_up_proj
         weight = layer.weight
-        if torch.is_grad_enabled() and hasattr(
-            layer, "adds_product"
-        ):  # a product gives low-rank factors their gradients
-            weight = apply_linear(layer, torch.eye(weight.shape[1], dtype=weight.dtype))[0].t()
-        of_keys, of_values = weight.unflatten(0, (-1, sum(self.kv_channels))).split(self.kv_channels, 1)
+        # A product has low-rank factors, which a weight of 16 bits lacks, and gives them their gradients.
+        adds_factors = getattr(layer, "adds_product", None)
+        if adds_factors or adds_factors is not None and torch.is_grad_enabled():
+            weight = apply_linear(layer, torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device))[0].t()
+        of_keys, of_values = _wide(weight).unflatten(0, (-1, sum(self.kv_channels))).split(self.kv_channels, 1)
         return of_keys, of_values
 
     def step(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
@@ -198,8 +217,9 @@ class SparseLatentAttention(LatentAttention):
         latents = latents if plan.dedup is None else latents.index_select(0, plan.dedup.inverse)
         rows[:, : latents.shape[1]].index_copy_(0, plan.slot_mapping, latents)
         if not plan.key_reads:
-            of_cache = KeyReads.of_step(reads, self.count)
-            plan.key_reads.append(of_cache if rows.dtype is torch.float32 else of_cache.of_read_rows())
+            of_cache = KeyReads.of_step(reads, self.count, plan.caches[self._layer].shape[1])
+            reads_cache = rows.is_cuda or rows.dtype is torch.float32
+            plan.key_reads.append(of_cache if reads_cache else of_cache.of_read_rows())
         reads = plan.key_reads[0]
         rows = rows if reads.rows is None else rows.index_select(0, reads.rows).float()
         keys = None if self._indexer is None else rows[:, width:]
@@ -209,5 +229,47 @@ class SparseLatentAttention(LatentAttention):
 
 
 def _by_head(x: Tensor, weights: Tensor) -> Tensor:
-    """[n, A, K] and weights [A, N, K] -> [n, A, N]; a row's bits depend on the row alone."""
+    """[n, A, K] and weights [A, N, K] -> [n, A, N]; on a CPU a row's bits depend on the row alone."""
+    if x.is_cuda:
+        return torch.einsum("nak,amk->nam", x, weights)
     return torch.stack([linear(x[:, head], weight) for head, weight in enumerate(weights.unbind())], 1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """As fp32 on a CPU, whose kernels compute in it."""
+    return x if x.is_cuda else x.float()
+
+
+def _attend_on_cuda(query: Tensor, parts: list, channels: int, scale: float) -> Tensor:
+    """As `_attend_to_all`, by SDPA; parts: (keys, values) [m, A, …] and the batches of segments that read them."""
+    out = query.new_zeros(*query.shape[:2], channels)
+    for (key, value), batches in parts:
+        for batch in batches:
+            keys, values = sdpa.gather_rows(key, batch.keys), sdpa.gather_rows(value, batch.keys)
+            attended = sdpa.attend_segments(query, keys, values, batch, scale)
+            out = out.index_copy(0, batch.queries.flatten()[batch.real_queries], attended)
+    return out
+
+
+def take_disagreement(stages, layers: int, group) -> dict[str, float]:
+    """Metrics of a model with indexers, of its updates since the last call: `disagreement`, the mean over layers, and
+    that of each layer; {} if no compared query chose keys. Collective.
+
+    Args:
+        stages: the model's chunks on this rank.
+        layers: of the whole model.
+        group: all ranks of the model.
+    """
+    sums = torch.zeros(layers, 2, dtype=torch.float64, device=device.device())
+    for chunk in stages:
+        for module in chunk.modules():
+            if isinstance(module, SparseLatentAttention):
+                sums[module.layer_number - 1] += module.disagreement
+                module.disagreement.zero_()
+    dist.all_reduce(sums, group=group)
+    numbers = [number for number in range(layers) if sums[number, 1] > 0]
+    if not numbers:
+        return {}
+    by_layer = (sums[numbers, 0] / sums[numbers, 1]).tolist()
+    found = {f"disagreement/layer_{n + 1:03d}": value for n, value in zip(numbers, by_layer, strict=True)}
+    return {"disagreement": sum(by_layer) / len(by_layer)} | found

@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 from megarl.mcore.kernels.cuda import (
     exact_rows,
     head_rows,
+    key_choice,
     mlp_rows,
     recurrent_chunks,
     recurrent_rows,
@@ -157,6 +158,19 @@ cases += [
 ]
 cases += [(recurrent_chunks._gather_tile, CONVOLVED_ROWS, dict(TAPS=4, TILE=recurrent_chunks.GATHERED))]
 OPTIONS[recurrent_chunks._walk_run] = recurrent_chunks.WALK_OPTIONS
+CHOICE = dict.fromkeys(("heads", "keys", "query", "latents", "out"), "*bf16")
+CHOICE |= dict.fromkeys(("weights", "scores", "log_sums"), "*fp32") | dict.fromkeys(("rows", "seen"), "*i64")
+CHOICE |= dict.fromkeys(("key_row", "row_query", "width", "words", "count", "latent_row"), "i32")
+CHOICE |= {"bits": "*u8", "lists": "*i32", "scale": "fp32"}
+INDEX = dict(HEADS=64, HEAD_TILE=64, CHANNELS=128, CHANNEL_TILE=128, TILE=key_choice.KEY_TILE)
+LISTED = dict(HEADS=128, HEAD_TILE=key_choice.HEAD_TILE, TILE=key_choice.LIST_TILE)
+LISTED |= dict(LATENT=512, LATENT_TILE=512, TURNED=64, TURNED_TILE=64)
+cases += [  # sizes of DeepSeek-V3.2
+    (key_choice._score_keys, CHOICE, INDEX),
+    (key_choice._choose_keys, CHOICE, dict(TILE=key_choice.CHOICE_TILE, DIGIT=key_choice.DIGIT, WORD=8)),
+    (key_choice._list_rows, CHOICE | {"keys": "i32"}, dict(TILE=key_choice.CHOICE_TILE)),
+    (key_choice._attend_list, CHOICE, LISTED),
+]
 TILES = dict(ROWS=exact_rows.ROWS, COLUMNS=exact_rows.COLUMNS, INNER=exact_rows.INNER)
 cases += [(exact_rows._product_tile, FP32, TILES | dict(HAS_BIAS=True))]
 cases += [

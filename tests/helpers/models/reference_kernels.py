@@ -301,3 +301,34 @@ def use_them():
     head_rows.uniform_rows = uniform_rows  # type: ignore[assignment]
     for own in (convolve_rows, delta_rows, space_rows):
         setattr(recurrent_rows, own.__name__, own)
+
+
+def choose_key_bits(heads, weights, keys, rows, seen, count):
+    """As that of `kernels.cuda.key_choice`."""
+    rows = rows.expand(len(heads), rows.shape[-1])
+    products = torch.einsum("qhc,qkc->qhk", heads.double(), keys.double()[rows]).relu() * heads.shape[2] ** -0.5
+    scores = torch.einsum("qh,qhk->qk", weights.double(), products).float()
+    scores.masked_fill_(torch.arange(rows.shape[1]) >= seen.unsqueeze(1), -torch.inf)
+    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    return pack_bits(torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True))
+
+
+def pack_bits(is_chosen):
+    """[q, K] bool -> [q, ⌈K/8⌉] uint8, as kernels of a choice write them."""
+    padded = torch.nn.functional.pad(is_chosen, (0, -is_chosen.shape[1] % 8)).unflatten(1, (-1, 8))
+    return (padded * 2 ** torch.arange(8)).sum(-1).to(torch.uint8)
+
+
+def list_key_rows(bits, rows, count):
+    """As that of `kernels.cuda.key_choice`."""
+    number = torch.arange(rows.shape[-1])
+    is_chosen = (bits[:, number // 8] >> (number % 8)) & 1
+    return rows.expand(len(bits), len(number))[is_chosen.bool()].view(-1, count).int()
+
+
+def attend_lists(query, latents, lists, width, scale):
+    """As that of `kernels.cuda.key_choice`."""
+    listed = latents[lists.long()].double()
+    scores = torch.einsum("nad,nkd->nak", query.double(), listed) * scale
+    out = torch.einsum("nak,nkd->nad", scores.softmax(-1), listed[..., :width])
+    return out.to(query.dtype), scores.logsumexp(-1).float()

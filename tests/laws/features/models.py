@@ -156,6 +156,7 @@ MODELS = {
     "chosen keys, a rollout apart": _chosen(f"{GRPO} {ROLLOUT_APART} --verify-weights", 2),
     "chosen keys, partial rollouts": _chosen(f"{GRPO} {SOME} {PARTIAL} --rollout-prefix-caching"),
     "chosen keys of factors": _chosen("--lora-rank 2 --lora-alpha 8", layouts=(TP2_SEQUENCE,)),
+    "chosen keys of factors in bf16": _chosen("--lora-rank 4 --lora-alpha 32 --lr 1e-2 --bf16", steps=2, resumed=1),
     "chosen keys in turns": _chosen(f"{GRPO} {TURNS}"),
     "chosen keys of a teacher": _chosen("--advantage grpo --distill loss --teacher ema --ema-decay 0.5",
                                         layouts=(TP2_SEQUENCE,)),

@@ -3,11 +3,14 @@
 import pytest
 import torch
 
+from megarl.batch import SharedPrefix
 from megarl.mcore.attention import chosen_keys
-from megarl.mcore.attention.chosen_keys import Choice, KeyReads, choose, chosen_attention
+from megarl.mcore.attention.chosen_keys import Choice, KeyReads, choose, chosen_attention, disagreement
 from megarl.mcore.attention.packing import pack_sequences
 from megarl.mcore.kernels import native
 from tests.helpers.models.attention_inputs import needs_kernels
+from tests.helpers.models.reference_kernels import pack_bits
+from tests.helpers.worlds import run_world
 
 pytestmark = needs_kernels
 HEADS, CHANNELS, COUNT = 3, 16, 8
@@ -64,7 +67,7 @@ def index_queries(tokens: int):
 def test_each_query_has_one_list_or_all_keys_and_pieces_choose_as_the_whole(monkeypatch):
     lengths = [5, 30, 8, 1, 9]
     layout = pack_sequences(torch.tensor(lengths))
-    reads = KeyReads.of_stream(layout.attention[0].batches, COUNT)
+    reads = KeyReads.of_stream(layout, 0, COUNT)
     few = [int(t) for _, batches in reads.dense for b in batches for t in b.queries.flatten()[b.real_queries]]
     assert sorted(few + reads.of_long.tolist()) == list(range(sum(lengths))) and len(reads.of_long) == 22 + 1
     keys, queries = whole_numbers(sum(lengths), CHANNELS, seed=9), index_queries(sum(lengths))
@@ -78,18 +81,58 @@ def test_each_query_has_one_list_or_all_keys_and_pieces_choose_as_the_whole(monk
     assert sum(bits.numel() for _, bits in pieces.tiles) < whole.numel()  # bytes; a list has 8 for each number
 
 
-def test_attention_over_lists_and_its_gradients():
+def compared_with(scores_of, query, latents, reads, scale) -> tuple[float, int]:
+    """The disagreement of the choice of the keys with the largest of `scores_of`(mean attention, tokens)."""
+    choice, wanted, number = Choice([], COUNT), 0.0, 0
+    uses = dict(zip(reads.compared[0].tolist(), reads.compared[2].tolist(), strict=True))
+    for segment in reads.long:
+        is_seen = torch.arange(len(segment.keys)) < segment.seen[:, None]
+        scores = torch.einsum("maw,kw->mak", query[segment.queries].double(), latents[segment.keys].double()) * scale
+        attention = scores.masked_fill(~is_seen.unsqueeze(1), -torch.inf).softmax(-1).mean(1)
+        made = scores_of(attention).masked_fill(~is_seen, -torch.inf)
+        is_chosen = torch.zeros_like(is_seen).scatter_(1, made.topk(COUNT).indices, True)
+        choice.tiles.append((segment.keys, pack_bits(is_chosen)))
+        share = (attention * is_chosen).sum(1) / attention.topk(COUNT).values.sum(1)
+        for missed in (1 - share).tolist():
+            wanted, number = wanted + uses.get(number, 0) * missed, number + 1
+    some = query[reads.of_long[reads.compared[0]]]
+    found, count = disagreement(some, latents, choice, reads.compared, scale, torch.distributed.group.WORLD).tolist()
+    assert found == pytest.approx(wanted, abs=1e-5) and count == sum(uses.values())
+    return found / count, int(count)
+
+
+def of_choices(rank) -> list:
+    """Shares that a choice of the most attended keys misses, of the least attended, and of any ones."""
+    generator, found = torch.Generator().manual_seed(11), []
+    for shared in (None, SharedPrefix(torch.tensor([0, 0, 2]), torch.tensor([0, 19, 0]))):
+        layout = pack_sequences(torch.tensor([30, 40, 70]), shared=shared)
+        reads = KeyReads.of_stream(layout, 0, COUNT)
+        query, latents = (torch.randn(140, *shape, generator=generator) for shape in ((3, 26), (26,)))
+        kinds = lambda x: x, torch.neg, lambda x: torch.rand(x.shape, generator=generator)
+        found += [compared_with(kind, query, latents, reads, 0.7) for kind in kinds]
+    return found
+
+
+def test_a_wrong_choice_disagrees_with_the_attention_and_the_best_one_does_not():
+    """The most attended keys; planted faults: the least attended ones, and any. A shared prefix counts for both."""
+    (found,) = run_world(of_choices, 1)
+    for best, worst, others in (found[:3], found[3:]):
+        assert abs(best[0]) < 1e-6 and worst[0] > 0.9 > others[0] > 0.3
+    assert [count for _, count in found] == 6 * [2 + 4 + 7]
+
+
+@pytest.mark.parametrize("attention", [chosen_attention, chosen_keys._listed_attention], ids=["compiled", "CUDA"])
+def test_attention_over_lists_and_its_gradients(attention):
     """Sizes that are no multiples of a vector; the latents are keys and values of all heads."""
     generator = torch.Generator().manual_seed(10)
     query = torch.randn(6, 3, 20 + 6, generator=generator, requires_grad=True)
     latents = torch.randn(40, 20 + 6, generator=generator, requires_grad=True)
     scores = torch.randn(6, 40, generator=generator)
     lists = scores.topk(COUNT).indices.sort().values
-    bits = torch.zeros(6, 40, dtype=torch.bool).scatter_(1, lists, True).view(6, 5, 8)
-    packed = (bits * 2 ** torch.arange(8)).sum(-1).to(torch.uint8)
+    packed = pack_bits(torch.zeros(6, 40, dtype=torch.bool).scatter_(1, lists, True))
     choice = Choice([(torch.arange(40), packed[:4]), (torch.arange(40), packed[4:])], COUNT)
     assert torch.equal(torch.cat([*choice.lists()]), lists)
-    out = chosen_attention(query, latents, 20, choice, 0.3)
+    out = attention(query, latents, 20, choice, 0.3)
     weights = torch.einsum("qad,qkd->qak", query, latents[lists]).mul(0.3).softmax(-1)
     wanted = torch.einsum("qak,qkd->qad", weights, latents[lists][..., :20])
     assert (out - wanted).abs().max() < 1e-5

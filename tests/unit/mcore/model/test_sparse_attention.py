@@ -27,6 +27,7 @@ def texts() -> list[list[int]]:
 def measured(rank, folder: Path, recomputed: tuple[str, ...]) -> dict:
     """Gradients against transformers', with recomputation, and with a shared prefix; what is trained; dense layers."""
     from megarl.batch import SharedPrefix
+    from megarl.mcore.model.sparse_attention import take_disagreement
 
     model, vocabulary, groups, _ = trained(folder)
     rows = texts()
@@ -37,14 +38,21 @@ def measured(rank, folder: Path, recomputed: tuple[str, ...]) -> dict:
         if "self_attention" in parts and parts[4] in NAMES:
             other = theirs[f"model.layers.{parts[2]}.self_attn.{NAMES[parts[4]]}.weight"]
             farthest[name] = float((grad - other).abs().max() / other.abs().max())
-    again = {}
+    again, everyone, layers = {}, groups.pg_collection.intra_dist_opt, len(model[0].decoder.layers)
+    missed = take_disagreement(model, layers, everyone)
+    assert len(missed) == 1 + layers and all(0.01 < share < 1 for share in missed.values())
+    assert take_disagreement(model, layers, everyone) == {}
     for flags in recomputed:
-        others = gradients(*trained(folder, flags)[:2], rows)
+        other, _, *_ = trained(folder, flags)
+        others = gradients(other, vocabulary, rows)
         again[flags] = torch.equal(others[0], scores) and all(torch.equal(others[1][n], grads[n]) for n in grads)
+        again[flags] &= take_disagreement(other, layers, everyone) == missed
     group = [rows[0][:100] + row[:40] for row in (rows[0], rows[1], rows[1][50:])]
     plain, of_plain, _ = gradients(model, vocabulary, group)
+    missed = take_disagreement(model, layers, everyone)
     shared = SharedPrefix(torch.tensor([0, 0, 0]), torch.tensor([0, 99, 99]))
     short, of_short, _ = gradients(model, vocabulary, group, shared)
+    assert take_disagreement(model, layers, everyone) == pytest.approx(missed)
     gap = max(float((of_short[n] - of_plain[n]).abs().max() / of_plain[n].abs().max()) for n in of_plain)
     indexers = {n for n, p in model[0].named_parameters() if ".indexer." in n and not p.requires_grad}
     return {"gradients": farthest, "recomputed": again, "shared": (torch.equal(short, plain), gap),
