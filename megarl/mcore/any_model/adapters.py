@@ -56,6 +56,11 @@ class ModuleLinears(NamedTuple):
             found[name if any(_is_named(other, (last,)) for other in others) else last] = None
         return tuple(found)
 
+    def adapts(self, weight: str, targets: Collection[str]) -> bool:
+        """Whether the layer of a weight of a chunk has factors."""
+        name = weight.removeprefix(PREFIX).removesuffix(".weight")
+        return name in self.sizes and _is_named(name, targets)
+
     def key_of(self, name: str) -> str:
         """The key of a layer's factors in checkpoints, without `.lora_A`."""
         return f"lora.{PREFIX}{name}"

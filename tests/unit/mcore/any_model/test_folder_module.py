@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 
 from megarl.mcore.any_model.attention import Unsupported
 from megarl.mcore.any_model.folder_module import FolderModule
+from megarl.planning import memory
 from tests.helpers.folders import any_types
 
 
@@ -35,6 +36,14 @@ def test_ranks_hold_parts_of_the_weights(folder):
     split = {name for name in whole if half[name] < whole[name]}
     assert {whole[name] / half[name] for name in split} == {2} and "hf.model.layers.0.mlp.up_proj.weight" in split
     assert not any("norm" in name for name in split)
+
+
+def test_weights_belong_to_layers(folder):
+    weights = FolderModule(folder).rank_weights(False, 1, 4)
+    assert {each.layer for each in weights} == {None, 0, 1} and all(len(each.layers) < 2 for each in weights)
+    of_layers = [sum(4 * each.elements for each in weights if each.layer == layer) for layer in (None, 0, 1)]
+    assert memory.gathered([weights]) == sum(of_layers)
+    assert memory.gathered([[*weights, weights[-2]._replace(layers=(0, 1))]]) == sum(of_layers)  # each rank has it
 
 
 def test_what_cannot_be_split_is_named(folder):
