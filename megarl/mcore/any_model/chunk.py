@@ -147,7 +147,7 @@ class AnyChunk(MegatronModule):
             self.output_layer = value_head
         else:
             head.tp_group = pg_collection.tp
-            self._head: tuple[Any] = (head,)  # not a second name of its weights
+            vars(self)["output_layer"] = head  # not a second name of its weights
         self._has_value_head = value_head is not None
         self._backend, self._product = backends.load(config), rows.product_of(config)
         if is_exact(config):
@@ -157,18 +157,9 @@ class AnyChunk(MegatronModule):
             for layer in self.decoder.layers[: config.recompute_num_layers if is_block else None]:
                 layer.forward = functools.partial(_recomputed, layer.forward, self._product)
 
-    def __getattr__(self, name: str):
-        if name == "output_layer" and "_head" in self.__dict__:
-            return self.__dict__["_head"][0]
-        return super().__getattr__(name)
-
     def to_empty_weights(self, place: torch.device):
         """Gives the parameters memory on a device, without values, and moves the buffers there; returns itself."""
-        for module in self.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.device.type == "meta":
-                    empty = torch.empty_like(parameter, device=place)
-                    module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.is_floating_point())
+        self._apply(lambda x: torch.empty_like(x, device=place) if x.is_meta else x.to(place))
         self.hf.tie_weights()
         tensor_parallel.mark(self.hf, self.splits)
         ends: list[Any] = [self.hf.get_input_embeddings(), self.hf.get_output_embeddings()]
@@ -177,7 +168,7 @@ class AnyChunk(MegatronModule):
                 parameter.is_embedding_or_output_parameter = True
         if self.share_embeddings_and_output_weights:
             self.shared_embedding_or_output_weight().zero_out_wgrad = True  # autograd adds the embedding's gradient
-        return self.to(place)
+        return self
 
     @property
     def reads_host(self) -> bool:
@@ -197,7 +188,7 @@ class AnyChunk(MegatronModule):
 
     def shared_embedding_or_output_weight(self) -> Tensor:
         """The embedding [V, H] that is the head, too."""
-        return self._head[0].weight
+        return self.output_layer.weight
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
         """Parameters and persistent buffers by the module's own names; a tied one once, low-rank factors not."""

@@ -54,7 +54,7 @@ def test_what_cannot_be_split_is_named(folder):
 
 def test_the_slots_and_the_mean_of_their_caches(folder, tmp_path):
     module = FolderModule(folder)
-    assert [slot.window for slot in module.reach().slots] == [8, None] and module.mean_cache(1) == (2, 16)
+    assert [slot.window for slot in module.reach().slots] == [8, None] and module.mean_cache(1) == (1, 32)
     assert module.routed_layers()[1] == "Gemma2ForCausalLM: calls no experts by transformers' interface"
     any_types.small_config("gemma4_text").save_pretrained(tmp_path)
     assert FolderModule(tmp_path).mean_cache(1) == (1, 32)  # of 2 · 16 and of 1 · 32 channels

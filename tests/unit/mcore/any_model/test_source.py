@@ -79,7 +79,10 @@ REFUSED = {
 }  # fmt: skip
 LONGEST = 129
 LIMITED = "chunks", "long rotary factors", "dynamic rotary angles", "a table of positions"
-CHEAP = "long rotary factors", "a table of positions", "unknown type", "code", "no language model", "wrong entry", "indexer", "own mask"
+CHEAP = (
+    "long rotary factors", "a table of positions", "unknown type", "code", "no language model", "wrong entry",
+    "indexer", "own mask",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", by_default(REFUSED, CHEAP))
