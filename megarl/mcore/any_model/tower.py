@@ -152,13 +152,7 @@ class Tower:
         module.model.language_model = module.lm_head = None
         weights, reader = self.folder.weights, FolderReader(self.folder)
         conversions = Conversions(module, {name: stored.shape for name, stored in weights.items()})
-        given = {name: group for group in conversions.groups for name in group.weights}
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            wanted = f"its vision tower needs it with {tuple(tensor.shape)}"
-            if name not in given:
-                raise self.folder.error(f"{name} is missing; {wanted}")
-            if given[name].weights[name] != tuple(tensor.shape):
-                raise self.folder.error(f"{name} has the shape {given[name].weights[name]}; {wanted}")
+        conversions.check(self.folder)
         for group in conversions.groups:
             made = group.made(reader.read, module).items()
             module.load_state_dict({name: each.float() for name, each in made}, strict=False, assign=True)
