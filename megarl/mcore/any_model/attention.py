@@ -75,6 +75,7 @@ class Pass:
     tokens: int = 0  # rows of the pass that are tokens; those after them fill it up to whole vectors
     calls: Counter = field(default_factory=Counter)  # of each module
     rotations: dict = field(default_factory=dict)  # of `fused.rotation`
+    computed: set = field(default_factory=set)  # layers whose part of the pass a layer before them computed
     functions: Sequence = ()  # `recurrence.functions_of` the module
     recurrences: int = 0  # that ran so far, in the order of their states
     images: ImageRows | None = None  # among its tokens
