@@ -14,7 +14,7 @@ import numpy as np
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.config.optimizer_flags import MUON, SGD, on_host
 from megarl.mcore.lora.targets import LoRASettings
-from megarl.mcore.model.weight_table import LAYERS, Weight, prediction_weights
+from megarl.mcore.model.weight_table import Weight, prediction_weights
 from megarl.planning import activations
 from megarl.planning.gradient_buffers import buffers, gradient_bytes, gradient_itemsize
 from megarl.planning.parameters import (
@@ -162,16 +162,16 @@ def plain_bytes(weights: list[Weight]) -> int:
 
 
 def sharded(weights: list[Weight], args) -> list[int]:
-    """Elements of each weight on the first FSDP rank, which has the most: weights are sharded by rows, those of fp32
-    beside 16 bits are whole."""
+    """Elements of each weight on the first FSDP rank, which has the most: weights are sharded by rows unless
+    `is_unsharded`."""
     sizes = parallel_sizes(args)
     ranks = sizes.data(args.world_size) * sizes.context
     return [w.elements if is_unsharded(w, args) else -(-w.rows // ranks) * (w.elements // w.rows) for w in weights]
 
 
 def is_unsharded(weight: Weight, args) -> bool:
-    """Whether each FSDP rank has the whole weight, because its layer has another type."""
-    return weight.itemsize != args.params_dtype.itemsize
+    """Whether each FSDP rank has the whole weight: of another type than its layer, or of several layers."""
+    return weight.itemsize != args.params_dtype.itemsize or len(weight.layers) > 1
 
 
 def sharded_bytes(weights: list[Weight], args) -> tuple[int, int]:
@@ -313,10 +313,7 @@ def _held(weights: list[Weight], args) -> int:
 
 def gathered(chunks: list[list[Weight]]) -> int:
     """Bytes of FSDP weights gathered at a time: embedding, head, the layer in use and the prefetched one."""
-    layers, rest = Counter[str](), 0
-    for weight in (w for chunk in chunks for w in chunk):
-        if weight.name.startswith(LAYERS):
-            layers[weight.name.split(".")[2]] += weight.elements * weight.itemsize
-        else:
-            rest += weight.elements * weight.itemsize
-    return rest + sum(sorted(layers.values())[-2:])
+    of_layers = Counter[int | None]()
+    for weight in (w for chunk in chunks for w in chunk if len(w.layers) < 2):
+        of_layers[weight.layer] += weight.elements * weight.itemsize
+    return of_layers.pop(None, 0) + sum(sorted(of_layers.values())[-2:])

@@ -204,12 +204,16 @@ def factors_apart(weights: list[Weight], args, lora: LoRASettings | None) -> lis
 
 def _factors(weight: Weight, args, lora: LoRASettings) -> list[Weight]:
     """A [r, K] and B [n, r] of each targeted projection of a weight; [] for a weight without."""
-    names = next((names for suffix, names in linears_of(args).items() if weight.name.endswith(f"{suffix}.weight")), ())
+    if args.model_folder is not None:
+        names = ("",) if args.model_folder.linears().adapts(weight.name, lora.targets) else ()
+    else:
+        linears = linears_of(args).items()
+        names = next((names for suffix, names in linears if weight.name.endswith(f"{suffix}.weight")), ())
     if not names:
         return []
     columns, found = weight.elements // weight.rows, []
     for name, rows in zip(names, _rows(weight.rows, names, args), strict=True):
-        if name in lora.targets:
+        if name == "" or name in lora.targets:
             for kind, shape in (("lora_A", (lora.rank, columns)), ("lora_B", (rows, lora.rank))):
                 found.append(weight._replace(name=f"{weight.name}.{name}.{kind}", shape=shape, is_shared=False))
     return found

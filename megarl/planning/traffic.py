@@ -29,7 +29,7 @@ from megarl.mcore.model.pipeline_layout import (
 )
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.shared_groups import columns_sent
-from megarl.mcore.model.weight_table import LAYERS, Weight, padded_vocab_size, prediction_weights
+from megarl.mcore.model.weight_table import Weight, padded_vocab_size, prediction_weights
 from megarl.mcore.recurrence import layer_sizes
 from megarl.mcore.recurrence.delta_rule import HeadSizes
 from megarl.planning.gradient_buffers import buffers, gradient_bytes, gradient_itemsize
@@ -318,7 +318,7 @@ def gradients(role, kind: str, vocab_size: int, step: StepSizes, forwards: int, 
         total += step.updates * 2 * (dense - 1) / dense * plain_bytes(unsharded)  # all-reduced once
         total += microbatches * (dense - 1) * ((forwards + backwards) * held + backwards * reduced)
         if factors and not is_half(args):  # they are gathered with the embeddings, to be merged
-            outside = [w for w in weights if not w.name.startswith(LAYERS)]
+            outside = [w for w in weights if w.layer is None]
             total += step.updates * (dense - 1) * sharded_bytes(outside + factors, args)[0]
     return total / len(stages)
 

@@ -4,7 +4,6 @@ A layer's factors are those of `lora.adapted_linear`; only what the layer comput
 way. Experts that are one parameter have none.
 """
 
-import functools
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -56,6 +55,11 @@ class ModuleLinears(NamedTuple):
             found[name if any(_is_named(other, (last,)) for other in others) else last] = None
         return tuple(found)
 
+    def adapts(self, weight: str, targets: Collection[str]) -> bool:
+        """Whether the layer of a weight of a chunk has factors."""
+        name = weight.removeprefix(PREFIX).removesuffix(".weight")
+        return name in self.sizes and _is_named(name, targets)
+
     def key_of(self, name: str) -> str:
         """The key of a layer's factors in checkpoints, without `.lora_A`."""
         return f"lora.{PREFIX}{name}"
@@ -95,14 +99,12 @@ class AdaptedModule(AdaptedLinear):
     """The factors of a linear layer of transformers."""
 
     def attach(self, is_used: bool = True):
-        """As of `AdaptedLinear`, by the layer's own forward function, inside of what tensor parallelism puts around."""
+        """As of `AdaptedLinear`, by the layer's own forward function."""
         layer = self.layer
         layer.adds_product = is_used and not self.product.is_merged
-        forward = self._forward if is_used else functools.partial(type(layer).forward, layer)
-        outer = layer.__dict__.get("forward")
-        if getattr(outer, "keywords", None) or len(getattr(outer, "args", ())) > 1:  # of tensor parallelism
-            forward = functools.partial(outer.func, forward, *outer.args[1:], **outer.keywords)
-        layer.forward = forward
+        vars(layer).pop("forward", None)
+        if is_used:
+            layer.forward = self._forward
 
     def _forward(self, x: Tensor) -> Tensor:
         """[…, K] -> […, N], with the bias."""

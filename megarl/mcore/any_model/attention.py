@@ -75,6 +75,7 @@ class Pass:
     tokens: int = 0  # rows of the pass that are tokens; those after them fill it up to whole vectors
     calls: Counter = field(default_factory=Counter)  # of each module
     rotations: dict = field(default_factory=dict)  # of `fused.rotation`
+    computed: set = field(default_factory=set)  # layers whose part of the pass a layer before them computed
     functions: Sequence = ()  # `recurrence.functions_of` the module
     recurrences: int = 0  # that ran so far, in the order of their states
     images: ImageRows | None = None  # among its tokens
@@ -241,17 +242,11 @@ AttentionInterface.register(NAME, attention)
 # -- the engine's cache ------------------------------------------------------------------------------------------------
 
 
-def _is_uniform(slots: Sequence[Slot]) -> bool:
-    return len({(slot.groups, slot.channels) for slot in slots}) == 1
-
-
 def mean_cache(slots: Sequence[Slot], ranks: int) -> tuple[int, int]:
     """Query groups of the whole model and channels whose product is the mean of the slots, as `SlotContext` has them
     on each of so many tensor-parallel ranks."""
     if not slots:  # a module without attention, whose cache is of no use
         return ranks, VECTOR
-    if _is_uniform(slots):
-        return slots[0].groups, slots[0].channels
     return ranks, -(-sum(slot.groups * slot.channels for slot in slots) // (ranks * len(slots)))
 
 
@@ -276,8 +271,6 @@ class SlotContext(PagedContext):
 
     def layer_caches(self) -> tuple[Tensor, ...]:
         """[blocks, block, G, 2, C] of each slot."""
-        if _is_uniform(self._attention):
-            return super().layer_caches()
         flat, blocks, start, caches = self.memory_buffer.flatten(), self.memory_buffer.shape[1], 0, []
         for slot in self._attention:
             shape = blocks, self.block_size_tokens, slot.groups, 2, slot.channels

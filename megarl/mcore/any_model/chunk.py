@@ -5,6 +5,7 @@ Its parameters have transformers' names after `hf.`; a scalar head is `output_la
 
 import contextlib
 import functools
+import inspect
 import types
 from typing import Any
 
@@ -40,31 +41,50 @@ def positions_seen(positions: Tensor) -> types.SimpleNamespace:
     )
 
 
-class LogitInputs:
-    """The inputs of a model's logits.
+def first_position(module: PreTrainedModel) -> int:
+    """The number of a sequence's first position: tables of RoBERTa and its kin begin with rows up to padding's."""
+    tables = (each for name, each in module.named_modules() if name.endswith("position_embeddings"))
+    paddings = (getattr(each, "padding_idx", None) for each in tables)
+    return next((padding + 1 for padding in paddings if padding is not None), 0)
+
+
+def counts_cached(module: PreTrainedModel) -> bool:
+    """Whether a module's positions are those after the tokens of its cache, whatever it is given as positions."""
+    if getattr(module.config.get_text_config(), "attn_temperature_tuning", False):
+        return True
+    models = [each for each in module.modules() if isinstance(each, PreTrainedModel)]
+    has_slots = any(hasattr(each, "attention_slots") for each in module.modules())
+    return has_slots and not any("position_ids" in inspect.signature(each.forward).parameters for each in models)
+
+
+class HeadInputs:
+    """What a model's head reads: of logits, or the last hidden states.
 
     In the place of the vocabulary's projection stands the identity while the module runs. What the module does to its
     logits is then done to the projection's inputs: scales of logits are linear. A softcap is not, and is left out.
     """
 
     def __init__(self, module: PreTrainedModel):
+        """`module`: with its slots."""
         text = module.config.get_text_config()
         self._module, self.softcap = module, getattr(text, SOFTCAP, None)
+        self._first, self._counts_cached = first_position(module), counts_cached(module)
         if self.softcap is not None:
             vars(text)[SOFTCAP] = None  # which the checks of some classes refuse
 
-    def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, positions: Tensor, of_logits: bool = True) -> Tensor:
         """Tokens and positions [1, T] -> [T, H]."""
-        module, kwargs = self._module, {}
+        module, kwargs = self._module, {"input_ids": tokens, "position_ids": positions + self._first}
+        if self._counts_cached:  # a mask of ones keeps classes from making one for as many tokens as are cached
+            kwargs |= {"cache": positions_seen(positions), "attention_mask": torch.ones_like(tokens)}
+        if not of_logits:
+            return module.base_model(**kwargs, use_cache=False)[0].squeeze(0)
         head = module.get_output_embeddings()
-        if getattr(module.config.get_text_config(), "attn_temperature_tuning", False):
-            kwargs["past_key_values"] = positions_seen(positions)
         head.forward = lambda hidden: hidden
         try:
-            out = module(input_ids=tokens, position_ids=positions, use_cache=False, **kwargs).logits
+            return module(**kwargs, use_cache=False).logits.squeeze(0)
         finally:
             del head.forward
-        return out.squeeze(0)
 
 
 def head_inputs(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,8 +135,8 @@ class AnyChunk(MegatronModule):
         if self.routers:
             config.moe_router_topk = self.routers[0].topk  # the engine's tables of routes
         self.hf.get_input_embeddings().register_forward_hook(attention.with_images)
-        self._logit_inputs = LogitInputs(self.hf)
-        config.final_logit_softcapping = None if value_head else self._logit_inputs.softcap
+        self._head_inputs = HeadInputs(self.hf)
+        config.final_logit_softcapping = None if value_head else self._head_inputs.softcap
         head = self.hf.get_output_embeddings()
         self.share_embeddings_and_output_weights = head.weight is self.hf.get_input_embeddings().weight
         if value_head is not None:
@@ -127,7 +147,7 @@ class AnyChunk(MegatronModule):
             self.output_layer = value_head
         else:
             head.tp_group = pg_collection.tp
-            self._head: tuple[Any] = (head,)  # not a second name of its weights
+            vars(self)["output_layer"] = head  # not a second name of its weights
         self._has_value_head = value_head is not None
         self._backend, self._product = backends.load(config), rows.product_of(config)
         if is_exact(config):
@@ -137,18 +157,9 @@ class AnyChunk(MegatronModule):
             for layer in self.decoder.layers[: config.recompute_num_layers if is_block else None]:
                 layer.forward = functools.partial(_recomputed, layer.forward, self._product)
 
-    def __getattr__(self, name: str):
-        if name == "output_layer" and "_head" in self.__dict__:
-            return self.__dict__["_head"][0]
-        return super().__getattr__(name)
-
     def to_empty_weights(self, place: torch.device):
         """Gives the parameters memory on a device, without values, and moves the buffers there; returns itself."""
-        for module in self.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.device.type == "meta":
-                    empty = torch.empty_like(parameter, device=place)
-                    module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.is_floating_point())
+        self._apply(lambda x: torch.empty_like(x, device=place) if x.is_meta else x.to(place))
         self.hf.tie_weights()
         tensor_parallel.mark(self.hf, self.splits)
         ends: list[Any] = [self.hf.get_input_embeddings(), self.hf.get_output_embeddings()]
@@ -157,7 +168,7 @@ class AnyChunk(MegatronModule):
                 parameter.is_embedding_or_output_parameter = True
         if self.share_embeddings_and_output_weights:
             self.shared_embedding_or_output_weight().zero_out_wgrad = True  # autograd adds the embedding's gradient
-        return self.to(place)
+        return self
 
     @property
     def reads_host(self) -> bool:
@@ -177,7 +188,7 @@ class AnyChunk(MegatronModule):
 
     def shared_embedding_or_output_weight(self) -> Tensor:
         """The embedding [V, H] that is the head, too."""
-        return self._head[0].weight
+        return self.output_layer.weight
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
         """Parameters and persistent buffers by the module's own names; a tied one once, low-rank factors not."""
@@ -236,11 +247,7 @@ class AnyChunk(MegatronModule):
         if missing := rows.missing_rows(each.tokens):
             tokens, positions = (nn.functional.pad(x, (0, missing)) for x in (tokens, positions))
         with _computing(each, self._product):
-            if self._has_value_head:
-                hidden = self.hf.base_model(input_ids=tokens, position_ids=positions, use_cache=False)[0].squeeze(0)
-            else:
-                hidden = self._logit_inputs(tokens, positions)
-        return hidden[: each.tokens]
+            return self._head_inputs(tokens, positions, not self._has_value_head)[: each.tokens]
 
     def _step(self, tokens: Tensor, positions: Tensor, context) -> Tensor:
         """Logits [1, N, V] of a step's last tokens."""

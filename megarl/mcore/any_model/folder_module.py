@@ -3,6 +3,7 @@
 A role's Megatron namespace has it as `model_folder`. Rooms that `any_model` itself needs ask it, and import nothing.
 """
 
+import collections
 import functools
 from collections.abc import Callable, Sequence
 
@@ -131,14 +132,17 @@ class FolderModule(str):
         """The parameters, of elements of so many bytes, that each of so many tensor-parallel ranks holds."""
         module, tensors = self._tensors(value_head)
         splits = tensor_parallel.splits_of(module, ranks) if ranks > 1 else {}
-        experts, found = self.reach().experts, []
+        experts, found, layers = self.reach().experts, [], collections.defaultdict(list)
+        for number, layer in enumerate(source.layers_of(module)):
+            for parameter in layer.parameters():
+                layers[id(parameter)].append(number)
         for name, tensor in tensors.items():
             shape, split = list(tensor.shape), splits.get(name.removeprefix(PREFIX))
             if split is not None:
                 shape[split.axis] //= ranks
             if isinstance(tensor, torch.nn.Parameter):
-                is_routed = name.removeprefix(PREFIX).rpartition(".")[0] in experts
-                found.append(Weight(name, tuple(shape) or (1,), element, is_routed=is_routed))
+                is_routed, of_layers = name.removeprefix(PREFIX).rpartition(".")[0] in experts, layers[id(tensor)]
+                found.append(Weight(name, tuple(shape) or (1,), element, is_routed=is_routed, layers=(*of_layers,)))
         return found
 
     def used_experts(self) -> float:

@@ -135,7 +135,19 @@ class Layer:
         self.part, self._own, self.multiplier = part, part.forward, multiplier
         self.first, self.attention, self.second, self.mlp = (vars(each)["fused"] for each in parts)
         self._made: tuple = (None, [])  # attention's merged weight, and the operator's weights made with it
+        self.following: list[Layer] = []  # layers that the same operator computes after it
         self._norms = [self.first, self.second, *(vars(norm)["fused"] for norm in self.attention.norms)]
+
+    @property
+    def scale(self) -> float:
+        """Of its scores."""
+        scale = self.attention.scores.scale
+        return self.attention.slot.key_channels**-0.5 if scale is None else scale
+
+    def kind(self) -> tuple:
+        """What layers that one operator computes have in common."""
+        shape = self.attention.slot._replace(number=0), self.mlp.down.in_features, self.attention.rotates
+        return *shape, self.scale, self.multiplier, self.first.eps, len(self._norms)
 
     def has_operator(self) -> bool:
         """Whether the operator computes such a layer."""
@@ -152,8 +164,10 @@ class Layer:
         return hidden + self.mlp(self.second(hidden)) * self.multiplier
 
     def __call__(self, hidden_states: Tensor, position_embeddings=None, **others) -> Tensor:
-        """[1, T, H] -> [1, T, H]."""
+        """[1, T, H] -> [1, T, H]; of the last of the layers that follow it, which then return their input."""
         each, slot = attention.current(), self.attention.slot
+        if self in each.computed:
+            return hidden_states
         reads = each.plan.reads[slot.window is not None] if isinstance(each, CachePass) else None
         only_decodes = reads is not None and reads.only_decodes and isinstance(reads.decodes[0], NativeDecodes)
         weights = self._weights() if only_decodes and each.plan.dedup is None else []
@@ -161,11 +175,13 @@ class Layer:
             return self._own(hidden_states, position_embeddings=position_embeddings, **others)
         out, decodes, empty = hidden_states.clone(), reads.decodes[0], hidden_states.new_empty(0)
         turned = rotation(position_embeddings) if self.attention.rotates else (empty, empty)
-        scale = self.attention.scores.scale
-        cosines, sines = (x[: each.tokens] for x in turned)
-        caches, scale = [each.plan.caches[slot.number]], slot.key_channels**-0.5 if scale is None else scale
+        layers, cosines, sines = [self], *(x[: each.tokens] for x in turned)
+        if all(following := [layer._weights() for layer in self.following]):
+            layers, weights = layers + self.following, [*weights, *itertools.chain(*following)]
+            each.computed.update(self.following)
+        caches = [each.plan.caches[layer.attention.slot.number] for layer in layers]
         keys = each.plan.slot_mapping, decodes.pages, decodes.keys, decodes.starts
-        options = slot.heads, self.mlp.down.in_features, self.first.eps, scale, decodes.window, self.multiplier
+        options = slot.heads, self.mlp.down.in_features, self.first.eps, self.scale, decodes.window, self.multiplier
         native.ops.decode_layers(out[0, : each.tokens], weights, caches, cosines, sines, *keys + options)
         return out
 
@@ -212,16 +228,19 @@ def fuse(module: PreTrainedModel):
     if not native.is_used() or module.dtype is not torch.float32:
         return
     with contextlib.suppress(Unsupported), torch.no_grad():
-        calls = _calls(module)
+        calls, outputs = _calls(module)
         for candidates in (_norms, _attentions, _mlps, _layers):
             for part, call in calls.items():
                 if "fused" not in vars(part) and not any(True for _ in part.buffers()):
                     _take(part, candidates(part), call)
+        _join(calls, outputs)
 
 
-def _calls(module: PreTrainedModel) -> dict[nn.Module, tuple[torch.Size, list, dict]]:
-    """Of each part that one pass calls once, with hidden states: their shape, names for them, further arguments."""
+def _calls(module: PreTrainedModel) -> tuple[dict[nn.Module, tuple[Tensor, list, dict]], dict[nn.Module, Any]]:
+    """Of each part that one pass calls once, with hidden states: these, names for them, further arguments; and what
+    each part returns."""
     found: dict[nn.Module, list] = {}
+    outputs: dict[nn.Module, Any] = {}
 
     def note(part, args, kwargs):
         name = [] if args else ["hidden_states"]
@@ -229,22 +248,36 @@ def _calls(module: PreTrainedModel) -> dict[nn.Module, tuple[torch.Size, list, d
         rest = {key: value for key, value in kwargs.items() if key not in name}
         is_plain = all(isinstance(x, PLAIN) for x in tree_leaves(list(rest.values())))
         if len(args) < 2 and is_plain and torch.is_tensor(hidden) and hidden.is_floating_point():
-            found.setdefault(part, []).append((hidden.shape, name, rest))
+            found.setdefault(part, []).append((hidden, name, rest))
 
     hooks = [part.register_forward_pre_hook(note, with_kwargs=True) for part in module.modules()]
+    hooks += [part.register_forward_hook(lambda part, _, out: outputs.update({part: out})) for part in module.modules()]
     try:
         longest = getattr(module.config.get_text_config(), "max_position_embeddings", None) or source.PROBED
         source.find_slots(module, [0, 1, longest // 2, longest - 1])
     finally:
         for hook in hooks:
             hook.remove()
-    return {part: calls[0] for part, calls in found.items() if len(calls) == 1}
+    return {part: calls[0] for part, calls in found.items() if len(calls) == 1}, outputs
 
 
-def _take(part: nn.Module, candidates: Iterator, call: tuple[torch.Size, list, dict]):
+def _join(calls: dict[nn.Module, tuple[Tensor, list, dict]], outputs: dict[nn.Module, Any]):
+    """Lets the first of alike layers, each of which reads what the one before it returns, compute them all."""
+    layers = [part for part in calls if isinstance(vars(part).get("fused"), Layer)]
+    first = layers[:1]
+    for before, part in itertools.pairwise(layers):
+        (hidden, _, rest), one, other = calls[part], vars(before)["fused"], vars(part)["fused"]
+        arguments, others = (list(map(id, tree_leaves(each))) for each in (calls[before][2], rest))
+        if hidden is outputs[before] and arguments == others and one.kind() == other.kind():
+            vars(first[0])["fused"].following.append(other)
+        else:
+            first = [part]
+
+
+def _take(part: nn.Module, candidates: Iterator, call: tuple[Tensor, list, dict]):
     """Replaces a part's forward pass by the first candidate that computes the same in such a call."""
-    (shape, name, others), generator = call, torch.Generator().manual_seed(0)
-    inputs = [size * torch.randn(shape, generator=generator) for size in SIZES]
+    (hidden, name, others), generator = call, torch.Generator().manual_seed(0)
+    inputs = [size * torch.randn(hidden.shape, generator=generator) for size in SIZES]
 
     def outcome(function, x: Tensor):
         probe = FirstPass()

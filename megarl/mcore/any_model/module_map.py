@@ -148,7 +148,7 @@ class Conversions:
         given = {name for group in self.groups for name in group.weights}
         given |= {weight for weight, source in self.tied.items() if source in given}
         given |= {source for weight, source in self.tied.items() if weight in given}
-        self.missing = sorted(self.weights.keys() - given - self._ignored(self.weights, "missing"))
+        self.missing = sorted(self.weights.keys() - given - self._ignored(dict(module.named_buffers()), "missing"))
         self.unused = self._ignored(self.unknown, "unexpected")  # tensors that transformers does not read
         self.unknown = sorted(set(self.unknown) - self.unused)
 
@@ -174,6 +174,24 @@ class Conversions:
         """Names that transformers' class says may be missing in, or unexpected of, a folder."""
         patterns = getattr(self.module, f"_keys_to_ignore_on_load_{kind}", None) or ()
         return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
+
+    def check(self, folder: HFFolder, without: Collection[str] = ()):
+        """UsageError for a tensor that is missing, of another shape or of a type that is not read. `without`: weights
+        that may be missing."""
+        if missing := [name for name in self.missing if name not in without]:
+            raise folder.error(f"{missing[0]} is missing, which {type(self.module).__name__} of transformers needs")
+        for group in self.groups:
+            first = next(iter(group.sources))
+            for name, shape in group.weights.items():
+                wanted = self.weights.get(name)
+                if wanted is None:
+                    raise folder.error(f"{first}: transformers makes {name} of it, which is no weight")
+                if shape != wanted:
+                    described = f"the shape {list(shape)}; config.json describes {list(wanted)}"
+                    raise folder.error(f"{first} gives {name} {described}")
+            for name in group.sources:
+                if (dtype := folder.weights[name].dtype) not in READABLE:
+                    raise folder.error(f"{name} has type {dtype}; allowed are {', '.join(READABLE)}")
 
     def reverted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a folder that a whole group's weights become."""
@@ -202,20 +220,7 @@ class ModuleMap:
     def check(self):
         """UsageError for a tensor that is missing, unknown, of another shape or of a type that is not read."""
         folder, conversions = self.model.folder, self._conversions
-        if missing := [name for name in conversions.missing if name not in self._head]:
-            raise folder.error(f"{missing[0]} is missing, which {type(self._module).__name__} of transformers needs")
-        for group in conversions.groups:
-            first = next(iter(group.sources))
-            for name, shape in group.weights.items():
-                wanted = conversions.weights.get(name)
-                if wanted is None:
-                    raise folder.error(f"{first}: transformers makes {name} of it, which is no weight")
-                if shape != wanted:
-                    described = f"the shape {list(shape)}; config.json describes {list(wanted)}"
-                    raise folder.error(f"{first} gives {name} {described}")
-            for name in group.sources:
-                if (dtype := folder.weights[name].dtype) not in READABLE:
-                    raise folder.error(f"{name} has type {dtype}; allowed are {', '.join(READABLE)}")
+        conversions.check(folder, self._head)
         if conversions.unknown:
             raise folder.error(f"{conversions.unknown[0]} is a tensor that {type(self._module).__name__} does not have")
 

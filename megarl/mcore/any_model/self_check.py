@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from megarl.mcore.any_model import attention, fused, recurrence, source
 from megarl.mcore.any_model.attention import Pass, Unsupported
-from megarl.mcore.any_model.chunk import LogitInputs, head_inputs
+from megarl.mcore.any_model.chunk import HeadInputs, head_inputs
 from megarl.mcore.any_model.source import Source
 from megarl.mcore.attention.backends import eager
 from megarl.mcore.recurrence.runs import NONE, Runs
@@ -48,12 +48,17 @@ def check(found: Source, longest: int):
     source.find_slots(module)
     fused.fuse(module)
     tokens = torch.randint(small.text.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(SEED))
-    run = functools.partial(logits, module, LogitInputs(module))
+    tokens += tokens == getattr(small.text, "pad_token_id", None)  # some types give padding no position
+    inputs = HeadInputs(module)
+    run = functools.partial(logits, module, inputs)
     of_own, of_module = (source.values_in(each, source.spread_values) for each in (own, module))
     with torch.no_grad(), source.one_line_errors(type(module)), of_own, of_module:
         whole = run(tokens, [TOKENS])
         wanted = own(input_ids=tokens[None], use_cache=False).logits[0].float()  # with positions of its own, too
         _compare(type(module), "its own attention and experts", whole, wanted)
+        last = HeldPass(1, functions=recurrence.functions_of(module))
+        with attention.running(last), source.one_line_errors(type(module), f"read {longest} tokens"):
+            inputs(tokens[None, :1], torch.tensor([[longest - 1]]))  # tables of positions have an end
         apart = torch.cat([run(part, [len(part)]) for part in tokens.split([FIRST, TOKENS - FIRST])])
         _compare(type(module), "two sequences packed together", run(tokens, [FIRST, TOKENS - FIRST]), apart)
         _compare(type(module), "a prefill and steps after it", run(tokens), whole)
@@ -68,7 +73,7 @@ def _compare(kind: type, what: str, found: Tensor, wanted: Tensor):
         )
 
 
-def logits(module: PreTrainedModel, inputs: LogitInputs, tokens: Tensor, lengths: list[int] | None = None) -> Tensor:
+def logits(module: PreTrainedModel, inputs: HeadInputs, tokens: Tensor, lengths: list[int] | None = None) -> Tensor:
     """Logits [T, V] of tokens [T] under megarl's passes, by torch's own products.
 
     Args:

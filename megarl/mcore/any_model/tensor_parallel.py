@@ -5,7 +5,6 @@ ranks, and what happens to a module's input and output; the modules themselves c
 a rank has. The vocabulary is split over the ranks in embedding and head, as megarl's head wants it (1909.08053 §3).
 """
 
-import contextlib
 import functools
 import re
 from collections.abc import Callable, Collection
@@ -23,6 +22,7 @@ from transformers import PreTrainedModel
 from megarl.mcore.any_model.attention import Unsupported
 
 FLAG = "--tensor-model-parallel-size"
+Change = Callable[[Tensor], Tensor]
 ROWS, COLUMNS = -2, -1  # axes of a matrix, of one expert or of a linear layer
 
 
@@ -149,25 +149,19 @@ def split(module: PreTrainedModel, splits: dict[str, Split], ranks: Ranks, parti
     Args:
         partial: names, with * for numbers, of whole weights of whose gradients each rank has a part.
     """
-    plan = module.tp_plan
-    for name, each in splits.items():
-        owner, _, last = name.rpartition(".")
-        part = module.get_submodule(owner)
-        weight = part._parameters[last]
-        share = each.of(weight.data, ranks.rank, ranks.size)
-        part._parameters[last] = nn.Parameter(share, requires_grad=weight.requires_grad)
-    module.tie_weights()
+    plan, config = module.tp_plan, module.config.get_text_config()
+    for name, weight in module.named_parameters():  # a tied one once
+        if name in splits:
+            weight.data = splits[name].of(weight.data, ranks.rank, ranks.size)
     ends = module.get_input_embeddings(), module.get_output_embeddings()
     for name, part in module.named_modules():
         word = None if part in ends else _style(plan, name)
         style = STYLES.get(word or "", Style())
-        names = [each for each in part._parameters if starred(f"{name}.{each}") in partial]
-        if names:
-            part.forward = functools.partial(_with_partial_gradients, part.forward, part, ranks, names)
-        if word == "mla_kv_a_proj":
-            part.forward = functools.partial(_with_shared_key, part.forward, module.config.get_text_config(), ranks)
-        elif style.before or style.after:
-            part.forward = functools.partial(_between, part.forward, part, style, ranks)
+        before, after = (getattr(ranks, function or "", None) for function in (style.before, style.after))
+        after = functools.partial(_with_shared_key, config, ranks) if word == "mla_kv_a_proj" else after
+        shared = [each for each in part._parameters if starred(f"{name}.{each}") in partial]
+        if before or after or shared:
+            _surround(part, before, after, dict.fromkeys(shared, ranks.to_all), style.after == "summed")
     _split_embedding(ends[0], ranks)
 
 
@@ -179,42 +173,36 @@ def mark(module: PreTrainedModel, splits: dict[str, Split]):
             set_tensor_model_parallel_attributes(weight, True, splits[name].axis, 1)
 
 
-def _between(forward, part: nn.Module, style: Style, ranks: Ranks, *args, **kwargs):
-    """A module's forward pass between its style's functions; a bias is added once, after a sum."""
-    if style.before:
-        before = getattr(ranks, style.before)
-        args = [before(x) if torch.is_tensor(x) else x for x in args]
-    is_sum = style.after == "summed"
-    with _parameters_as(part, lambda bias: None, ["bias"] if is_sum else []):
-        out = forward(*args, **kwargs)
-    out = getattr(ranks, style.after)(out) if style.after else out
-    bias = part._parameters.get("bias") if is_sum else None
-    return out if bias is None else out + bias
+def _surround(part: nn.Module, before: Change | None, after: Change | None, shared: dict[str, Change], adds_bias: bool):
+    """Changes a module's inputs, its own parameters of these names while it runs, and its output.
+
+    Args:
+        adds_bias: a bias is added once, after the output is changed.
+    """
+    changes: dict[str, Callable] = shared | ({"bias": lambda bias: None} if adds_bias else {})
+    held = {}
+
+    def enter(part, args):
+        held.update({name: each for name, each in part._parameters.items() if name in changes and each is not None})
+        part._parameters.update({name: changes[name](each) for name, each in held.items()})
+        return tuple(before(x) if torch.is_tensor(x) else x for x in args) if before else None
+
+    def leave(part, args, out):
+        part._parameters.update(held)
+        if out is None:  # an error
+            return None
+        out = after(out) if after else out
+        return out + held["bias"] if adds_bias and "bias" in held else out
+
+    part.register_forward_pre_hook(enter)
+    part.register_forward_hook(leave, always_call=True)
 
 
-def _with_shared_key(forward, config, ranks: Ranks, *args, **kwargs) -> Tensor:
+def _with_shared_key(config, ranks: Ranks, out: Tensor) -> Tensor:
     """Latents and a key that all heads share: each rank's heads give a part of the key's gradient."""
-    out = forward(*args, **kwargs)
     width = config.qk_rope_head_dim
     latent, key = out.split([out.shape[-1] - width, width], dim=-1)
     return torch.cat([latent, ranks.to_all(key)], dim=-1)
-
-
-def _with_partial_gradients(forward, part: nn.Module, ranks: Ranks, names: Collection[str], *args, **kwargs):
-    """A module whose whole weights each rank uses for its own heads: their gradients are summed over the ranks."""
-    with _parameters_as(part, ranks.to_all, names):
-        return forward(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _parameters_as(part: nn.Module, changed: Callable[[Tensor], Tensor | None], names: Collection[str]):
-    """Context in which a module's own parameters of these names are other tensors."""
-    before = {name: each for name, each in part._parameters.items() if each is not None and name in names}
-    part._parameters.update({name: changed(each) for name, each in before.items()})
-    try:
-        yield
-    finally:
-        part._parameters.update(before)
 
 
 def _split_embedding(embedding: Any, ranks: Ranks):

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from megarl.mcore.any_model import self_check, source, tensor_parallel
 from megarl.mcore.any_model.attention import Unsupported
-from megarl.mcore.any_model.chunk import LogitInputs
+from megarl.mcore.any_model.chunk import HeadInputs
 from megarl.mcore.any_model.source import Source
 from megarl.mcore.any_model.tensor_parallel import Ranks, starred
 
@@ -78,7 +78,7 @@ class Trial(Ranks):
 
         tokens = torch.randint(self._found.text.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(0))
         with source.values_in(self.module, values):
-            self_check.logits(self.module, LogitInputs(self.module), tokens, [TOKENS])
+            self_check.logits(self.module, HeadInputs(self.module), tokens, [TOKENS])
         return self._parts
 
 

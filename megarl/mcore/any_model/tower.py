@@ -9,7 +9,7 @@ import hashlib
 import json
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -152,27 +152,11 @@ class Tower:
         module.model.language_model = module.lm_head = None
         weights, reader = self.folder.weights, FolderReader(self.folder)
         conversions = Conversions(module, {name: stored.shape for name, stored in weights.items()})
-        given = {name: group for group in conversions.groups for name in group.weights}
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            wanted = f"its vision tower needs it with {tuple(tensor.shape)}"
-            if name not in given:
-                raise self.folder.error(f"{name} is missing; {wanted}")
-            if given[name].weights[name] != tuple(tensor.shape):
-                raise self.folder.error(f"{name} has the shape {given[name].weights[name]}; {wanted}")
+        conversions.check(self.folder)
         for group in conversions.groups:
-            for name, values in group.made(reader.read, module).items():
-                _set(module, name, values.float())
-        return module
-
-
-def _set(module: nn.Module, name: str, values: Tensor):
-    """Sets a frozen parameter or a buffer of a module by its name."""
-    owner, _, own = name.rpartition(".")
-    part = module.get_submodule(owner)
-    if own in part._parameters:
-        part._parameters[own] = nn.Parameter(values, requires_grad=False)
-    else:
-        part._buffers[own] = values
+            made = group.made(reader.read, module).items()
+            module.load_state_dict({name: each.float() for name, each in made}, strict=False, assign=True)
+        return module.requires_grad_(False)
 
 
 def _joined(rows: Tensor | tuple[Tensor, ...] | list[Tensor]) -> Tensor:

@@ -47,6 +47,14 @@ class Weight(NamedTuple):
     is_expert: bool = False  # reduced over expert-data-parallel ranks
     is_shared: bool = False  # embedding tied across pipeline stages: in a separate bucket
     is_routed: bool = False  # of a routed expert, used only by the tokens routed to it
+    layers: tuple[int, ...] = ()  # of a module of transformers that have it
+
+    @property
+    def layer(self) -> int | None:
+        """The transformer layer with which FSDP gathers it."""
+        if self.name.startswith(LAYERS):
+            return int(self.name.split(".")[2])
+        return self.layers[0] if self.layers else None
 
     @property
     def rows(self) -> int:

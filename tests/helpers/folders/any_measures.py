@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers.folders.any_types import AFTER_PADDING
 from tests.helpers.worlds import SAFETY
 
 FLAGS = "--model-source transformers"
@@ -14,6 +15,10 @@ COUNT = 24  # tokens of a response
 LONGEST = 64
 SEED = 3
 WRONG_CACHE = ("zamba2",)  # transformers 5.24: other tokens after prompts of 1 and 2 tokens than without its cache
+# `generate` of these takes other inputs than tokens, searches by beams, or counts positions from 0.
+OTHER_GENERATE = (
+    "moshi", "bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart", *AFTER_PADDING,
+)  # fmt: skip
 
 
 class Measured(NamedTuple):
@@ -87,13 +92,26 @@ def _gap(model, groups, requests, done, vocabulary: int) -> float:
 
 
 @torch.no_grad()
+def _logits(plain, tokens: list[int]) -> torch.Tensor:
+    """[T, V] of a sequence, by transformers without a cache."""
+    ids, others = torch.tensor([tokens]), {}
+    if plain.config.model_type in AFTER_PADDING:  # their own positions leave out a sampled token of padding
+        others["position_ids"] = torch.arange(len(tokens)).unsqueeze(0) + plain.config.pad_token_id + 1
+    return plain(ids, use_cache=False, **others).logits[0].float()
+
+
 def _alone(plain, tokens: list[int]) -> torch.Tensor:
     """Log-probs of a sequence's tokens from the second on, by transformers."""
-    logprobs = plain(torch.tensor([tokens]), use_cache=False).logits[0].float().log_softmax(-1)[:-1]
+    logprobs = _logits(plain, tokens).log_softmax(-1)[:-1]
     return logprobs.gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1)
 
 
 def _greedy(plain, prompt: list[int]) -> list[int]:
+    if plain.config.model_type in OTHER_GENERATE:
+        tokens = list(prompt)
+        for _ in range(COUNT):
+            tokens.append(int(_logits(plain, tokens)[-1].argmax()))
+        return tokens[len(prompt) :]
     ids = torch.tensor([prompt])
     asked = dict(max_new_tokens=COUNT, min_new_tokens=COUNT, do_sample=False, eos_token_id=None, pad_token_id=0)
     if plain.config.model_type in WRONG_CACHE:

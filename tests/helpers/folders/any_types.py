@@ -84,6 +84,7 @@ OWN = {
     "qwen4_exp_text": dict(
         indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4
     ),
+    "qwen2_moe": dict(use_sliding_window=False),  # as published: of windows the module tells its masks alone
     "reformer": dict(axial_pos_embds_dim=[32, 32], axial_pos_shape=[8, 16]),
     "llama4_text": dict(interleave_moe_layer_step=2, floor_scale=8, attention_chunk_size=128),
     "longcat_flash": dict(num_layers=3, head_dim=8),
@@ -120,6 +121,9 @@ WHOLE = {
     ),
     "gemma3n_text": GEMMA | PER_LAYER | dict(laurel_rank=4, activation_sparsity_pattern=[0.95] * 2 + [0.0] * 4),
 }  # fmt: skip
+# Types whose first position is the one after that of padding, as in published folders.
+AFTER_PADDING = "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl".split()
+OWN |= {kind: dict(pad_token_id=1, bos_token_id=0, max_position_embeddings=130) for kind in AFTER_PADDING}
 # Norms of small heads, which hardly write anything, would make rounding of transformers' own delta rules large.
 DELTA_RULES = "lara_mini", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"
 OWN |= {kind: OWN.get(kind, {}) | dict(rms_norm_eps=1e-2) for kind in DELTA_RULES}

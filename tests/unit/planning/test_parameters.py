@@ -121,11 +121,12 @@ def test_a_rollout_gets_the_factors_of_16_bits(flags, ranks):
     assert traffic.weights_to_rollout(roles, VOCAB) == sent > 0
 
 
-def sharded_bytes_of_rank(rank: int, flags: str, value_head: bool):
+def sharded_bytes_of_rank(rank: int, flags: str, value_head: bool, folder=None):
     """(real, planned) bytes of weights, gradients and optimizer states after an update, under FSDP."""
+    from tests.helpers.folders import any_measures
     from tests.helpers.models.lora_models import trainable, update_once
 
-    model, _ = trainable(flags, value_head)
+    model, _ = any_measures.trainable(folder, flags) if folder else trainable(flags, value_head)
     update_once(model, model.role_groups, value_head=value_head)
 
     def local(tensor):
@@ -151,6 +152,14 @@ def sharded_bytes_of_rank(rank: int, flags: str, value_head: bool):
 ])  # fmt: skip
 def test_sharded_bytes_are_exact(flags, value_head):
     real, planned = run_world(sharded_bytes_of_rank, 4, f"--use-torch-fsdp2 --lora-rank 4 {flags}", value_head)[0]
+    assert real == planned
+
+
+# A block that several layers share, which each rank has whole; layers with experts; factors.
+@pytest.mark.parametrize("kind, flags", [("zamba2", ""), long(("granite", "--lora-rank 4"))])
+def test_sharded_bytes_of_a_module_are_exact(kind, flags, tmp_path):
+    any_types.save(kind, tmp_path / kind, vocab_size=VOCAB)
+    real, planned = run_world(sharded_bytes_of_rank, 2, f"--use-torch-fsdp2 {flags}", False, tmp_path / kind)[0]
     assert real == planned
 
 

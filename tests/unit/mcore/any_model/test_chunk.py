@@ -3,7 +3,10 @@
 import functools
 
 import pytest
+import torch
 
+from megarl.mcore.any_model import attention, self_check, source
+from megarl.mcore.any_model.chunk import HeadInputs
 from tests.helpers.folders import any_measures, any_types
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
@@ -12,8 +15,6 @@ RUNNING = any_types.running()
 MAPPED = tuple(kind for kind, is_mapped in RUNNING.items() if is_mapped)
 TOGETHER = 12  # types of a world
 DEFAULT = "gemma4_text", "lfm2"
-# `generate` of these takes other inputs than tokens alone; their log-probs are compared.
-OTHER_GENERATE = ("moshi",)
 
 
 def worlds(kinds):
@@ -39,13 +40,32 @@ def test_types_compute_what_they_compute_alone(kinds, folders, tmp_path):
         for kind, each in found.items()
         if not (
             each.difference < 2e-5
-            and (all(each.greedy) or kind in OTHER_GENERATE)
+            and all(each.greedy)
             and each.gaps == [0, 0]
             and each.is_alone_equal
             and each.changed == []
         )
     }
     assert not wrong
+
+
+# Positions after those of a cache, of queries that later positions scale and of a table; and after padding's.
+@pytest.mark.parametrize("kind", ["llama4_text", "bart", "roberta"])
+def test_a_scalar_head_reads_what_the_model_computes_of_each_sequence_alone(kind):
+    found = source.of_config(any_types.small_config(kind))
+    module, own, lengths = found.module(torch.float32), found.module(torch.float32, "eager"), [21, 17]
+    source.find_slots(module)
+    for each in (module, own):
+        each.set_output_embeddings(torch.nn.Identity())
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    tokens, each = 2 + 3 * positions, self_check.HeldPass(38, sequence=torch.arange(38) // 21)
+    of_own, of_module = (source.values_in(each, source.spread_values) for each in (own, module))
+    with torch.no_grad(), of_own, of_module:
+        alone = [own.base_model(input_ids=part[None], use_cache=False)[0][0] for part in tokens.split(lengths)]
+        with attention.running(each):
+            packed = HeadInputs(module)(tokens[None], positions[None], of_logits=False)
+    assert each.held and packed.shape == (38, 64)
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-5)
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 
 from megarl.mcore.any_model.attention import Unsupported
 from megarl.mcore.any_model.folder_module import FolderModule
+from megarl.planning import memory
 from tests.helpers.folders import any_types
 
 
@@ -37,6 +38,14 @@ def test_ranks_hold_parts_of_the_weights(folder):
     assert not any("norm" in name for name in split)
 
 
+def test_weights_belong_to_layers(folder):
+    weights = FolderModule(folder).rank_weights(False, 1, 4)
+    assert {each.layer for each in weights} == {None, 0, 1} and all(len(each.layers) < 2 for each in weights)
+    of_layers = [sum(4 * each.elements for each in weights if each.layer == layer) for layer in (None, 0, 1)]
+    assert memory.gathered([weights]) == sum(of_layers)
+    assert memory.gathered([[*weights, weights[-2]._replace(layers=(0, 1))]]) == sum(of_layers)  # each rank has it
+
+
 def test_what_cannot_be_split_is_named(folder):
     module = FolderModule(folder)
     assert module.split_problem(2, False) is None
@@ -45,7 +54,7 @@ def test_what_cannot_be_split_is_named(folder):
 
 def test_the_slots_and_the_mean_of_their_caches(folder, tmp_path):
     module = FolderModule(folder)
-    assert [slot.window for slot in module.reach().slots] == [8, None] and module.mean_cache(1) == (2, 16)
+    assert [slot.window for slot in module.reach().slots] == [8, None] and module.mean_cache(1) == (1, 32)
     assert module.routed_layers()[1] == "Gemma2ForCausalLM: calls no experts by transformers' interface"
     any_types.small_config("gemma4_text").save_pretrained(tmp_path)
     assert FolderModule(tmp_path).mean_cache(1) == (1, 32)  # of 2 · 16 and of 1 · 32 channels

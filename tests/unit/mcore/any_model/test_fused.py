@@ -69,6 +69,23 @@ def test_parts_compute_what_their_classes_compute(kind):
             assert torch.allclose(one, other, rtol=0, atol=5e-6 * float(other.abs().max())), name
 
 
+def joined(kind: str, changed: int | None = None, **entries) -> list[int]:
+    """How many layers the operator of each layer computes. `changed`: a layer that reads other numbers than the one
+    before it returns."""
+    module = source.of_config(any_types.small_config(kind, **entries)).module(torch.float32)
+    layers = module.base_model.layers
+    if changed is not None:
+        layers[changed].register_forward_pre_hook(lambda _, args: (args[0] * 2, *args[1:]))
+    fused.fuse(module)
+    return [1 + len(vars(layer)["fused"].following) for layer in layers]
+
+
+def test_one_operator_computes_layers_that_read_each_other():
+    assert joined("granite") == [6, 1, 1, 1, 1, 1]
+    assert joined("granite", changed=4) == [4, 1, 1, 1, 2, 1]
+    assert joined("qwen2", max_window_layers=4) == [4, 1, 1, 1, 2, 1]  # the last two have a window
+
+
 def planted(kind: str, attribute: str, change) -> dict[str, int]:
     """Parts that are recognised after `change` of the forward pass of each part whose class name ends so."""
     found = found_of(kind)

@@ -78,7 +78,7 @@ RECURRENT = "lfm2", "bamba", "qwen3_next"  # convolutions, a state space, a delt
 FAULTS = [(kind, name) for kind in RECURRENT for name in STATES]
 
 
-TYPES = "granite", "gemma4_text", "gpt_oss", "llama4_text", *RECURRENT
+TYPES = "granite", "gemma4_text", "gpt_oss", "llama4_text", "bart", "roberta", *RECURRENT
 
 
 @pytest.mark.parametrize("kind", by_default(TYPES, ("gemma4_text",)))

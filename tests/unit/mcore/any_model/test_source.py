@@ -66,6 +66,10 @@ REFUSED = {
         "config.json: rope_type longrope, original_max_position_embeddings 128: prompt and response together have up "
         "to 129 tokens",
     ),
+    "a table of positions": (
+        SMALL | {"model_type": "gpt2", "n_positions": 128, "n_embd": 64, "n_layer": 2, "n_head": 4},
+        "GPT2LMHeadModel cannot read 129 tokens (IndexError: index out of range in self)" + NOT_COMPUTED,
+    ),
     "dynamic rotary angles": (
         SMALL | {"model_type": "granite", "max_position_embeddings": 128,
                  "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
@@ -74,8 +78,11 @@ REFUSED = {
     ),
 }  # fmt: skip
 LONGEST = 129
-LIMITED = "chunks", "long rotary factors", "dynamic rotary angles"
-CHEAP = "long rotary factors", "unknown type", "code", "no language model", "wrong entry", "indexer", "own mask"
+LIMITED = "chunks", "long rotary factors", "dynamic rotary angles", "a table of positions"
+CHEAP = (
+    "long rotary factors", "a table of positions", "unknown type", "code", "no language model", "wrong entry",
+    "indexer", "own mask",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", by_default(REFUSED, CHEAP))

@@ -136,7 +136,7 @@ def test_who_reads_no_rows_with_three_positions(rank, monkeypatch):
         tower.check_reader(False)
 
 
-@pytest.mark.parametrize("problem", ["is missing", "has the shape (3,)"])
+@pytest.mark.parametrize("problem", ["is missing", "the shape [3]; config.json describes"])
 @on_each_rank()
 def test_tensors_that_do_not_fit(rank, problem, tmp_path):
     folder = copied(tmp_path)
