@@ -91,6 +91,11 @@ class Encoder:
         rendered = self.template.render(plain, add_generation_prompt=True, tools=tools, values=values)
         return self._one_bos(self.template.encode(rendered))
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids without special tokens, with the names of images."""
+        decode = self.tokenizer.decode
+        return decode(ids) if self.images is None else self.images.text(ids, decode)
+
     def text(self, text: str) -> list[int]:
         """The tokens of a prompt that is a text without a template: BOS, if it belongs there, and the text's own."""
         return [*self.prefix_ids, *self.tokenizer.encode(text)]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megarl.data.messages import arguments_of, tool_call
-from megarl.environments.protocol import Message, Observation, Task, ToolCall, Turn
+from megarl.environments.protocol import ImageBytes, Message, Observation, Task, ToolCall, Turn
 
 CONTEXT_LENGTH = "context_length_exceeded"  # the code of an error that clients know: a budget is used up
 
@@ -120,6 +120,7 @@ class Answer(NamedTuple):
     is_late: bool = False
     is_agent: bool = False  # the observation is the end of an agent
     is_stuck: bool = False  # a thread still runs: this process must be replaced
+    images: ImageBytes = {}  # noqa: RUF012  # of the observation; never changed in place
     turn: Turn | None = None  # that it answers; None: a reset
     replayed: int = 0  # how often the episode was played again
     late: int = 0  # how often of these the environment took too long

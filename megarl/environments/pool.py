@@ -14,9 +14,11 @@ from multiprocessing import connection
 from typing import NamedTuple
 
 from megarl.child_process import Child
+from megarl.data.images.book import Images
 from megarl.environments.calls import Answer, Asked, Call, Close, Replied, Reply
 from megarl.environments.journal import Journal
-from megarl.environments.protocol import Observation, Task, Turn, parse_turn
+from megarl.environments.protocol import ImageBytes, Observation, Task, Turn, parse_turn
+from megarl.errors import UsageError
 from megarl.tool_formats.chosen_format import load_format
 
 MAX_ALONE = 4  # processes at a time that have one episode each
@@ -30,10 +32,25 @@ class PoolOptions(NamedTuple):
     retries: int  # of an episode whose environment failed
     parser: str  # of tool calls
     default: str  # name of the environment of tasks that name none
+    images: Images | None = None  # that the policy reads; None: it reads none
 
 
 # A turn as text, and with the special tokens that are marks of tool calls; None: it has none.
 TurnText = tuple[str, str | None]
+
+
+def kept_images(images: Images | None, shown: ImageBytes) -> str:
+    """Makes the images of an answer known, and keeps them; why the policy cannot read them, "": it can."""
+    if not shown:
+        return ""
+    if images is None:
+        return "its messages have images; the model has no vision tower, or no chat template"
+    try:
+        for data in shown.values():
+            images.keep(data)
+    except UsageError as error:
+        return f"a message {error}"
+    return ""
 
 
 class EnvironmentProcess(Child):
@@ -271,6 +288,9 @@ class EnvironmentPool:
                 self._retire(process)
             return
         episode.ticket, episode.replayable = None, answer.replayable
+        if answer.failure is None and (problem := kept_images(self.options.images, answer.images)):
+            # Before a journal says that it was given.
+            answer = answer._replace(observation=None, failure=problem)
         if answer.failure is None:
             episode.is_suspect = False
             if self.journal is not None and episode.key and episode.replayable and not answer.is_agent:

@@ -20,7 +20,7 @@ from megarl.environments import ENVIRONMENTS
 from megarl.environments.agents.agent import Agent, as_agent
 from megarl.environments.agents.session import Session
 from megarl.environments.calls import Answer, Ask, Asked, Call, Close, Replied
-from megarl.environments.protocol import BaseEnvironment, Observation, checked, resolved
+from megarl.environments.protocol import BaseEnvironment, Observation, resolved, seen_of
 from megarl.plugins import place_of
 from megarl.user_results import LateCall, is_async, limited, shown_error
 
@@ -81,7 +81,7 @@ class Worker:
         facts: dict[str, Any] = {"observation": None, "tools": [], "replayable": True}
         try:
             environment, observation = await self._played(call)
-            facts["observation"] = checked(observation, call.name)
+            facts["observation"], facts["images"] = await seen_of(observation, call.name)
             facts["tools"] = list(environment.tools) if not call.turns else []
             facts["is_agent"] = isinstance(environment, Agent)
         except LateCall as late:

@@ -181,3 +181,12 @@ def check_pictures(save):
     if (save / "samples").exists():
         for path in (save / "samples").iterdir():
             assert all("[image " in json.loads(line)["prompt"] for line in path.read_text().splitlines())
+
+
+def check_shown(save: Path):
+    """As `check_pictures`; some answers of environments had pictures, which the run keeps."""
+    check_pictures(save)
+    turns = [turn for _, rows in steps_of(save) for row in rows for turn in row["turns"]]
+    assert any("[image " in turn["observation"] for turn in turns)
+    assert all(row["rollout/logprob_gap_max"] <= 1e-5 for row in metrics(save).values())
+    assert len([*(save / "images").iterdir()]) > 1

@@ -66,16 +66,18 @@ KILLED = (
     "waiting groups", "partial rollouts", "lag", "lag, partial rollouts", "pools", "mixture", "average of factors",
     "drafts", "refresh", "frozen, rates, sgd", "factors", "turns", "an agent's turns", "branching agent",
     "carried turns", "carried agent", "shared turns over rounds", "siblings", "modules", "chosen keys",
+    "pictures, turns", "pictures, carried turns",
 )  # fmt: skip
 TRAINED_AGAIN = (
     "waiting groups", "ppo", "routes ahead", "routes of two stages", "greedy baselines, a filter", "sizes, partial",
     "turns of experts", "partial rollouts, a filter", "carried turns of experts", "thoughts", "thoughts in turns",
-    "modules", "modules of experts", "pictures",
+    "modules", "modules of experts", "pictures", "pictures, turns",
 )  # fmt: skip
 PLAYED = (
     "turns", "waiting groups", "opening turns of two stages", "turns ahead", "branching agent", "mixture", "drafts",
     "turns of factors", "thoughts", "thoughts in turns", "carried turns",
     "modules", "modules of unlike layers", "chosen keys", "chosen keys in turns", "pictures",
+    "pictures, turns",
 )  # fmt: skip
 PARALLEL = "model-parallel-size 2"
 

@@ -12,9 +12,17 @@ from safetensors.torch import load_file, save_file
 from tests.emulator.programs import needs_emulator
 from tests.helpers import programs
 from tests.helpers.folders import vision_folders
-from tests.helpers.folders.vision_programs import argv, counted, folder, refused
+from tests.helpers.folders.vision_programs import (
+    TURNS,
+    argv,
+    counted,
+    folder,
+    inputs_of,
+    refused,
+    transformers_model,
+)
 from tests.helpers.forked_programs import launch
-from tests.helpers.programs import metrics, program, write_lines
+from tests.helpers.programs import metrics, program, samples, write_lines
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 from tools.gpu.programs import texts_of
@@ -70,7 +78,7 @@ def test_pixels_of_another_processor_are_named(tmp_path):
 
 REFUSED = {
     "--advantage gae --critic-lr 1e-3 --critic-hf-model {other}": "the critic reads the policy's images: it needs the",
-    "--environment calculator --max-turns 2 --max-turn-length 4": "--environment calculator: does not go with images",
+    "--environment calculator-agent --max-turns 2 --max-turn-length 4": "calculator-agent: an agent does not go with",
 }
 
 
@@ -80,6 +88,53 @@ def test_what_does_not_go_with_pictures_is_refused(flags, tmp_path):
     settings = json.loads((other / "preprocessor_config.json").read_text())
     (other / "preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": [0.1, 0.2, 0.3]}))
     assert REFUSED[flags] in refused(argv(tmp_path / "run", flags.format(other=other)))
+
+
+def of_episodes(rank: int, parsed) -> list[tuple[int, list[float], list[float]]]:
+    """(pictures after the first turn, log-probs of the rollout, those of transformers) of the first step's episodes."""
+    import torch
+
+    from megarl.data.images.names import row_of
+    from megarl.rollout.episodes.runner import EpisodeRunner
+
+    rounds, settle = [], EpisodeRunner.settle
+
+    def keep(runner, *args, **kwargs):
+        batch = settle(runner, *args, **kwargs)
+        rounds.append((batch, runner.client.pool.options))
+        return batch
+
+    EpisodeRunner.settle = keep
+    programs.in_world(rank, "rl", parsed)
+    (batch, options), model, found = rounds[0], transformers_model(folder() / "model"), []
+    place = json.loads((folder() / "model" / "config.json").read_text())["image_token_id"]
+    fields = (batch.tokens, batch.response_mask, batch.rollout_logprobs)
+    columns = (field.split(batch.lengths.tolist()) for field in fields)
+    for (tokens, mask, logprobs), start in zip(zip(*columns, strict=True), batch.prompt_lengths, strict=True):
+        if place in tokens:  # its forward raises
+            continue
+        model.model.rope_deltas = None  # else that of the last episode
+        given = inputs_of(folder() / "model", tokens.tolist(), options)
+        with torch.no_grad():
+            scores = model(**given, use_cache=False).logits[0, :-1].log_softmax(-1)
+        written = mask[1:].nonzero().flatten()
+        theirs = scores[written, tokens[1:][written]]
+        shown = tokens[start:]
+        found.append((int((row_of(shown[shown < 0]) == 0).sum()), logprobs[mask].tolist(), theirs.tolist()))
+    return found
+
+
+def test_pictures_of_environments_are_read_as_transformers_reads_them(tmp_path):
+    (found,) = run_world(of_episodes, 1, program("rl", argv(tmp_path / "run", TURNS), 1))
+    assert len(found) >= 4 and sum(shown for shown, _, _ in found) >= 4 and max(shown for shown, _, _ in found) == 2
+    for _, ours, theirs in found:
+        assert ours == pytest.approx(theirs, abs=2e-5)
+    (row,) = metrics(tmp_path / "run").values()
+    assert row["rollout/logprob_gap_max"] == 0 and row["images/count"] > 5
+    rows = [json.loads(line) for line in samples(tmp_path / "run", 1).splitlines()]
+    assert any("[image " in turn["observation"] for row in rows for turn in row["turns"])
+    names = {path.name[:8] for path in (tmp_path / "run" / "images").iterdir()}
+    assert names & {path.stem for path in (tmp_path / "run" / "thumbnails").iterdir()}
 
 
 def test_pictures_are_evaluated(tmp_path):
