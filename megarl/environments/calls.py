@@ -95,6 +95,7 @@ class Asked(NamedTuple):
     ticket: int  # of the call or the offer: another one if the agent is run again
     request: int  # number of the request among the agent's
     ask: Ask
+    images: ImageBytes = {}  # noqa: RUF012  # that the messages may name; never changed in place
 
 
 class Replied(NamedTuple):
@@ -159,7 +160,7 @@ def _offer(fields: list) -> Offer:
 
 
 def _asked(fields: list) -> Asked:
-    number, ticket, request, (messages, tools, max_tokens, stops) = fields
+    number, ticket, request, (messages, tools, max_tokens, stops), _ = fields
     return Asked(number, ticket, request, Ask(messages, tools, max_tokens, tuple(stops)))
 
 

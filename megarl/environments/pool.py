@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 from megarl.child_process import Child
 from megarl.data.images.book import Images
+from megarl.data.images.names import PATTERN
 from megarl.environments.calls import Answer, Asked, Call, Close, Replied, Reply
 from megarl.environments.journal import Journal
-from megarl.environments.protocol import ImageBytes, Observation, Task, Turn, parse_turn
+from megarl.environments.protocol import ImageBytes, Message, Observation, Task, Turn, parse_turn
 from megarl.errors import UsageError
 from megarl.tool_formats.chosen_format import load_format
 
@@ -44,12 +45,28 @@ def kept_images(images: Images | None, shown: ImageBytes) -> str:
     if not shown:
         return ""
     if images is None:
-        return "its messages have images; the model has no vision tower, or no chat template"
+        return _NOT_READ
     try:
         for data in shown.values():
             images.keep(data)
     except UsageError as error:
         return f"a message {error}"
+    return ""
+
+
+_NOT_READ = "its messages have images; the model has no vision tower, or no chat template"
+
+
+def unknown_image(images: Images | None, messages: Sequence[Message]) -> str:
+    """Why the policy cannot read images that messages name, whose bytes came earlier; "": it can."""
+    said = [str(each.get("content") or "") for each in messages if each["role"] != "assistant"]
+    for content in filter(PATTERN.search, said):
+        if images is None:
+            return _NOT_READ
+        try:
+            images.check_known(content)
+        except UsageError as error:
+            return f"a message: {error}"
     return ""
 
 
@@ -280,7 +297,12 @@ class EnvironmentPool:
             if (episode := self._pending.get(answer.ticket)) is not None:
                 episode.asked.add(answer.request)
                 self._set_deadline(episode)
-                self._events.append(answer)
+                images = self.options.images
+                if problem := kept_images(images, answer.images) or unknown_image(images, answer.ask.messages):
+                    refused = Reply(None, error=problem, code="invalid_image")
+                    self.reply(episode.number, answer.ticket, answer.request, refused)
+                else:
+                    self._events.append(answer)
             return
         episode = self._pending.pop(answer.ticket, None)
         if episode is None:  # of an episode that has ended

@@ -31,7 +31,7 @@ ImageBytes = dict[str, bytes]  # by the images' digests
 
 ROLES = ("user", "system", "tool")
 MAX_MESSAGES_LENGTH = 1 << 20  # characters, of all messages of an observation
-_REPLACED = MARK, "\ufffd"
+_REPLACED = "\ufffd"  # for marks in texts
 _FIELDS = {"role", "content", "tool_call_id", "name"}
 
 
@@ -182,13 +182,13 @@ def marked(messages: list[Any], images: ImageBytes) -> list[Any]:
 def _marked(message: Any, read: Callable[[Any], ImageRef]) -> Any:
     content = message.get("content") if isinstance(message, dict) else None
     if isinstance(content, str):
-        return {**message, "content": content.replace(*_REPLACED)}
+        return {**message, "content": content.replace(MARK, _REPLACED)}
     if not isinstance(content, list):
         return message
     from megarl.data.images import forms  # it needs numbers, and most environments speak in texts
 
     texts = [
-        {**part, "text": part["text"].replace(*_REPLACED)}
+        {**part, "text": part["text"].replace(MARK, _REPLACED)}
         if isinstance(part, dict) and isinstance(part.get("text"), str)
         else part
         for part in content

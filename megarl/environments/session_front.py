@@ -26,7 +26,7 @@ from megarl.environments.agents.dialect import error_response
 from megarl.environments.agents.endpoint import application, given_key
 from megarl.environments.agents.session import Session
 from megarl.environments.calls import FROM_LEADERS, Answer, Ask, Asked, Close, Offer, Replied
-from megarl.environments.protocol import Observation
+from megarl.environments.protocol import ImageBytes, Observation
 from megarl.errors import one_line
 from megarl.flags.serving import Serving
 from megarl.measurements import MAX_PARTS, MAX_VALUE, NamesOfRun, parts_of
@@ -126,10 +126,10 @@ class Registry:
         place = next(iter(self._waiting))
         offer, (link, number) = self._waiting.pop(place), place
 
-        def send(request: int, ask: Ask):
+        def send(request: int, ask: Ask, images: ImageBytes):
             link.send(Asked(number, offer.ticket, request, ask))
 
-        session = Session(send)
+        session = Session(send, reads_images=False)
         session.shows_tokens = True
         name = secrets.token_hex(12)
         found = self._open[name] = OpenSession(name, place, offer, session)

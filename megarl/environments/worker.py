@@ -20,7 +20,7 @@ from megarl.environments import ENVIRONMENTS
 from megarl.environments.agents.agent import Agent, as_agent
 from megarl.environments.agents.session import Session
 from megarl.environments.calls import Answer, Ask, Asked, Call, Close, Replied
-from megarl.environments.protocol import BaseEnvironment, Observation, resolved, seen_of
+from megarl.environments.protocol import BaseEnvironment, ImageBytes, Observation, resolved, seen_of
 from megarl.plugins import place_of
 from megarl.user_results import LateCall, is_async, limited, shown_error
 
@@ -113,8 +113,8 @@ class Worker:
     async def _run_agent(self, agent: Agent, call: Call) -> Observation:
         from megarl.environments.agents.endpoint import endpoint  # needs packages that other environments do not
 
-        def send(request: int, ask: Ask):
-            self._answers.put(Asked(call.number, call.ticket, request, ask))
+        def send(request: int, ask: Ask, images: ImageBytes):
+            self._answers.put(Asked(call.number, call.ticket, request, ask, images))
 
         session = self._sessions[call.ticket] = Session(send)
         async with endpoint(session):

@@ -6,6 +6,7 @@ first; ranks that are sent the responses get their images with them (`megarl.tra
 
 import contextlib
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ class RunImages:
                 raise UsageError(f"the {role.name} has a tower of its own: images of environments need --save then")
 
     @staticmethod
-    def of(config: RunConfig, encoder: Encoder, *folders: Path) -> "RunImages | None":
+    def of(config: RunConfig, encoder: Encoder, folders: Sequence[Path] = ()) -> "RunImages | None":
         """Those of a run; None: it has none, so that its models are computed without a tower.
 
         `folders`: where images of its environments are, beside that of the run. UsageError as of `RunImages`; where an
@@ -86,7 +87,7 @@ class RunImages:
         if images is None:
             return None
         if environment is not None:
-            images.keep_in(_folder_of(config.settings), *folders)
+            images.keep_in(_folder_of(config.settings), folders)
             reward = config.roles.get("reward")
             if reward is not None and reward.has_model:
                 images.shown_problem = f"--reward {config.settings.reward} reads none of environments"

@@ -47,7 +47,7 @@ class RLInputs:
         check_ends(s, encoder.tokenizer)
         self.thinking = thinking_budget_of(s, encoder)
         self.prompt_sets, tokens_of = read_encoded_prompts(s, encoder)
-        self.images = RunImages.of(config, encoder, *folders_of(s))
+        self.images = RunImages.of(config, encoder, folders_of(s))
         self.prompts, self.prompt_tokens = self.prompt_sets[PROMPTS], tokens_of[PROMPTS]
         self.eval_prompts, self.eval_tokens = held_out(self.prompt_sets), held_out(tokens_of)
         check_names(self.eval_prompts, s.eval_samples)

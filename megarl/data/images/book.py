@@ -105,7 +105,7 @@ class Images:
             self._uses[ref.digest] += 1
         return ref
 
-    def keep_in(self, own: Path | None, *others: Path):
+    def keep_in(self, own: Path | None, others: Sequence[Path] = ()):
         """From now on images of environments are kept in a folder, if there is one, and looked for there and in
         others."""
         self._folder, self._folders = own, [*([] if own is None else [own]), *others]
@@ -123,8 +123,7 @@ class Images:
     def keep(self, data: bytes):
         """Makes an image of an environment known for the rest of the run. UsageError as `add_bytes`, and where such
         images are not read."""
-        if self.shown_problem:
-            raise UsageError(f"has images; {self.shown_problem}")
+        self._check_shown()
         ref = self.add_bytes(data)
         if self._folder is not None and not (path := self._folder / ref.digest).exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,6 +135,12 @@ class Images:
         with self._lock:
             if self._folder is not None and self._known[ref.digest][0].sent:
                 self._known[ref.digest] = ref, self._read_kept  # they are too many for the memory
+
+    def _check_shown(self):
+        """UsageError where images of environments are not read."""
+        if self.shown_problem:
+            raise UsageError(f"has images; {self.shown_problem}")
+        self.processor  # noqa: B018  # UsageError: there is none
 
     def _read_kept(self, ref: ImageRef) -> bytes:
         """The bytes of an image in one of the folders. UsageError: it is gone."""
@@ -167,6 +172,7 @@ class Images:
     def check_known(self, text: str):
         """UsageError if a mark in the text of an environment names an image that this process does not know."""
         for match in PATTERN.finditer(text):
+            self._check_shown()
             if self._of_digest(match[1]) is None:
                 raise UsageError(
                     f"the image {readable(match[0])} of an environment is gone; {FOLDER}/ of the run had it"

@@ -9,8 +9,8 @@ from megarl.data.prompt import Prompt
 from megarl.data.turns import TurnTokens
 from megarl.environments.calls import Answer, Asked, Reply
 from megarl.environments.journal import Journal
-from megarl.environments.pool import EnvironmentPool, PoolOptions, TurnText
-from megarl.environments.protocol import Message, Observation, Task, Turn
+from megarl.environments.pool import EnvironmentPool, PoolOptions, TurnText, unknown_image
+from megarl.environments.protocol import ImageBytes, Message, Observation, Task, Turn
 from megarl.environments.session_pool import SessionPool
 from megarl.errors import UsageError
 from megarl.mcore.inference.generation import Completion, GenerationRequest
@@ -35,6 +35,7 @@ class PlayedTurns:
     tree: MessageTree | None = None  # of an agent that has asked
     facts: dict | None = None  # of an agent's turns, from a checkpoint; None: it has brought none
     has_ended: bool = False  # the agent, perhaps too late for the round
+    images: ImageBytes = dataclasses.field(default_factory=dict)  # of the agent, that only this rank knows
 
     @property
     def asked(self) -> list[dict]:
@@ -210,10 +211,14 @@ class EnvironmentClient:
         """The turn that an agent asks for, unless it can be answered at once."""
         if played.tree is None:
             played.tree = self._new_tree(number, played)
+        played.images |= asked.images
         found = played.tree.request((asked.ticket, asked.request), asked.ask)
         if isinstance(found, Reply):
             self.pool.reply(asked.number, asked.ticket, asked.request, found)
             return None
+        if found is not None:
+            found = found._replace(images=tuple(played.images.values()))
+            played.images = {}
         return found
 
     def _new_tree(self, number: int, played: PlayedTurns) -> MessageTree:
@@ -251,6 +256,6 @@ class EnvironmentClient:
 
     def _known(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Messages whose images are known. UsageError: they come from a file, and the images are gone."""
-        for message in messages if self._images is not None else ():
-            self._images.check_known(message["content"])
+        if problem := unknown_image(self._images, messages):
+            raise UsageError(problem)
         return messages

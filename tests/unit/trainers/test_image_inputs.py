@@ -57,7 +57,7 @@ def run_of(tmp_path, are_shown: bool, scores: bool, reason: str | None) -> tuple
     images.are_shown = are_shown
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(RunImages, "__new__", lambda cls, *args: made(*args))
-        return RunImages.of(given, SimpleNamespace(images=images), *folders_of(given.settings)), images
+        return RunImages.of(given, SimpleNamespace(images=images), folders_of(given.settings)), images
 
 
 def test_what_environments_may_show_is_refused_where_it_cannot_be_read(tmp_path):

@@ -180,7 +180,7 @@ def test_thumbnails_are_small_pictures_of_what_texts_name(encoder, tmp_path):
 def kept_in(encoder: Encoder, own: Path | None, *others: Path) -> Images:
     """Images of another process with these folders."""
     images = Images(encoder.images.processor, 2)
-    images.keep_in(own, *others)
+    images.keep_in(own, others)
     return images
 
 
