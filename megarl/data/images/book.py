@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.data.images.decoding import MAX_BYTES, decode, decode_confined, size_of, thumbnail
 from megarl.data.images.names import (
@@ -32,6 +32,9 @@ from megarl.data.images.processor import ImageProcessor
 from megarl.errors import UsageError
 from megarl.observe.files import write_atomically
 from megarl.plain_files import read_bytes, reason_of
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 FOLDER = "images"  # of a run, with those of its environments
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -219,10 +222,13 @@ class Images:
         if ref is None:
             raise UsageError(f"the image with the key {key:#x} is in none of the run's data")
         try:
-            data = self.bytes_of(ref)
-            return self.processor.pixels((decode_confined if ref.sent else decode)(data), ref.digest)
+            return self.processor.pixels(self._decoded(ref), ref.digest)
         except UsageError as error:
             raise UsageError(f"{ref.name} {ref.source or ''}: {error}") from None
+
+    def _decoded(self, ref: ImageRef) -> "Image.Image":
+        data = self.bytes_of(ref)
+        return decode_confined(data) if ref.sent else decode(data)
 
     def write_thumbnails(self, folder: Path, texts: Iterable[str]):
         """Writes `NAME.png` for the first images whose names are in texts (`names_in`), unless it is there. An image
@@ -233,7 +239,7 @@ class Images:
         for name in wanted:
             with contextlib.suppress(UsageError, KeyError):
                 folder.mkdir(parents=True, exist_ok=True)
-                write_atomically(folder / f"{name}.png", thumbnail(self.bytes_of(known[name]), SIDE))
+                write_atomically(folder / f"{name}.png", thumbnail(self._decoded(known[name]), SIDE))
 
     def text(self, ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
         """The text of ids, with the name of each image; `decode` gives that of tokens."""

@@ -91,9 +91,9 @@ def png_of(image: "Image.Image") -> bytes:
     return out.getvalue()
 
 
-def thumbnail(data: bytes, side: int) -> bytes:
-    """A PNG of an image with sides of at most `side` pixels. UsageError as `decode`."""
-    image, out = decode(data), io.BytesIO()
+def thumbnail(image: "Image.Image", side: int) -> bytes:
+    """A PNG of a decoded image with sides of at most `side` pixels."""
+    out = io.BytesIO()
     image.thumbnail((side, side))
     image.save(out, "PNG", optimize=True)
     return out.getvalue()

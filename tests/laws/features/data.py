@@ -108,6 +108,8 @@ DATA = {
     "pictures, turns": _of_pictures(
         SHOWN, check=plug_ins.check_shown, moved=(TWO,),
         layouts=(TWO, TP2_SEQUENCE, PP2, CP2, (3, "--role-map actor=0;reference=1;reward=1;rollout=2"))),
+    "pictures, turns, a full cache": _of_pictures(
+        f"{SHOWN} --image-cache-gb 0 --rollout-prefix-caching --speculative-rollout", check=plug_ins.check_shown),
     "pictures, carried turns": _of_pictures(f"{SHOWN} {PARTIAL} --kl-coefficient 0", check=plug_ins.check_shown),
     "pictures, turns, a lag": _of_pictures(f"{SHOWN} {ALL_AHEAD} --kl-coefficient 0", 2, check=plug_ins.check_shown),
     "pictures, turns, a critic": _of_pictures(f"{SHOWN} --advantage gae --critic-lr 1e-3", layouts=(TWO,),

@@ -116,7 +116,7 @@ def test_images_are_kept_once_beside_the_journal(play, tmp_path):
 
 @pytest.mark.parametrize("images, said", [
     (None, "its messages have images; the model has no vision tower, or no chat template"),
-    (Images("it has no image processor"), "a message has images; it has no image processor"),
+    long((Images("it has no image processor"), "a message has images; it has no image processor")),
 ])  # fmt: skip
 def test_images_that_the_policy_cannot_read_are_failures(images, said, play):
     assert play(PICTURES, retries=0, images=images).start(0)[0].failure == said

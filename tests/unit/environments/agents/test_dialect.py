@@ -43,6 +43,7 @@ def test_images_of_every_dialect_are_marks(tmp_path):
     assert len(images.found(asks[0].messages[0]["content"])) == 1
 
 
+@pytest.mark.long
 def test_images_are_refused_where_the_policy_reads_none(pool):
     assert played(pool, "shows", reward=4.0) == [] and pool.options.images is None
 
