@@ -156,7 +156,7 @@ def digests(messages: Sequence[Message], tools: list | None = None) -> list[byte
 
 def _offer(fields: list) -> Offer:
     number, ticket, task, key, failures = fields
-    return Offer(number, ticket, Task(**task), key, failures)
+    return Offer(number, ticket, Task(**{**task, "images": tuple(task["images"])}), key, failures)
 
 
 def _asked(fields: list) -> Asked:

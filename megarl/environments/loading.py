@@ -93,7 +93,8 @@ async def _first_observations(asked: tuple[str, list[Task], float]) -> list[tupl
     for task in tasks:
         try:
             environment = await limited(called(factory), seconds, "answer")
-            observation, images = await seen_of(await limited(called(environment.reset, task), seconds, "answer"))
+            first = await limited(called(environment.reset, task.with_names()), seconds, "answer")
+            observation, images = await seen_of(first)
             found.append((list(environment.tools), observation.messages, images))
             await limited(called(environment.close), seconds, "answer")
         except LateCall as late:

@@ -5,6 +5,7 @@ and observations; so are those that a dead process had. Only failures of its own
 answer of a process that died are played again in a process each, which shows whose environment ends it.
 """
 
+import dataclasses
 import itertools
 import os
 import time
@@ -255,7 +256,9 @@ class EnvironmentPool:
             self._send(episode)
 
     def _send(self, episode: _Episode):
+        task = dataclasses.replace(episode.task, images=())  # its environment has them
         if episode.process is None:
+            task = episode.task
             process = self._processes.alone() if episode.is_suspect else self._processes.least_busy()
             if process is None:
                 self._waiting.append(episode)
@@ -267,7 +270,7 @@ class EnvironmentPool:
         episode.asked = set()
         self._set_deadline(episode)
         turns, observations = tuple(episode.turns), tuple(episode.observations)
-        call = Call(episode.number, episode.ticket, episode.name, episode.task, turns, observations)
+        call = Call(episode.number, episode.ticket, episode.name, task, turns, observations)
         episode.process.send(call)
 
     def _set_deadline(self, episode: _Episode):

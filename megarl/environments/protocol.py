@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.data.images.decoding import MAX_BYTES, decode_confined, is_picture, png_of, size_of
+from megarl.data.images import names
+from megarl.data.images.decoding import MAX_BYTES, decode_confined, is_picture, png_of, size_of, url_of
 from megarl.data.images.names import MARK, ImageRef, sha256_of
 from megarl.data.messages import content_of, message_error
 from megarl.errors import UsageError
@@ -37,7 +38,8 @@ _FIELDS = {"role", "content", "tool_call_id", "name"}
 
 @dataclass(frozen=True)
 class Task:
-    """What an episode begins with: a line of the prompts, and seeds.
+    """What an episode begins with: a line of the prompts, and seeds. Texts of messages have the names of images; an
+    agent's messages have the images themselves, in parts as it sends them.
 
     `seed` is the same for all samples of a group, so that their episodes begin alike; `sample_seed` differs between
     them. Both depend on the run's seed, the step and the line, never on the layout.
@@ -49,11 +51,22 @@ class Task:
     task: str | None = None
     seed: int = 0
     sample_seed: int = 0
+    images: tuple[dict[str, Any], ...] = ()  # of the messages: `bytes`, `width` and `height` of each
 
     @property
     def prompt(self) -> str:
         """Text of the last message."""
-        return self.messages[-1]["content"]
+        content = self.messages[-1]["content"]
+        return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+    def with_names(self) -> "Task":
+        """The task with names in the places of marks of its images."""
+        return dataclasses.replace(self, messages=names.shown(self.messages)) if self.images else self
+
+    def with_parts(self) -> "Task":
+        """The task with parts of the type `image_url` in the places of marks of its images."""
+        urls = {sha256_of(image["bytes"]): url_of(image["bytes"]) for image in self.images}
+        return dataclasses.replace(self, messages=[_with_parts(message, urls) for message in self.messages])
 
 
 @dataclass(frozen=True)
@@ -221,6 +234,16 @@ def image_bytes(value: Any) -> bytes:
         _decoded.clear()
     _decoded.add(sha256_of(data))
     return data
+
+
+def _with_parts(message: Message, urls: dict[str, str]) -> Message:
+    if not urls or message["role"] == "assistant" or MARK not in str(message.get("content")):
+        return message
+    parts: list[dict[str, Any]] = []
+    for text, digest in names.pieces(message["content"]):
+        known = urls.get(digest or "")
+        parts.append({"type": "image_url", "image_url": {"url": known}} if known else {"type": "text", "text": text})
+    return {**message, "content": parts}
 
 
 def checked(observation: Any, name: str = "") -> Observation:

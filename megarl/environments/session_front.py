@@ -219,6 +219,7 @@ def build_app(registry: Registry, api_keys: Sequence[str], host: str, max_bytes:
     async def claim(body: StrictModel | None = None):  # a request for a session has no fields
         found = registry.claim()
         task = dataclasses.asdict(found.offer.task)
+        del task["images"]  # no prompt has some
         given = {"id": found.name, "key": found.session.key, "path": f"{_ROOT}/{found.name}/v1", "task": task}
         given |= found.facts
         return Response(json_bytes(given), media_type="application/json")  # metadata may be what JSON lacks

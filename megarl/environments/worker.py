@@ -104,9 +104,10 @@ class Worker:
             self._environments[call.number] = environment
             if isinstance(environment, Agent):
                 return environment, await self._run_agent(environment, call)
+            task = call.task.with_names()
             if not call.turns:
-                return environment, await self._limited(environment.reset, call.task)
-            await self._limited(environment.restore, call.task, list(call.turns[:-1]), list(call.observations))
+                return environment, await self._limited(environment.reset, task)
+            await self._limited(environment.restore, task, list(call.turns[:-1]), list(call.observations))
         assert not isinstance(environment, Agent)  # it has one call, which runs it to its end
         return environment, await self._limited(environment.step, call.turns[-1])
 
@@ -119,7 +120,7 @@ class Worker:
         session = self._sessions[call.ticket] = Session(send)
         async with endpoint(session):
             try:
-                return await session.watch(agent.run(call.task, session), self._seconds)
+                return await session.watch(agent.run(call.task.with_parts(), session), self._seconds)
             finally:
                 agent.seconds = session.worked_seconds
                 del self._sessions[call.ticket]

@@ -39,7 +39,9 @@ def test_a_picture_is_computed_once_and_sent_to_the_ranks_that_train(tmp_path):
 
 
 def test_prompts_without_pictures_need_no_tower(tmp_path):
-    (keys,) = run_world(counted, 1, program("rl", argv(tmp_path / "run", prompts=texts()), 1))
+    rows = [{"prompt": [{"role": "user", "content": f"the picture {i}"}], "answer": str(i)} for i in range(8)]
+    write_lines(folder() / "texts.jsonl", rows)
+    (keys,) = run_world(counted, 1, program("rl", argv(tmp_path / "run", prompts="texts"), 1))
     assert keys == [] and not [name for name in metrics(tmp_path / "run")[1] if name.startswith("images/")]
 
 
@@ -76,7 +78,7 @@ def test_pixels_of_another_processor_are_named(tmp_path):
 
 REFUSED = {
     "--advantage gae --critic-lr 1e-3 --critic-hf-model {other}": "the critic reads the policy's images: it needs the",
-    "--environment calculator-agent --max-turns 2 --max-turn-length 4": "calculator-agent: an agent does not go with",
+    "--agent-sessions --max-turns 2 --max-turn-length 4": "--agent-sessions: does not go with images in prompts",
 }
 
 
@@ -122,18 +124,10 @@ def of_episodes(rank: int, parsed) -> list[tuple[int, list[float], list[float]]]
     return found
 
 
-def texts() -> str:
-    """Prompts without pictures."""
-    rows = [{"prompt": [{"role": "user", "content": f"the picture {i}"}], "answer": str(i)} for i in range(8)]
-    write_lines(folder() / "texts.jsonl", rows)
-    return "texts"
-
-
 @pytest.mark.parametrize("environment", ["sum_environments:PicturedSums", long("agents:pictured_sums")])
 def test_pictures_of_environments_are_read_as_transformers_reads_them(environment, tmp_path):
     flags = f"{TURNS} --environment tests.helpers.envs.{environment}"
-    lines = argv(tmp_path / "run", flags, prompts=texts() if "agents" in environment else "pictures")
-    (found,) = run_world(of_episodes, 1, program("rl", lines, 1))
+    (found,) = run_world(of_episodes, 1, program("rl", argv(tmp_path / "run", flags), 1))
     assert len(found) >= 4 and sum(shown for shown, _, _ in found) >= 4 and max(shown for shown, _, _ in found) == 2
     for _, ours, theirs in found:
         assert ours == pytest.approx(theirs, abs=2e-5)

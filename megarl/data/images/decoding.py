@@ -74,6 +74,12 @@ def is_picture(value: Any) -> bool:
     return module is not None and isinstance(value, module.Image)
 
 
+def url_of(data: bytes) -> str:
+    """The data: URL of an image that is read."""
+    kind = next((name for name, magic in _MAGIC.items() if data.startswith(magic)), "PNG")
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}"
+
+
 def png_of(image: "Image.Image") -> bytes:
     """A PNG of an image of Pillow, of its pixels as they are. UsageError as `decode`, and without a range of values."""
     _check_size(*image.size)

@@ -17,7 +17,7 @@ from megarl.comm.announcements import ResponseSender
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.conversations import Encoder
 from megarl.data.detokenizer import StopMatcher
-from megarl.data.images.names import shown
+from megarl.data.images.book import Images
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.data.turns import TurnTokens
@@ -74,10 +74,12 @@ def _key_in(requests: RoundRequests, number: int) -> str:
     return key_of(prompt.step, prompt.line, requests.stream_of(number))
 
 
-def task_of(prompt: Prompt, seed: int, sample_seed: int) -> Task:
-    """What the environment of a prompt begins with. Its texts have the names of images."""
-    messages = [dict(message) for message in (shown(prompt.conversation) if prompt.images else prompt.conversation)]
-    return Task(messages, prompt.answer, prompt.metadata or {}, prompt.task, seed, sample_seed)
+def task_of(prompt: Prompt, seed: int, sample_seed: int, images: Images | None) -> Task:
+    """What the environment of a prompt begins with. `images`: know those of the prompt."""
+    messages = [dict(message) for message in prompt.conversation]
+    refs = () if images is None else prompt.images
+    known = (dict(bytes=images.bytes_of(ref), width=ref.width, height=ref.height) for ref in refs)
+    return Task(messages, prompt.answer, prompt.metadata or {}, prompt.task, seed, sample_seed, tuple(known))
 
 
 class EpisodeRunner:
@@ -260,7 +262,7 @@ class EpisodeRunner:
         asked = requests.prompt_of(number)
         sample = requests.trunk_of(number)  # so that environments answer the samples of a branch alike
         of_group = self._seed(asked.step, asked.line, _GROUP_STREAM + asked.draw_index)
-        return task_of(prompt, of_group, self._seed(asked.step, asked.line, _SAMPLE_STREAM + sample))
+        return task_of(prompt, of_group, self._seed(asked.step, asked.line, _SAMPLE_STREAM + sample), self._images)
 
     def _seed(self, step: int, line: int, stream: int) -> int:
         key = stream_keys(self.settings.seed, step, torch.tensor([line]), torch.tensor([stream]))

@@ -66,7 +66,7 @@ async def _sums(task, client, opening: str) -> float:
 
 
 async def pictured_sums(task, client) -> float:
-    """Shows a picture after each turn."""
+    """Shows a picture after each turn; a line's own is in its first message."""
     from tests.helpers.texts.picture_prompts import encoded, picture
 
     draws, messages, texts = random.Random(task.seed), list(task.messages), []

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from megarl.data.images.decoding import decode
+from megarl.data.images.names import ImageRef, mark_of, readable, sha256_of
 from megarl.environments.protocol import Observation, Task, ToolCall, Turn, checked, parse_turn, seen_of
 from megarl.errors import UsageError
 from megarl.serving.answer_text import ToolCallParser
@@ -205,3 +206,16 @@ class Other(PicturedSums):
     def _shown(self, text, number):
         shown = super()._shown(text, number)
         return {**shown, "content": [image(PICTURE), *shown["content"][1:]]}
+
+
+def test_a_task_has_the_images_of_its_line():
+    mark = mark_of(ImageRef(sha256_of(DATA), 48, 32))
+    other = mark_of(ImageRef("a" * 64, 48, 32))
+    messages = [{"role": "system", "content": mark}, {"role": "assistant", "content": mark},
+                {"role": "user", "content": f"a{mark}{other}b"}]  # fmt: skip
+    task = Task(messages, images=({"bytes": DATA, "width": 48, "height": 32},))
+    assert [readable(each["content"]) for each in messages] == [each["content"] for each in task.with_names().messages]
+    system, assistant, user = (message["content"] for message in task.with_parts().messages)
+    shown = {"type": "image_url", "image_url": {"url": url(DATA)}}
+    assert system == [shown] and assistant == mark and user == [text("a"), shown, text(other), text("b")]
+    assert task.with_parts().prompt == f"a{other}b" and Task(messages).with_parts().messages == messages
