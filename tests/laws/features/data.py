@@ -54,6 +54,9 @@ PICTURES = (f"{{pictures}} {GRPO} {GRADED} --lr 1e-4 --kl-coefficient 0.05 --max
             " --max-tokens-per-microbatch 200 --rollout-buffer-gb 0.01 --prompts-per-step 4")  # fmt: skip
 
 
+AGENT_SHOWS = "--environment tests.helpers.envs.agents:pictured_sums"
+
+
 def _of_pictures(flags: str = "", ranks: int = 1, **more) -> Feature:
     more = {"check": plug_ins.check_pictures} | more
     return Feature(f"{PICTURES} {flags}", ranks, warm_start=False, **more)
@@ -111,6 +114,9 @@ DATA = {
     "pictures, turns, a full cache": _of_pictures(
         f"{SHOWN} --image-cache-gb 0 --rollout-prefix-caching --speculative-rollout", check=plug_ins.check_shown),
     "pictures, carried turns": _of_pictures(f"{SHOWN} {PARTIAL} --kl-coefficient 0", check=plug_ins.check_shown),
+    "pictures, an agent": _of_pictures(f"{SHOWN} {AGENT_SHOWS}", check=plug_ins.check_shown, layouts=(TP2_SEQUENCE,)),
+    "pictures, a carried agent": _of_pictures(
+        f"{SHOWN} {AGENT_SHOWS} {PARTIAL} --kl-coefficient 0", check=plug_ins.check_shown),
     "pictures, turns, a lag": _of_pictures(f"{SHOWN} {ALL_AHEAD} --kl-coefficient 0", 2, check=plug_ins.check_shown),
     "pictures, turns, a critic": _of_pictures(f"{SHOWN} --advantage gae --critic-lr 1e-3", layouts=(TWO,),
                                               check=plug_ins.check_shown),
