@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.emulator.programs import needs_emulator
 from tests.helpers import programs
+from tests.helpers.evaluation import run_evaluate
 from tests.helpers.folders import vision_folders
 from tests.helpers.folders.vision_programs import (
     TURNS,
@@ -133,6 +134,7 @@ def test_pictures_of_environments_are_read_as_transformers_reads_them(environmen
         assert ours == pytest.approx(theirs, abs=2e-5)
     (row,) = metrics(tmp_path / "run").values()
     assert row["rollout/logprob_gap_max"] == 0 and row["images/count"] >= 2
+    assert row.get("agent/rows_per_episode", 1) == 1  # none of its histories is another one for a template
     rows = [json.loads(line) for line in samples(tmp_path / "run", 1).splitlines()]
     assert any("[image " in turn["observation"] for row in rows for turn in row["turns"])
     names = {path.name[:8] for path in (tmp_path / "run" / "images").iterdir()}
@@ -148,6 +150,19 @@ def test_pictures_are_evaluated(tmp_path):
     assert status == 0, errors
     rows = [json.loads(line) for line in (tmp_path / "found" / "samples.jsonl").read_text().splitlines()]
     assert len(rows) == 12 and all("[image " in row["prompt"] for row in rows)
+
+
+@pytest.mark.long
+def test_pictures_of_environments_are_evaluated_without_a_folder():
+    """All ranks of a replica read them: the leader sends their bytes with the tokens."""
+    model, printed = folder() / "model", {}
+    flags = (f"--hf-model {model} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {model} --eval-prompts"
+             f" {folder() / 'pictures.jsonl'} --rollout-buffer-gb 0.01"
+             f" {TURNS.replace('--max-tokens-per-microbatch 600', '')}")  # fmt: skip
+    for size, more in LAYOUTS.values():
+        printed[size] = run_evaluate(f"{flags} {more}".split(), size)[0]
+        assert "environment" in printed[size] and "images" not in printed[size]
+    assert printed[1] == printed[2]
 
 
 LAYOUTS = {"one": (1, ""), "tp2": (2, "--tensor-model-parallel-size 2 --sequence-parallel")}

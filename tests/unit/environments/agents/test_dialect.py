@@ -8,8 +8,12 @@ import re
 import pytest
 
 from megarl.data.images.book import Images
-from megarl.data.images.names import readable
+from megarl.data.images.names import PATTERN, readable
+from megarl.environments.agents import anthropic_messages, openai_chat, openai_responses
+from megarl.environments.agents.anthropic_messages import MessagesRequest
 from megarl.environments.agents.dialect import ANTHROPIC, error_response, streamed, without_images
+from megarl.environments.agents.openai_chat import AgentChatRequest
+from megarl.environments.agents.openai_responses import ResponsesRequest
 from megarl.environments.agents.session import Session
 from megarl.serving.error_answers import RequestError
 from tests.helpers.envs.odd_agents import played, pool_of
@@ -28,7 +32,8 @@ def test_errors_and_events():
 # -- images ------------------------------------------------------------------------------------------------------------
 
 
-def test_images_of_every_dialect_are_marks(tmp_path):
+@pytest.mark.long
+def test_images_reach_the_policy_in_every_dialect(tmp_path):
     images = Images(processor_of(write_folder(tmp_path / "model")))
     pool = pool_of(images=images)
     try:
@@ -59,8 +64,36 @@ URL = f"data:image/png;base64,{base64.b64encode(encoded(picture(32, 32))).decode
 IMAGE = {"type": "image_url", "image_url": {"url": URL}}
 
 
-@pytest.mark.parametrize("request_of", [
-    lambda part: {"messages": [{"role": "assistant", "content": [part]}]},
+ASK, DATA = {"type": "text", "text": "what?"}, URL.partition(",")[2]
+SOURCE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
+INPUT = {"type": "input_image", "image_url": URL, "detail": "auto", "file_id": None}
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [ASK, SOURCE]}
+DIALECTS = {
+    "chat": (AgentChatRequest, openai_chat, {"messages": [{"role": "user", "content": [IMAGE, ASK, IMAGE]}]},
+             ["{image}what?{image}"]),
+    "responses": (ResponsesRequest, openai_responses, {"input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "what?"}, INPUT]},
+        {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [INPUT]}]}, ["what?{image}", "", "{image}"]),
+    "messages": (MessagesRequest, anthropic_messages, {"max_tokens": 9, "messages": [
+        {"role": "user", "content": [SOURCE | {"cache_control": {"type": "ephemeral"}}, ASK]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}]},
+        {"role": "user", "content": [RESULT, ASK, SOURCE]}]}, ["{image}what?", "", "what?{image}", "what?{image}"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_images_of_every_dialect_are_marks(name):
+    schema, dialect, body, expected = DIALECTS[name]
+
+    async def read():
+        return dialect.ask_of(schema.model_validate(await without_images(Nowhere(), {"model": "m"} | body)))
+
+    contents = [PATTERN.sub("{image}", message["content"] or "") for message in asyncio.run(read()).messages]
+    assert contents == expected
+
+
+@pytest.mark.parametrize("request_of", [    lambda part: {"messages": [{"role": "assistant", "content": [part]}]},
     lambda part: {"messages": [{"role": "user", "content": [{**part, "other": 1}]}]},
     lambda part: {"messages": [{"role": "user", "content": "a"}], "metadata": [part]},
     lambda part: {"messages": part}, lambda part: [part], lambda part: {"messages": [None, 3, {"content": [[], None]}]},
