@@ -112,7 +112,7 @@ def test_the_driver_of_the_page_runs_unchanged(tmp_path):
 
 
 # Of packages that a page is about, which it does not install.
-ABOUT = {"rewards.md": {"trl"}}
+ABOUT = {"rewards.md": {"trl"}, "environments.md": {"PIL"}}
 
 
 def test_examples_import_what_megarl_or_the_page_installs():
