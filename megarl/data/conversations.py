@@ -14,6 +14,7 @@ from typing import Any
 
 from megarl.data.chat import NO_OPTIONS, ChatTemplate, TemplateOptions, load_template, probed
 from megarl.data.images.book import Images, cut_at_borders
+from megarl.data.images.names import ImageRef
 from megarl.data.messages import CLOSE, OPEN, Message, MessageKey, conversation_of, template_message, tool_call
 from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import Tokenizer
@@ -70,6 +71,11 @@ class Encoder:
     def images(self) -> Images | None:
         """The images that prompts may have; None: the model's folder has no tower, or there is no template."""
         return None if self.template is None else self.template.images
+
+    def read_image(self, ref: ImageRef) -> bytes:
+        """The bytes of an image of a prompt. UsageError: its file is another one now."""
+        assert self.images is not None  # else no prompt has some
+        return self.images.bytes_of(ref)
 
     def prompt(self, prompt: Prompt) -> list[int]:
         """The tokens that the policy continues; with a template they end with the opening of the assistant's turn."""

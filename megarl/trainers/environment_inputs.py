@@ -11,7 +11,7 @@ from megarl.arguments import Settings
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data import node_files
 from megarl.data.conversations import Encoder
-from megarl.data.images.book import Images
+from megarl.data.images.book import ReadBytes
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet, TooLong
 from megarl.data.ragged import Ragged
@@ -196,7 +196,7 @@ def _measured(s: Settings, encoder: Encoder, prompts: PromptSet, alone: np.ndarr
             notes.append(_UNKNOWN.format(f"the agent {name} asks"))
             continue
         lines.sort(key=lambda line: (alone[line], line))
-        added = _Added(s, prompts, name, lines, encoder.images)
+        added = _Added(s, prompts, name, lines, encoder.read_image)
         if added.tools and kinds[name] == USER:  # it has them since its reset
             check_kinds(s, encoder, {TOOLS})
         shows_images |= added.shows_images(encoder)
@@ -218,13 +218,13 @@ def _measured(s: Settings, encoder: Encoder, prompts: PromptSet, alone: np.ndarr
 class _Added:
     """What an environment adds to the prompts of its lines."""
 
-    def __init__(self, s: Settings, prompts: PromptSet, name: str, lines: list[int], images: Images | None):
-        """`lines`: numbers of prompts, the shortest first; `images`: know those of prompts. UsageError if a filter
-        would need what cannot be known."""
+    def __init__(self, s: Settings, prompts: PromptSet, name: str, lines: list[int], read: ReadBytes):
+        """`lines`: numbers of prompts, the shortest first; `read`: gives the bytes of images of prompts. UsageError if
+        a filter would need what cannot be known."""
         self._name, self._ends = name, list(dict.fromkeys((lines[-1], lines[0])))
         self._where, self._problem = prompts.where(lines[-1]), ""
         self._seen: dict[int, FirstObservation] = {}  # by line
-        tasks = [task_of(prompts[line], seed, seed, images) for seed, line in enumerate(self._ends)]
+        tasks = [task_of(prompts[line], seed, seed, read) for seed, line in enumerate(self._ends)]
         found = first_observations(name, tasks, s.environment_timeout)
         if isinstance(found, str):
             self._problem = found

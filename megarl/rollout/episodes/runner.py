@@ -17,7 +17,7 @@ from megarl.comm.announcements import ResponseSender
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.conversations import Encoder
 from megarl.data.detokenizer import StopMatcher
-from megarl.data.images.book import Images
+from megarl.data.images.book import ReadBytes
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.data.turns import TurnTokens
@@ -74,12 +74,11 @@ def _key_in(requests: RoundRequests, number: int) -> str:
     return key_of(prompt.step, prompt.line, requests.stream_of(number))
 
 
-def task_of(prompt: Prompt, seed: int, sample_seed: int, images: Images | None) -> Task:
-    """What the environment of a prompt begins with. `images`: know those of the prompt."""
+def task_of(prompt: Prompt, seed: int, sample_seed: int, read: ReadBytes) -> Task:
+    """What the environment of a prompt begins with. `read`: gives the bytes of an image of the prompt."""
     messages = [dict(message) for message in prompt.conversation]
-    refs = () if images is None else prompt.images
-    known = (dict(bytes=images.bytes_of(ref), width=ref.width, height=ref.height) for ref in refs)
-    return Task(messages, prompt.answer, prompt.metadata or {}, prompt.task, seed, sample_seed, tuple(known))
+    images = tuple(dict(bytes=read(ref), width=ref.width, height=ref.height) for ref in prompt.images)
+    return Task(messages, prompt.answer, prompt.metadata or {}, prompt.task, seed, sample_seed, images)
 
 
 class EpisodeRunner:
@@ -103,6 +102,8 @@ class EpisodeRunner:
         s, turns = settings, TurnTokens(encoder, settings.max_observation_length)
         self.turn_tokens = turns
         self._ends, self._images = ResponseEnds(s, encoder.tokenizer), encoder.images
+        # The samples of a group share the bytes of its images.
+        self._read = functools.lru_cache(64)(encoder.read_image)
         self.limits = limits_of(s, encoder, turns, self._ends)
         self.client: EnvironmentClient | None = None
         # Episodes of the last round that have ended, and the set of their prompts, on the leader.
@@ -262,7 +263,7 @@ class EpisodeRunner:
         asked = requests.prompt_of(number)
         sample = requests.trunk_of(number)  # so that environments answer the samples of a branch alike
         of_group = self._seed(asked.step, asked.line, _GROUP_STREAM + asked.draw_index)
-        return task_of(prompt, of_group, self._seed(asked.step, asked.line, _SAMPLE_STREAM + sample), self._images)
+        return task_of(prompt, of_group, self._seed(asked.step, asked.line, _SAMPLE_STREAM + sample), self._read)
 
     def _seed(self, step: int, line: int, stream: int) -> int:
         key = stream_keys(self.settings.seed, step, torch.tensor([line]), torch.tensor([stream]))
