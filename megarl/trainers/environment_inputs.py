@@ -58,7 +58,7 @@ def check_environments(settings: Settings, encoder: Encoder, prompt_sets: dict[s
         raise UsageError(f"--agent-sessions: the environments of lines are not used, and some name {others[0]}")
     own = [AGENT] if settings.agent_sessions else _kinds(settings, [settings.environment])
     kinds = {*own, *(_kinds(settings, others) if others else [])}
-    if settings.agent_sessions and encoder.images is not None and len(encoder.images):
+    if settings.agent_sessions and encoder.images is not None and encoder.images.of_data:
         raise UsageError("--agent-sessions: does not go with images in prompts")
     check_kinds(settings, encoder, kinds)
 

@@ -93,7 +93,7 @@ class RunImages:
                 images.shown_problem = f"--reward {config.settings.reward} reads none of environments"
             if images.are_shown and images.shown_problem:
                 raise UsageError(f"--environment {environment}: has images; {images.shown_problem}")
-        if len(images) or images.are_shown:
+        if images.of_data or images.are_shown:
             return RunImages(config, encoder)
         if environment is not None:
             return RunImages._or_refused(config, encoder)

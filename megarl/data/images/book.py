@@ -82,7 +82,11 @@ class Images:
         return repr((self._processor, self.max_images))
 
     def __len__(self) -> int:
-        """How many are of data."""
+        return len(self._known)
+
+    @property
+    def of_data(self) -> int:
+        """How many are of data, and were not sent."""
         return sum(not ref.sent for ref, _ in self._known.values())
 
     def add(self, refs: Iterable[ImageRef], read: ReadBytes):

@@ -223,6 +223,6 @@ def test_images_of_a_reset_count_and_are_known_at_the_start(case, tmp_path):
     made.tokens = made.prompts.encode(made.encoder)
     _, (note,), (alone,) = made.fitting()
     images = made.encoder.images
-    assert images.are_shown and len(images) == 0  # which says how many data have
+    assert images.are_shown and images.of_data == 0  # which says how many data have
     length = int(note.removeprefix("prompts have at most ").partition(" ")[0])
     assert length > alone + 60 and note.endswith(f"tokens with the first message of --environment {PICTURED}")

@@ -194,7 +194,7 @@ def test_images_of_environments_are_found_by_every_process_of_a_run(encoder, tmp
     one.forget([ref])  # of a client that has sent the same
     ids = one.ids(ref)
     other, another = kept_in(encoder, None, tmp_path / "images"), kept_in(encoder, tmp_path / "b", tmp_path / "images")
-    assert other.of_token(ids[0]) == one.of_token(ids[0]) != None and len(other) == 0  # noqa: E711
+    assert other.of_token(ids[0]) == one.of_token(ids[0]) != None and other.of_data == 0  # noqa: E711
     assert np.array_equal(another.pixels(key_of(ids[0])).values, one.pixels(key_of(ids[0])).values)
     assert [each.digest for each in kept_in(encoder, None, tmp_path / "images").found(mark_of(ref))] == [ref.digest]
     decode = "".join
