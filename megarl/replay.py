@@ -21,6 +21,7 @@ from typing import NamedTuple
 from megarl.arguments import RunConfig, Settings
 from megarl.checkpoint import folders, pretrained, resume
 from megarl.comm.role_mesh import RoleMesh
+from megarl.data.images.book import FOLDER
 from megarl.data.prompt import Prompt
 from megarl.environments.pool import EnvironmentPool
 from megarl.environments.protocol import Message, Observation, Task
@@ -136,7 +137,7 @@ class ReplayInputs:
         check_vocabulary(actor, self.tokenizer.vocab_size)
         self.vocab_size = actor.model_vocab_size(self.tokenizer.vocab_size)
         self.prompt_sets, tokens = read_encoded_prompts(s, self.encoder)
-        self.images = RunImages.of(config, self.encoder)
+        self.images = RunImages.of(config, self.encoder, [Path(asked.options.run) / FOLDER])
         self.prompts, self.prompt_tokens = self.prompt_sets[PROMPTS], tokens[PROMPTS]
         own, stored = resume.data_fingerprints(self.encoder, s, self.prompt_sets), saved.manifest["data"]
         for name in own.keys() & stored.keys():

@@ -20,7 +20,8 @@ SEVERAL, STUDENTS = "with several --teachers, in steps with such tokens", ("trai
 SIBLING = "with --teacher-context sibling"
 EVALUATED = ("train_rl", "evaluate")
 FP16 = "with --fp16"
-PICTURED, PICTURING = "if prompts have images", ("train_rl", "train_sft", "train_reward", "train_preference")
+PICTURED = "if prompts have images, or environments may show some"
+PICTURING = ("train_rl", "train_sft", "train_reward", "train_preference")
 STALE = "with --generation-lag or --partial-rollouts"
 IN_TRAINING = "in training with --eval-prompts, every --eval-interval steps"
 

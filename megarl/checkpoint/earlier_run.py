@@ -26,7 +26,7 @@ CHECKPOINTS = "checkpoints"
 EXPORTS = ("hf", "peft")
 LAST_WRITTEN = "timeline.json"  # of a run that has ended
 _RECORDS = """
-    metrics.jsonl samples tokens rollouts schedule journal sessions.jsonl tensorboard trackers.json settings.yaml
+    metrics.jsonl samples tokens rollouts schedule journal images sessions.jsonl tensorboard trackers.json settings.yaml
     status.json report.html report.png
 """
 FILES = (CHECKPOINTS, *EXPORTS, *_RECORDS.split(), LAST_WRITTEN, "profile", "hang")

@@ -14,6 +14,7 @@ from typing import Any
 
 from megarl.data.chat import NO_OPTIONS, ChatTemplate, TemplateOptions, load_template, probed
 from megarl.data.images.book import Images, cut_at_borders
+from megarl.data.images.names import ImageRef
 from megarl.data.messages import CLOSE, OPEN, Message, MessageKey, conversation_of, template_message, tool_call
 from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import Tokenizer
@@ -71,6 +72,11 @@ class Encoder:
         """The images that prompts may have; None: the model's folder has no tower, or there is no template."""
         return None if self.template is None else self.template.images
 
+    def read_image(self, ref: ImageRef) -> bytes:
+        """The bytes of an image of a prompt. UsageError: its file is another one now."""
+        assert self.images is not None  # else no prompt has some
+        return self.images.bytes_of(ref)
+
     def prompt(self, prompt: Prompt) -> list[int]:
         """The tokens that the policy continues; with a template they end with the opening of the assistant's turn."""
         return list(self._encoded(prompt.key, prompt.tools_key)[1])
@@ -90,6 +96,11 @@ class Encoder:
         plain = [template_message(message) for message in messages]
         rendered = self.template.render(plain, add_generation_prompt=True, tools=tools, values=values)
         return self._one_bos(self.template.encode(rendered))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids without special tokens, with the names of images."""
+        decode = self.tokenizer.decode
+        return decode(ids) if self.images is None else self.images.text(ids, decode)
 
     def text(self, text: str) -> list[int]:
         """The tokens of a prompt that is a text without a template: BOS, if it belongs there, and the text's own."""

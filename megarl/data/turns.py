@@ -11,6 +11,7 @@ from typing import Any
 
 from megarl.data.conversations import RESULT, USER, Encoder, end_of_next, end_of_turn
 from megarl.data.detokenizer import Vocabulary
+from megarl.data.images.names import MARK, PATTERN
 from megarl.data.messages import content_of, message_error, template_message, tool_call
 from megarl.errors import UsageError
 from megarl.plain_values import whole_unicode
@@ -34,8 +35,13 @@ class TurnTokens:
         return self._tokenizer.decode(self._without_end(tokens))
 
     def shown(self, tokens: Sequence[int]) -> str:
-        """Text of any tokens for people to read, special tokens included."""
-        return self._vocabulary.text(tokens, tuple(self._tokenizer.special))
+        """Text of any tokens for people to read, with special tokens and the names of images."""
+
+        def decode(ids: Sequence[int]) -> str:
+            return self._vocabulary.text(ids, tuple(self._tokenizer.special))
+
+        images = self._encoder.images
+        return decode(tokens) if images is None else images.text(tokens, decode)
 
     def marked_text(self, tokens: Sequence[int], marks: Collection[str]) -> str | None:
         """`text` with the strings of those special tokens that are among `marks`; None: the turn has none of them."""
@@ -133,7 +139,7 @@ class TurnTokens:
 
     def shortened(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The message with a content of valid Unicode and at most `max_observation_length` tokens. A longer one loses
-        its middle, for which `[... 123 characters cut ...]` stands.
+        its middle, for which `[... 123 characters cut ...]` stands, and each image of that as a whole.
         """
         whole = {name: whole_unicode(value) for name, value in template_message(message).items()}
         return whole | {"content": self._cut(whole["content"])}
@@ -167,13 +173,13 @@ class TurnTokens:
         is_long = len(sample) < len(content) and self._count(sample) > 2 * self._max_length
         if not is_long and self._count(content) <= self._max_length:
             return content
-        has_place = 2 * self._count(_mark(len(content))) <= self._max_length
+        has_place = 2 * self._count(_mark(content)) <= self._max_length
         mark = _mark if has_place else lambda _: "..."
-        budget = self._max_length - self._count(mark(len(content)))
+        budget = self._max_length - self._count(mark(content))
         while budget > 0:
             head = self._fitting(content, budget - budget // 2)
             tail = self._fitting(content, budget // 2, from_end=True)
-            cut = content[:head] + mark(len(content) - head - tail) + content[len(content) - tail :]
+            cut = content[:head] + mark(content[head : len(content) - tail]) + content[len(content) - tail :]
             excess = self._count(cut) - self._max_length
             if excess <= 0:
                 return cut
@@ -181,9 +187,17 @@ class TurnTokens:
         return content[: self._fitting(content, self._max_length)]
 
     def _fitting(self, text: str, max_tokens: int, from_end: bool = False) -> int:
-        """How many characters from the start of a text, or from its end, have at most `max_tokens` tokens."""
+        """How many characters from the start of a text, or from its end, have at most `max_tokens` tokens. None of them
+        is in the middle of an image's mark."""
+        marks = [match.span() for match in PATTERN.finditer(text)]
+
+        def whole(size: int) -> int:
+            at = len(text) - size if from_end else size
+            start, end = next(((start, end) for start, end in marks if start < at < end), (at, at))
+            return len(text) - end if from_end else start
 
         def fits(size: int) -> bool:
+            size = whole(size)
             return self._count(text[len(text) - size :] if from_end else text[:size]) <= max_tokens
 
         fitting, too_many = 0, max_tokens + 1
@@ -193,10 +207,13 @@ class TurnTokens:
         while too_many - fitting > 1:
             middle = (fitting + too_many) // 2
             fitting, too_many = (middle, too_many) if fits(middle) else (fitting, middle)
-        return fitting
+        return whole(fitting)
 
     def _count(self, text: str) -> int:
-        return len(self._tokenizer.encode(text))
+        images = self._encoder.images
+        if images is None or MARK not in text:
+            return len(self._tokenizer.encode(text))
+        return sum(map(images.tokens, images.found(text))) + len(self._tokenizer.encode(PATTERN.sub("", text)))
 
 
 def end_of_last_turn(encoder: Encoder, whole: str, alone: str, start: int) -> tuple[int | None, str]:
@@ -247,5 +264,8 @@ def _dummy_calls(results: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, 
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _mark(count: int) -> str:
-    return f"\n[... {count} characters cut ...]\n"
+def _mark(cut: str) -> str:
+    """What stands for the text that was cut."""
+    images = len(PATTERN.findall(cut))
+    of_images = f" and {images} image{'s' * (images > 1)}" if images else ""
+    return f"\n[... {len(PATTERN.sub('', cut))} characters{of_images} cut ...]\n"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megarl.data.messages import arguments_of, tool_call
-from megarl.environments.protocol import Message, Observation, Task, ToolCall, Turn
+from megarl.environments.protocol import ImageBytes, Message, Observation, Task, ToolCall, Turn
 
 CONTEXT_LENGTH = "context_length_exceeded"  # the code of an error that clients know: a budget is used up
 
@@ -95,6 +95,7 @@ class Asked(NamedTuple):
     ticket: int  # of the call or the offer: another one if the agent is run again
     request: int  # number of the request among the agent's
     ask: Ask
+    images: ImageBytes = {}  # noqa: RUF012  # that the messages may name; never changed in place
 
 
 class Replied(NamedTuple):
@@ -120,6 +121,7 @@ class Answer(NamedTuple):
     is_late: bool = False
     is_agent: bool = False  # the observation is the end of an agent
     is_stuck: bool = False  # a thread still runs: this process must be replaced
+    images: ImageBytes = {}  # noqa: RUF012  # of the observation; never changed in place
     turn: Turn | None = None  # that it answers; None: a reset
     replayed: int = 0  # how often the episode was played again
     late: int = 0  # how often of these the environment took too long
@@ -154,11 +156,11 @@ def digests(messages: Sequence[Message], tools: list | None = None) -> list[byte
 
 def _offer(fields: list) -> Offer:
     number, ticket, task, key, failures = fields
-    return Offer(number, ticket, Task(**task), key, failures)
+    return Offer(number, ticket, Task(**{**task, "images": tuple(task["images"])}), key, failures)
 
 
 def _asked(fields: list) -> Asked:
-    number, ticket, request, (messages, tools, max_tokens, stops) = fields
+    number, ticket, request, (messages, tools, max_tokens, stops), _ = fields
     return Asked(number, ticket, request, Ask(messages, tools, max_tokens, tuple(stops)))
 
 

@@ -13,7 +13,7 @@ from megarl import plugins
 from megarl.child_process import Child, parent
 from megarl.environments import ENVIRONMENTS
 from megarl.environments.agents.agent import Agent, as_agent, check_packages
-from megarl.environments.protocol import Message, Task, called, checked
+from megarl.environments.protocol import ImageBytes, Message, Task, called, seen_of
 from megarl.errors import UsageError, one_line
 from megarl.user_results import LateCall, is_generator, limited, settled
 
@@ -28,6 +28,7 @@ class FirstObservation(NamedTuple):
 
     tools: list[dict[str, Any]]
     messages: list[Message]
+    images: ImageBytes = {}  # noqa: RUF012  # of the messages; never changed in place
 
 
 def check_factories(names: Sequence[str]) -> dict[str, str]:
@@ -86,14 +87,15 @@ async def _answer(connection: Connection, asked: tuple[str, list[Task], float]) 
     os._exit(0)
 
 
-async def _first_observations(asked: tuple[str, list[Task], float]) -> list[tuple[list, list]] | str:
+async def _first_observations(asked: tuple[str, list[Task], float]) -> list[tuple[list, list, ImageBytes]] | str:
     name, tasks, seconds = asked
     found, factory = [], plugins.load("--environment", name, ENVIRONMENTS, awaits=True)
     for task in tasks:
         try:
             environment = await limited(called(factory), seconds, "answer")
-            observation = checked(await limited(called(environment.reset, task), seconds, "answer"))
-            found.append((list(environment.tools), observation.messages))
+            first = await limited(called(environment.reset, task.with_names()), seconds, "answer")
+            observation, images = await seen_of(first)
+            found.append((list(environment.tools), observation.messages, images))
             await limited(called(environment.close), seconds, "answer")
         except LateCall as late:
             return str(late)

@@ -5,6 +5,7 @@ and observations; so are those that a dead process had. Only failures of its own
 answer of a process that died are played again in a process each, which shows whose environment ends it.
 """
 
+import dataclasses
 import itertools
 import os
 import time
@@ -14,9 +15,12 @@ from multiprocessing import connection
 from typing import NamedTuple
 
 from megarl.child_process import Child
+from megarl.data.images.book import Images
+from megarl.data.images.names import PATTERN
 from megarl.environments.calls import Answer, Asked, Call, Close, Replied, Reply
 from megarl.environments.journal import Journal
-from megarl.environments.protocol import Observation, Task, Turn, parse_turn
+from megarl.environments.protocol import ImageBytes, Message, Observation, Task, Turn, parse_turn
+from megarl.errors import UsageError
 from megarl.tool_formats.chosen_format import load_format
 
 MAX_ALONE = 4  # processes at a time that have one episode each
@@ -30,10 +34,41 @@ class PoolOptions(NamedTuple):
     retries: int  # of an episode whose environment failed
     parser: str  # of tool calls
     default: str  # name of the environment of tasks that name none
+    images: Images | None = None  # that the policy reads; None: it reads none
 
 
 # A turn as text, and with the special tokens that are marks of tool calls; None: it has none.
 TurnText = tuple[str, str | None]
+
+
+def kept_images(images: Images | None, shown: ImageBytes) -> str:
+    """Makes the images of an answer known, and keeps them; why the policy cannot read them, "": it can."""
+    if not shown:
+        return ""
+    if images is None:
+        return _NOT_READ
+    try:
+        for data in shown.values():
+            images.keep(data)
+    except UsageError as error:
+        return f"a message {error}"
+    return ""
+
+
+_NOT_READ = "its messages have images; the model has no vision tower, or no chat template"
+
+
+def unknown_image(images: Images | None, messages: Sequence[Message]) -> str:
+    """Why the policy cannot read images that messages name, whose bytes came earlier; "": it can."""
+    said = [str(each.get("content") or "") for each in messages if each["role"] != "assistant"]
+    for content in filter(PATTERN.search, said):
+        if images is None:
+            return _NOT_READ
+        try:
+            images.check_known(content)
+        except UsageError as error:
+            return f"a message: {error}"
+    return ""
 
 
 class EnvironmentProcess(Child):
@@ -221,7 +256,9 @@ class EnvironmentPool:
             self._send(episode)
 
     def _send(self, episode: _Episode):
+        task = dataclasses.replace(episode.task, images=())  # its environment has them
         if episode.process is None:
+            task = episode.task
             process = self._processes.alone() if episode.is_suspect else self._processes.least_busy()
             if process is None:
                 self._waiting.append(episode)
@@ -233,7 +270,7 @@ class EnvironmentPool:
         episode.asked = set()
         self._set_deadline(episode)
         turns, observations = tuple(episode.turns), tuple(episode.observations)
-        call = Call(episode.number, episode.ticket, episode.name, episode.task, turns, observations)
+        call = Call(episode.number, episode.ticket, episode.name, task, turns, observations)
         episode.process.send(call)
 
     def _set_deadline(self, episode: _Episode):
@@ -263,7 +300,12 @@ class EnvironmentPool:
             if (episode := self._pending.get(answer.ticket)) is not None:
                 episode.asked.add(answer.request)
                 self._set_deadline(episode)
-                self._events.append(answer)
+                images = self.options.images
+                if problem := kept_images(images, answer.images) or unknown_image(images, answer.ask.messages):
+                    refused = Reply(None, error=problem, code="invalid_image")
+                    self.reply(episode.number, answer.ticket, answer.request, refused)
+                else:
+                    self._events.append(answer)
             return
         episode = self._pending.pop(answer.ticket, None)
         if episode is None:  # of an episode that has ended
@@ -271,6 +313,9 @@ class EnvironmentPool:
                 self._retire(process)
             return
         episode.ticket, episode.replayable = None, answer.replayable
+        if answer.failure is None and (problem := kept_images(self.options.images, answer.images)):
+            # Before a journal says that it was given.
+            answer = answer._replace(observation=None, failure=problem)
         if answer.failure is None:
             episode.is_suspect = False
             if self.journal is not None and episode.key and episode.replayable and not answer.is_agent:

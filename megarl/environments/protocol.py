@@ -1,7 +1,8 @@
 """What an environment is: the protocol that users implement, and the records that pass between it and the rollout.
 
 What an environment returns is checked: its code, and texts that a policy may have shaped, are not ours. Nothing in the
-text of a turn raises an exception.
+text of a turn raises an exception. Images leave an observation at once (`seen_of`): marks stay in their places, so what
+is kept of it is text.
 """
 
 import asyncio
@@ -12,6 +13,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.data.images import names
+from megarl.data.images.decoding import MAX_BYTES, decode_confined, is_picture, png_of, size_of, url_of
+from megarl.data.images.names import MARK, ImageRef, sha256_of
+from megarl.data.messages import content_of, message_error
+from megarl.errors import UsageError
 from megarl.measurements import parts_of, value_of
 from megarl.plain_values import whole_unicode
 from megarl.tool_formats import FORMATS
@@ -21,16 +27,19 @@ from megarl.tool_formats.written_calls import WrittenCall, attempt
 from megarl.tool_formats.written_calls import checked as checked_call
 from megarl.user_results import is_async, shown
 
-Message = dict[str, Any]  # role and content; of a tool also tool_call_id and name
+Message = dict[str, Any]  # role and content, a text or parts; of a tool also tool_call_id and name
+ImageBytes = dict[str, bytes]  # by the images' digests
 
 ROLES = ("user", "system", "tool")
 MAX_MESSAGES_LENGTH = 1 << 20  # characters, of all messages of an observation
+_REPLACED = "\ufffd"  # for marks in texts
 _FIELDS = {"role", "content", "tool_call_id", "name"}
 
 
 @dataclass(frozen=True)
 class Task:
-    """What an episode begins with: a line of the prompts, and seeds.
+    """What an episode begins with: a line of the prompts, and seeds. Texts of messages have the names of images; an
+    agent's messages have the images themselves, in parts as it sends them.
 
     `seed` is the same for all samples of a group, so that their episodes begin alike; `sample_seed` differs between
     them. Both depend on the run's seed, the step and the line, never on the layout.
@@ -42,11 +51,22 @@ class Task:
     task: str | None = None
     seed: int = 0
     sample_seed: int = 0
+    images: tuple[dict[str, Any], ...] = ()  # of the messages: `bytes`, `width` and `height` of each
 
     @property
     def prompt(self) -> str:
         """Text of the last message."""
-        return self.messages[-1]["content"]
+        content = self.messages[-1]["content"]
+        return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+    def with_names(self) -> "Task":
+        """The task with names in the places of marks of its images."""
+        return dataclasses.replace(self, messages=names.shown(self.messages)) if self.images else self
+
+    def with_parts(self) -> "Task":
+        """The task with parts of the type `image_url` in the places of marks of its images."""
+        urls = {sha256_of(image["bytes"]): url_of(image["bytes"]) for image in self.images}
+        return dataclasses.replace(self, messages=[_with_parts(message, urls) for message in self.messages])
 
 
 @dataclass(frozen=True)
@@ -108,10 +128,12 @@ class BaseEnvironment:
 
     async def restore(self, task: Task, turns: list[Turn], observations: list[Observation]) -> None:
         """Brings a new environment to the state after these turns. Called instead of `reset`; by default it plays the
-        turns again. RuntimeError: an observation differs, so the environment is not replayable."""
+        turns again. `observations` are as `seen_of` gives them. RuntimeError: one differs, so the environment is not
+        replayable."""
         await resolved(self.reset(task))
         for turn, before in zip(turns, observations, strict=True):
-            if await resolved(self.step(turn)) != before:
+            seen, _ = await seen_of(await resolved(self.step(turn)))
+            if seen != before:
                 raise RuntimeError(f"{type(self).__name__}: turn {turn.number} was answered differently when replayed")
 
     def close(self) -> Awaitable[None] | None:
@@ -135,6 +157,93 @@ def user_message(text: str) -> Message:
 
 
 # -- checks of what an environment returns -----------------------------------------------------------------------------
+
+
+async def seen_of(observation: Any, name: str = "") -> tuple[Observation, ImageBytes]:
+    """(the observation of the environment `name`, checked and with marks for its images; these). ValueError: why it is
+    none, or why an image cannot be read."""
+    images: ImageBytes = {}
+    if isinstance(observation, Observation) and isinstance(observation.messages, list):
+        messages = observation.messages
+        has_parts = any(isinstance(each, dict) and isinstance(each.get("content"), list) for each in messages)
+        try:
+            # Decoding takes long.
+            messages = await asyncio.to_thread(marked, messages, images) if has_parts else marked(messages, images)
+        except UsageError as error:
+            raise ValueError(f"{name}: {error}" if name else str(error)) from None
+        observation = dataclasses.replace(observation, messages=messages)
+    return checked(observation, name), images
+
+
+def marked(messages: list[Any], images: ImageBytes) -> list[Any]:
+    """Messages whose contents are texts, with marks for their images, which are added to `images`.
+
+    Marks that a content already has become U+FFFD: an environment may repeat what the policy has written. UsageError
+    for an image that cannot be read, and for parts of another type.
+    """
+
+    def read(value: Any) -> ImageRef:
+        data = image_bytes(value)
+        images[sha256_of(data)] = data
+        if sum(map(len, images.values())) > MAX_BYTES:
+            raise UsageError(f"the images of an observation have more than {MAX_BYTES:,} bytes")
+        return ImageRef(sha256_of(data), *size_of(data))
+
+    return [_marked(message, read) for message in messages]
+
+
+def _marked(message: Any, read: Callable[[Any], ImageRef]) -> Any:
+    content = message.get("content") if isinstance(message, dict) else None
+    if isinstance(content, str):
+        return {**message, "content": content.replace(MARK, _REPLACED)}
+    if not isinstance(content, list):
+        return message
+    from megarl.data.images import forms  # it needs numbers, and most environments speak in texts
+
+    texts = [
+        {**part, "text": part["text"].replace(MARK, _REPLACED)}
+        if isinstance(part, dict) and isinstance(part.get("text"), str)
+        else part
+        for part in content
+    ]
+    (found,) = forms.placed([{**message, "content": texts}], (), read)
+    if isinstance(found["content"], list):
+        if problem := message_error([{"role": message.get("role"), "content": texts}]):
+            raise UsageError(problem)
+        found["content"] = content_of(found)
+    return found
+
+
+_decoded: set[str] = set()  # digests of images that this process has decoded, or has made itself
+_MAX_DECODED = 1 << 16
+
+
+def image_bytes(value: Any) -> bytes:
+    """The bytes of an image of Pillow, of bytes, or of a data: URL, also in objects as data have them. Bytes are
+    decoded once, confined. UsageError: why it cannot be read."""
+    inner = [each for each in value.values() if is_picture(each)] if isinstance(value, dict) else []
+    if inner or is_picture(value):
+        data = png_of(inner[0] if inner else value)
+    else:
+        from megarl.data.images import forms
+
+        data, _ = forms.source_of(value, None)
+        if sha256_of(data) not in _decoded:
+            decode_confined(data)
+    if len(_decoded) >= _MAX_DECODED:
+        _decoded.clear()
+    _decoded.add(sha256_of(data))
+    return data
+
+
+def _with_parts(message: Message, urls: dict[str, str]) -> Message:
+    if not urls or message["role"] == "assistant" or MARK not in str(message.get("content")):
+        return message
+    parts: list[dict[str, Any]] = []
+    for text, digest in names.pieces(message["content"]):
+        known = urls.get(digest or "")
+        parts.append({"type": "image_url", "image_url": {"url": known}} if known else {"type": "text", "text": text})
+    return {**message, "content": parts}
 
 
 def checked(observation: Any, name: str = "") -> Observation:

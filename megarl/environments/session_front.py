@@ -26,7 +26,7 @@ from megarl.environments.agents.dialect import error_response
 from megarl.environments.agents.endpoint import application, given_key
 from megarl.environments.agents.session import Session
 from megarl.environments.calls import FROM_LEADERS, Answer, Ask, Asked, Close, Offer, Replied
-from megarl.environments.protocol import Observation
+from megarl.environments.protocol import ImageBytes, Observation
 from megarl.errors import one_line
 from megarl.flags.serving import Serving
 from megarl.measurements import MAX_PARTS, MAX_VALUE, NamesOfRun, parts_of
@@ -126,10 +126,10 @@ class Registry:
         place = next(iter(self._waiting))
         offer, (link, number) = self._waiting.pop(place), place
 
-        def send(request: int, ask: Ask):
+        def send(request: int, ask: Ask, images: ImageBytes):
             link.send(Asked(number, offer.ticket, request, ask))
 
-        session = Session(send)
+        session = Session(send, reads_images=False)
         session.shows_tokens = True
         name = secrets.token_hex(12)
         found = self._open[name] = OpenSession(name, place, offer, session)
@@ -219,6 +219,7 @@ def build_app(registry: Registry, api_keys: Sequence[str], host: str, max_bytes:
     async def claim(body: StrictModel | None = None):  # a request for a session has no fields
         found = registry.claim()
         task = dataclasses.asdict(found.offer.task)
+        del task["images"]  # no prompt has some
         given = {"id": found.name, "key": found.session.key, "path": f"{_ROOT}/{found.name}/v1", "task": task}
         given |= found.facts
         return Response(json_bytes(given), media_type="application/json")  # metadata may be what JSON lacks

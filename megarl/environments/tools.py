@@ -12,7 +12,17 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Union
 
-from megarl.environments.protocol import BaseEnvironment, Message, Observation, Task, ToolCall, Turn, called
+from megarl.data.images.decoding import MAX_BYTES, is_picture
+from megarl.environments.protocol import (
+    BaseEnvironment,
+    Message,
+    Observation,
+    Task,
+    ToolCall,
+    Turn,
+    called,
+    image_bytes,
+)
 from megarl.tool_formats.written_calls import KINDS
 from megarl.user_results import LateCall, is_generator, limited, number_of
 
@@ -25,6 +35,7 @@ _SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields|Example|Examples|
 class ToolEnvironment(BaseEnvironment):
     """Answers each call of a turn with the function's result; the episode ends with a turn that calls nothing.
 
+    A result is a text, an image (of Pillow, or its bytes), a list in which there are some, or a value of JSON.
     Errors of a call are text for the policy: an unknown tool, wrong arguments, an exception, a time-out.
     """
 
@@ -64,6 +75,7 @@ class ToolEnvironment(BaseEnvironment):
             reward = 0.0 if self._reward is None else await called(self._reward, self._task, turn.content)
             return Observation(reward=reward, done=True)
         results = await asyncio.gather(*(self._result(index, call) for index, call in enumerate(turn.calls)))
+        results = _within_limit(results)
         messages: list[Message] = [
             {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result}
             for call, result in zip(turn.calls, results, strict=True)
@@ -74,7 +86,7 @@ class ToolEnvironment(BaseEnvironment):
             messages.append({**last, "content": wrong})
         return Observation(messages)
 
-    async def _result(self, index: int, call: ToolCall) -> str:
+    async def _result(self, index: int, call: ToolCall) -> str | list[dict[str, Any]]:
         if index >= self._max_calls:
             return f"Error: at most {self._max_calls} calls are made of a turn"
         function = self._functions.get(call.name)
@@ -84,8 +96,10 @@ class ToolEnvironment(BaseEnvironment):
             return f"Error: {problem}"
         try:
             result = await limited(called(function, **call.arguments), self._timeout)
-            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
-            return text[:MAX_RESULT_LENGTH]
+            several = list(result) if isinstance(result, list | tuple) else [result]
+            if not any(map(_is_image, several)):
+                return _text(result)
+            return [await _part(each) for each in several]
         except LateCall:
             return f"Error: no result within {self._timeout:g} seconds"
         except (Exception, SystemExit) as error:
@@ -103,6 +117,32 @@ class ToolEnvironment(BaseEnvironment):
             if problem := mismatch(value, schema["properties"][name]):
                 return f"the argument {name} of {call.name} {problem}"
         return None
+
+
+def _is_image(value: Any) -> bool:
+    return isinstance(value, bytes) or is_picture(value)
+
+
+async def _part(value: Any) -> dict[str, Any]:
+    """The part of a content with an image or a text of a result. UsageError for an image that cannot be read."""
+    if _is_image(value):
+        return {"type": "image", "image": await asyncio.to_thread(image_bytes, value)}
+    return {"type": "text", "text": _text(value)}
+
+
+def _text(result: Any) -> str:
+    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
+    return text[:MAX_RESULT_LENGTH]
+
+
+def _within_limit(results: list[str | list[dict[str, Any]]]) -> list[str | list[dict[str, Any]]]:
+    """Results of a turn; those with images beyond the bytes that an observation may have are errors for the policy."""
+    found, total = [], 0
+    for result in results:
+        total += sum(len(part.get("image", b"")) for part in result) if isinstance(result, list) else 0
+        is_within = isinstance(result, str) or total <= MAX_BYTES
+        found.append(result if is_within else f"Error: the images of a turn have more than {MAX_BYTES:,} bytes")
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -20,7 +20,7 @@ from megarl.environments import ENVIRONMENTS
 from megarl.environments.agents.agent import Agent, as_agent
 from megarl.environments.agents.session import Session
 from megarl.environments.calls import Answer, Ask, Asked, Call, Close, Replied
-from megarl.environments.protocol import BaseEnvironment, Observation, checked, resolved
+from megarl.environments.protocol import BaseEnvironment, ImageBytes, Observation, resolved, seen_of
 from megarl.plugins import place_of
 from megarl.user_results import LateCall, is_async, limited, shown_error
 
@@ -81,7 +81,7 @@ class Worker:
         facts: dict[str, Any] = {"observation": None, "tools": [], "replayable": True}
         try:
             environment, observation = await self._played(call)
-            facts["observation"] = checked(observation, call.name)
+            facts["observation"], facts["images"] = await seen_of(observation, call.name)
             facts["tools"] = list(environment.tools) if not call.turns else []
             facts["is_agent"] = isinstance(environment, Agent)
         except LateCall as late:
@@ -104,22 +104,23 @@ class Worker:
             self._environments[call.number] = environment
             if isinstance(environment, Agent):
                 return environment, await self._run_agent(environment, call)
+            task = call.task.with_names()
             if not call.turns:
-                return environment, await self._limited(environment.reset, call.task)
-            await self._limited(environment.restore, call.task, list(call.turns[:-1]), list(call.observations))
+                return environment, await self._limited(environment.reset, task)
+            await self._limited(environment.restore, task, list(call.turns[:-1]), list(call.observations))
         assert not isinstance(environment, Agent)  # it has one call, which runs it to its end
         return environment, await self._limited(environment.step, call.turns[-1])
 
     async def _run_agent(self, agent: Agent, call: Call) -> Observation:
         from megarl.environments.agents.endpoint import endpoint  # needs packages that other environments do not
 
-        def send(request: int, ask: Ask):
-            self._answers.put(Asked(call.number, call.ticket, request, ask))
+        def send(request: int, ask: Ask, images: ImageBytes):
+            self._answers.put(Asked(call.number, call.ticket, request, ask, images))
 
         session = self._sessions[call.ticket] = Session(send)
         async with endpoint(session):
             try:
-                return await session.watch(agent.run(call.task, session), self._seconds)
+                return await session.watch(agent.run(call.task.with_parts(), session), self._seconds)
             finally:
                 agent.seconds = session.worked_seconds
                 del self._sessions[call.ticket]

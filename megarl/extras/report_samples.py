@@ -40,14 +40,16 @@ def samples(directory: Path, rows: list[dict]) -> dict:
         tokens = Path(directory, "tokens", files[step].name)
         of_step = step_rows(_read(files[step]), _read(tokens) if not is_absent(tokens) else [])
         found.append({"step": step, "notes": notes, "total": len(of_step), "rows": _shown(of_step, budget)})
-    shown = [row["prompt"] for of_step in found for row in of_step["rows"] if "prompt" in row]
+    whole = [row for of_step in found for row in of_step["rows"]]
+    shown = [row.get("prompt", "") for row in whole]
+    shown += [turn["observation"] for row in whole for turn in row.get("turns", ())]
     return {"steps": found, "recorded": len(recorded), **_images(Path(directory, THUMBNAILS), shown)}
 
 
-def _images(folder: Path, prompts: list[str]) -> dict:
-    """`{"images": name -> data: URL}` of the images of prompts that the run has written; nothing without one."""
+def _images(folder: Path, texts: list[str]) -> dict:
+    """`{"images": name -> data: URL}` of the images in texts that the run has written; nothing without one."""
     found = {}
-    for name in dict.fromkeys(name for prompt in prompts for name in names_in(prompt)):
+    for name in dict.fromkeys(name for text in texts for name in names_in(text)):
         with contextlib.suppress(OSError):
             data = read_bytes(folder / f"{name}.png", THUMBNAIL_BYTES)
             if data.startswith(b"\x89PNG"):

@@ -16,7 +16,6 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet
-from megarl.data.tokenizers import Tokenizer
 from megarl.errors import warn
 from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
@@ -30,7 +29,7 @@ from megarl.roles.judge_requests import ArrivingResponses
 from megarl.roles.loss_mask import valid_sequences
 from megarl.roles.reward_metrics import FailureWindow, RewardStatistics
 from megarl.roles.reward_model import RewardModel
-from megarl.roles.scored import Scored, failed_rows, in_order, no_rows, read_responses, score_fields
+from megarl.roles.scored import Decode, Scored, failed_rows, in_order, no_rows, read_responses, score_fields
 
 
 class Reward:
@@ -46,11 +45,11 @@ class Reward:
     name = "reward"
 
     def __init__(
-        self, settings: Settings, terms: tuple[Term, ...], role_groups: RoleGroups, tokenizer: Tokenizer,
+        self, settings: Settings, terms: tuple[Term, ...], role_groups: RoleGroups, decode: Decode,
         verifiers: VerifierSet, model: RewardModel | Judge | None, timers: Timers, compares: bool = False,
     ):  # fmt: skip
-        """`tokenizer`: the policy's. `model`: on the role's ranks, if `terms` have one. `compares`: the judge reads
-        several responses to a prompt together."""
+        """`decode`: gives the text of the policy's tokens. `model`: on the role's ranks, if `terms` have one.
+        `compares`: the judge reads several responses to a prompt together."""
         self.settings, self.terms = settings, terms
         # The terms of --reward and of the files of a mixture by their text, in the same order on all ranks.
         self._expressions = expressions_of(settings)
@@ -58,7 +57,7 @@ class Reward:
         self.needs_whole_groups = verifiers.needs_whole_groups or compares or is_adaptive
         self.drops = settings.reward_failure == "drop" and any(term.name not in INFALLIBLE for term in terms)
         self.role_groups, self.timers = role_groups, timers
-        self.tokenizer, self.verifiers = tokenizer, verifiers
+        self._decode, self.verifiers = decode, verifiers
         self.model = model
         self.reward_model = model if isinstance(model, RewardModel) else None
         self.judge = model if isinstance(model, Judge) else None
@@ -105,7 +104,7 @@ class Reward:
             of_round = PromptGroups(prompts.group_sizes(lines, self.settings.samples_per_prompt))
             is_own = of_round.round_robin(len(groups.replicas)) == groups.dp_rank
             of_lines = [prompts[line] if _has(self._terms_of(prompts, line), JUDGE) else None for line in lines]
-            decode, compares = self.tokenizer.decode, self.judge.config.compares
+            decode, compares = self._decode, self.judge.config.compares
             queue, count = response_queue(step, number, groups.dp_rank), int(is_own.sum())
             arrivals = ArrivingResponses(queue, count, of_lines, of_round, decode, compares)
         self.judge.judge_early(arrivals, step)
@@ -193,7 +192,7 @@ class Reward:
         return scored.rows().to(batch.tokens.device)
 
     def _read(self, batch: Batch, prompts: PromptSet) -> tuple[list[tuple[Prompt, str]], list[Sample], list[dict]]:
-        return read_responses(batch, prompts, self.tokenizer, has_turns=self.settings.environment is not None)
+        return read_responses(batch, prompts, self._decode, has_turns=self.settings.environment is not None)
 
     def _model_scores(self, texts, batch: Batch, count: int, for_training: bool) -> Tensor:
         """[2, N] reward-model scores of the replica's responses: raw, and normalized and clipped. Collective."""

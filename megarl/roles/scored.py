@@ -3,7 +3,7 @@ samples file, with what verifiers, judges and people read.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +16,10 @@ from megarl.data.images.names import shown
 from megarl.data.messages import conversation_of
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet
-from megarl.data.tokenizers import Tokenizer
 from megarl.rewards.base import Sample, Score, only_turn
 from megarl.roles.loss_mask import valid_sequences, without_unscored
+
+Decode = Callable[[Sequence[int]], str]  # the text of tokens
 
 
 class Scored(NamedTuple):
@@ -61,15 +62,15 @@ def no_rows(count: int, settings: Settings, device) -> Tensor:
 
 
 def read_responses(
-    batch: Batch, prompts: PromptSet, tokenizer: Tokenizer, has_turns: bool
+    batch: Batch, prompts: PromptSet, decode: Decode, has_turns: bool
 ) -> tuple[list[tuple[Prompt, str]], list[Sample], list[dict]]:
     """The responses of a batch as text: prompts and whole texts, for a reward model or a judge; samples, for verifiers;
     and rows of the samples file, without scores. `has_turns`: they are episodes of an environment."""
     sequences = zip(batch.tokens.cpu().split(batch.lengths.tolist()), batch.prompt_lengths.tolist(), strict=True)
-    responses = [tokenizer.decode(tokens[start:].tolist()) for tokens, start in sequences]
+    responses = [decode(tokens[start:].tolist()) for tokens, start in sequences]
     # A prompt of its own for each response: a verifier may change its metadata.
     texts = list(zip((prompts[line] for line in batch.prompt_ids.tolist()), responses, strict=True))
-    turns = turns_of(batch, tokenizer) if has_turns else [only_turn(response) for response in responses]
+    turns = turns_of(batch, decode) if has_turns else [only_turn(response) for response in responses]
     columns = zip(texts, turns, batch.finished.tolist(), batch.response_lengths.tolist(), strict=True)
     images_of = functools.cache(prompts.images_of)
     samples = [
@@ -137,7 +138,7 @@ def score_fields(score: Score, values: dict[str, float | None]) -> dict:
     }
 
 
-def turns_of(batch: Batch, tokenizer: Tokenizer) -> list[list[dict[str, Any]]]:
+def turns_of(batch: Batch, decode: Decode) -> list[list[dict[str, Any]]]:
     """For each sequence the records of its turns, as `Sample.turns`; needs `turn_rewards`.
 
     A turn's text has no special tokens, and so not the token that ended it.
@@ -147,20 +148,18 @@ def turns_of(batch: Batch, tokenizer: Tokenizer) -> list[list[dict[str, Any]]]:
     lengths = batch.lengths.tolist()
     split = [field.cpu().split(lengths) for field in (batch.tokens, numbers, batch.need("turn_rewards"))]
     return [
-        list(_turns(tokens.tolist(), of_sequence.tolist(), rewards.tolist(), tokenizer))
+        list(_turns(tokens.tolist(), of_sequence.tolist(), rewards.tolist(), decode))
         for tokens, of_sequence, rewards in zip(split[0], split[1], split[2], strict=True)
     ]
 
 
-def _turns(
-    tokens: list[int], numbers: list[int], rewards: list[float], tokenizer: Tokenizer
-) -> Iterator[dict[str, Any]]:
+def _turns(tokens: list[int], numbers: list[int], rewards: list[float], decode: Decode) -> Iterator[dict[str, Any]]:
     """`numbers`: the turn of each token, −1 outside of turns."""
     begins = [numbers.index(turn) for turn in range(max(numbers, default=-1) + 1)]
     for turn, (begin, following) in enumerate(zip(begins, [*begins[1:], None], strict=True)):
         end = begin + numbers.count(turn)
         yield {
-            "text": tokenizer.decode(tokens[begin:end]),
-            "observation": tokenizer.decode(tokens[end:following]),
+            "text": decode(tokens[begin:end]),
+            "observation": decode(tokens[end:following]),
             "reward": sum(rewards[begin:end]),  # it has one, at the last token that the policy has chosen
         }

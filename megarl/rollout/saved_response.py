@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megarl.checkpoint import manifest as manifests
+from megarl.data.images.names import readable
 from megarl.data.turns import TurnTokens
 from megarl.environments.protocol import Message, Observation
 from megarl.errors import UsageError
@@ -178,7 +179,7 @@ def answer(messages: Sequence[Message]) -> Iterator[str]:
     for message in messages:
         name = f" {message['name']}" if message.get("name") else ""
         yield f"  {printable(message['role'] + name)}"
-        yield from _block(message["content"])
+        yield from _block(readable(message["content"]))
 
 
 def _turn(

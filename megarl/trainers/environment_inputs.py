@@ -11,6 +11,7 @@ from megarl.arguments import Settings
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data import node_files
 from megarl.data.conversations import Encoder
+from megarl.data.images.book import ReadBytes
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet, TooLong
 from megarl.data.ragged import Ragged
@@ -18,6 +19,7 @@ from megarl.data.template_checks import check_template
 from megarl.data.turns import TurnTokens
 from megarl.environments.calls import TO_LEADERS
 from megarl.environments.loading import AGENT, KINDS, TOOLS, USER, FirstObservation, check_factories, first_observations
+from megarl.environments.pool import kept_images
 from megarl.environments.session_pool import SessionPool
 from megarl.errors import UsageError, warn_as_first
 from megarl.rollout.episodes.runner import task_of
@@ -55,7 +57,10 @@ def check_environments(settings: Settings, encoder: Encoder, prompt_sets: dict[s
     if settings.agent_sessions and others:
         raise UsageError(f"--agent-sessions: the environments of lines are not used, and some name {others[0]}")
     own = [AGENT] if settings.agent_sessions else _kinds(settings, [settings.environment])
-    check_kinds(settings, encoder, {*own, *(_kinds(settings, others) if others else [])})
+    kinds = {*own, *(_kinds(settings, others) if others else [])}
+    if settings.agent_sessions and encoder.images is not None and encoder.images.of_data:
+        raise UsageError("--agent-sessions: does not go with images in prompts")
+    check_kinds(settings, encoder, kinds)
 
 
 def check_kinds(settings: Settings, encoder: Encoder, kinds: set[str]):
@@ -167,6 +172,9 @@ def fitting(settings: Settings, encoder: Encoder, prompts: PromptSet, tokens: Ra
         s.filter_long_prompts,
     )
     kept = (found["lengths"] <= s.max_prompt_length).nonzero()[0]
+    if found["shows_images"].any():
+        assert encoder.images is not None  # else it was refused
+        encoder.images.are_shown = True
     for note in json.loads(found["notes"].tobytes()):
         prompts = prompts.noted(note)
     if len(kept) == len(prompts):
@@ -176,20 +184,22 @@ def fitting(settings: Settings, encoder: Encoder, prompts: PromptSet, tokens: Ra
 
 
 def _measured(s: Settings, encoder: Encoder, prompts: PromptSet, alone: np.ndarray) -> dict[str, np.ndarray]:
-    """`lengths` [N] int64 of the prompts as far as they are known, and `notes` as JSON. `alone` [N]: of the lines."""
+    """`lengths` [N] int64 of the prompts as far as they are known, `notes` as JSON, and `shows_images`, whether
+    environments add some. `alone` [N]: of the lines."""
     lengths, notes, texts = alone.astype(np.int64), [], TurnTokens(encoder, s.max_observation_length)
     lines_of: dict[str, list[int]] = {}
     for prompt in prompts:
         lines_of.setdefault(prompt.environment or str(s.environment), []).append(prompt.index)
-    kinds = check_factories(sorted(lines_of))
+    kinds, shows_images = check_factories(sorted(lines_of)), False
     for name, lines in sorted(lines_of.items()):
         if kinds[name] == AGENT:
             notes.append(_UNKNOWN.format(f"the agent {name} asks"))
             continue
         lines.sort(key=lambda line: (alone[line], line))
-        added = _Added(s, prompts, name, lines)
+        added = _Added(s, prompts, name, lines, encoder.read_image)
         if added.tools and kinds[name] == USER:  # it has them since its reset
             check_kinds(s, encoder, {TOOLS})
+        shows_images |= added.shows_images(encoder)
         if added.is_something:
             for line in lines:
                 lengths[line] = added.length(texts, prompts[line])
@@ -201,18 +211,20 @@ def _measured(s: Settings, encoder: Encoder, prompts: PromptSet, alone: np.ndarr
             )
         of_kept = [int(lengths[line]) for line in lines if lengths[line] <= s.max_prompt_length]
         notes += added.notes(max(of_kept, default=0))
-    return {"lengths": lengths, "notes": np.frombuffer(json.dumps(notes).encode(), np.uint8)}
+    text = np.frombuffer(json.dumps(notes).encode(), np.uint8)
+    return {"lengths": lengths, "notes": text, "shows_images": np.array([shows_images])}
 
 
 class _Added:
     """What an environment adds to the prompts of its lines."""
 
-    def __init__(self, s: Settings, prompts: PromptSet, name: str, lines: list[int]):
-        """`lines`: numbers of prompts, the shortest first. UsageError if a filter would need what cannot be known."""
+    def __init__(self, s: Settings, prompts: PromptSet, name: str, lines: list[int], read: ReadBytes):
+        """`lines`: numbers of prompts, the shortest first; `read`: gives the bytes of images of prompts. UsageError if
+        a filter would need what cannot be known."""
         self._name, self._ends = name, list(dict.fromkeys((lines[-1], lines[0])))
         self._where, self._problem = prompts.where(lines[-1]), ""
         self._seen: dict[int, FirstObservation] = {}  # by line
-        tasks = [task_of(prompts[line], seed, seed) for seed, line in enumerate(self._ends)]
+        tasks = [task_of(prompts[line], seed, seed, read) for seed, line in enumerate(self._ends)]
         found = first_observations(name, tasks, s.environment_timeout)
         if isinstance(found, str):
             self._problem = found
@@ -241,6 +253,13 @@ class _Added:
     @property
     def _failure(self) -> str:
         return f"the reset of --environment {self._name} failed on one of its lines, {self._where}: {self._problem}"
+
+    def shows_images(self, encoder: Encoder) -> bool:
+        """Whether it adds images, which are then known. UsageError if the model reads none."""
+        problems = [problem for seen in self._seen.values() if (problem := kept_images(encoder.images, seen.images))]
+        if problems:
+            raise UsageError(f"--environment {self._name}: {problems[0]}")
+        return any(seen.images for seen in self._seen.values())
 
     def length(self, texts: TurnTokens, prompt: Prompt) -> int:
         """Tokens of a prompt. UsageError if it cannot be built."""

@@ -72,7 +72,7 @@ def evaluate(config: RunConfig, timers: Timers):
     s = config.settings
     inputs, mesh, _ = read_inputs(config, timers, lambda: EvaluationInputs(config), sys.stderr)
     rollout = inputs.rollout(mesh, timers)
-    reward = inputs.reward_factory.role(mesh["reward"], inputs.tokenizer, timers)
+    reward = inputs.reward_factory.role(mesh["reward"], inputs.encoder, timers)
     for scorer in reward.frozen_models if inputs.images is not None else ():
         inputs.images.attach(scorer.role, scorer.model)
     rollout.load_weights()

@@ -6,6 +6,7 @@ first; ranks that are sent the responses get their images with them (`megarl.tra
 
 import contextlib
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.arguments import RoleSettings, RunConfig
+from megarl.arguments import RoleSettings, RunConfig, Settings
 from megarl.batch import Batch
 from megarl.checkpoint.resume import IMAGES
 from megarl.comm import exchange
 from megarl.comm.role_mesh import RoleGroups, RoleMesh
 from megarl.comm.step_batch import ROLLOUT, StepBatch
 from megarl.data.conversations import Encoder
-from megarl.data.images.book import Images
+from megarl.data.images.book import FOLDER, Images
 from megarl.data.images.names import image_ids, key_of
 from megarl.errors import UsageError, warn_as_first
 from megarl.mcore import device
 from megarl.mcore.any_model.tower import Tower
 from megarl.mcore.vision.store import Image, ImageCounts, ImageStore, attach
 from megarl.mcore.weights.hf.folder import HFFolder
+from megarl.plain_files import resolved
 from megarl.trainers.setup import images_of
 
 READERS = ("actor", "critic", "reference", "teacher")  # roles with models that read the policy's tokens
@@ -68,29 +70,52 @@ class RunImages:
                 if str(folder.path) not in self._towers:
                     self._check_processor(role, folder, encoder)
                 self._add_tower(role)
-        self._policy = self._tower(config.roles["actor" if "actor" in config.roles else "reward"])
+        policy = config.roles["actor" if "actor" in config.roles else "reward"]
+        self._policy = self._tower(policy)
+        for role in config.with_models() if config.settings.environment is not None else ():
+            if role.name in READERS and self._key(role) != self._key(policy) and not config.settings.save:
+                raise UsageError(f"the {role.name} has a tower of its own: images of environments need --save then")
 
     @staticmethod
-    def of(config: RunConfig, encoder: Encoder) -> "RunImages | None":
-        """Those of a run; None: its prompts have none, so that its models are computed without a tower."""
-        if encoder.images is not None and len(encoder.images):
+    def of(config: RunConfig, encoder: Encoder, folders: Sequence[Path] = ()) -> "RunImages | None":
+        """Those of a run; None: it has none, so that its models are computed without a tower.
+
+        `folders`: where images of its environments are, beside that of the run. UsageError as of `RunImages`; where an
+        environment may have images but has not said so, the environment's are refused instead.
+        """
+        images, environment = encoder.images, config.settings.environment
+        if images is None:
+            return None
+        if environment is not None:
+            images.keep_in(_folder_of(config.settings), folders)
+            reward = config.roles.get("reward")
+            if reward is not None and reward.has_model:
+                images.shown_problem = f"--reward {config.settings.reward} reads none of environments"
+            if images.are_shown and images.shown_problem:
+                raise UsageError(f"--environment {environment}: has images; {images.shown_problem}")
+        if images.of_data or images.are_shown:
             return RunImages(config, encoder)
-        if encoder.images is not None:
-            encoder.images.refuse("the prompts of this run have none, so its models read none")
+        if environment is not None:
+            return RunImages._or_refused(config, encoder)
+        images.refuse("the prompts of this run have none, so its models read none")
         return None
 
     @staticmethod
     def of_server(config: RunConfig, encoder: Encoder) -> "RunImages | None":
         """Those that clients may send; None: the model reads none, which the server then says."""
-        if encoder.images is None:
-            return None
+        found = None if encoder.images is None else RunImages._or_refused(config, encoder)
+        if found is not None:
+            encoder.images.when_forgotten = found.trim
+        return found
+
+    @staticmethod
+    def _or_refused(config: RunConfig, encoder: Encoder) -> "RunImages | None":
+        """The images of models that read some; None: they read none, which is said of each image that comes."""
         try:
-            found = RunImages(config, encoder)
+            return RunImages(config, encoder)
         except UsageError as error:
             encoder.images.refuse(str(error))
             return None
-        encoder.images.when_forgotten = found.trim
-        return found
 
     @staticmethod
     def _folder(role: RoleSettings) -> HFFolder:
@@ -181,8 +206,12 @@ class RunImages:
 
     def write_thumbnails(self, folder: Path, rows: list[dict]):
         """Writes small images of the prompts of samples, first of those that the report shows token by token."""
-        texts = [row["prompt"] for row in sorted(rows, key=lambda row: "tokens" not in row)]
+        texts = [row["prompt"] + row["response"] for row in sorted(rows, key=lambda row: "tokens" not in row)]
         self._images.write_thumbnails(folder, texts)
+
+    def open(self):
+        """Has the run's folder hold the images of environments that it goes on with. For one rank."""
+        self._images.take_over()
 
     def trim(self):
         """Forgets the images that do not fit in `--image-cache-gb`; called where no pass needs them."""
@@ -207,8 +236,22 @@ def _check(config: RunConfig):
         raise UsageError("multi-token prediction (--mtp-drafts, --mtp-train) does not go with images in prompts")
     if s.rollout_server is not None:
         raise UsageError(f"--rollout-server {s.rollout_server}: does not go with images in prompts")
-    if s.environment is not None:
-        raise UsageError(f"--environment {s.environment}: does not go with images in prompts yet")
+
+
+def _folder_of(s: Settings) -> Path | None:
+    """Where a run keeps images of environments; None: nowhere."""
+    return Path(s.save) / FOLDER if s.save else None
+
+
+def folders_of(s: Settings) -> list[Path]:
+    """Where images of environments are that a run goes on with, or trains on."""
+    found = []
+    if s.load:
+        found += [Path(s.load) / FOLDER, resolved(s.load).parent.parent / FOLDER]
+    if s.load_rollouts:
+        found += [Path(s.load_rollouts) / FOLDER, resolved(s.load_rollouts).parent / FOLDER]
+    own = _folder_of(s)
+    return [path for path in found if path.is_dir() and (own is None or resolved(path) != resolved(own))]
 
 
 # -- images on their way to other ranks ----------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from megarl.checkpoint.pretrained import PretrainedWeights, checkpoint_weights, 
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
-from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
 from megarl.flags.settings import group_sizes
 from megarl.observe.timers import Timers
@@ -113,12 +112,12 @@ class RewardFactory:
         vocab_size = self._vocab_size(role)
         return [checkpoint_weights(path, FLAG, role, vocab_size, sources=("reward",)) for path in paths.split(",")]
 
-    def role(self, role_groups: RoleGroups, tokenizer: Tokenizer, timers: Timers) -> Reward:
-        """Builds the reward role on this rank; `tokenizer` is the policy's. A collective of the role."""
+    def role(self, role_groups: RoleGroups, encoder: Encoder, timers: Timers) -> Reward:
+        """Builds the reward role on this rank; `encoder` is the policy's. A collective of the role."""
         s, role, model = self.config.settings, self.config.roles["reward"], None
         if role_groups.is_member and self.judge is not None:
             model = Judge(s, self.judge, role, role_groups, self.judge_prompts, self.weights[0], timers)
         elif role_groups.is_member and self.weights:
             model = RewardModel(role, role_groups, self.encoder, self.weights, timers)
         compares = self.judge is not None and self.judge.compares
-        return Reward(s, self.config.rewards, role_groups, tokenizer, self.verifiers, model, timers, compares)
+        return Reward(s, self.config.rewards, role_groups, encoder.decode, self.verifiers, model, timers, compares)

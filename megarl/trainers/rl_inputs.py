@@ -15,7 +15,7 @@ from megarl.serving.configuration import check_server_flags, frontend_config
 from megarl.trainers.environment_inputs import check_environment_flags, check_environments, sessions_of
 from megarl.trainers.evaluator import check_best_metric, check_names, held_out
 from megarl.trainers.generation_lag import check_lead, read_schedule
-from megarl.trainers.image_inputs import RunImages
+from megarl.trainers.image_inputs import RunImages, folders_of
 from megarl.trainers.prompt_inputs import PROMPTS, read_encoded_prompts
 from megarl.trainers.reward_factory import RewardFactory
 from megarl.trainers.setup import build_role_encoder, check_training_flags, check_vocabulary
@@ -45,7 +45,7 @@ class RLInputs:
         check_ends(s, encoder.tokenizer)
         self.thinking = thinking_budget_of(s, encoder)
         self.prompt_sets, tokens_of = read_encoded_prompts(s, encoder)
-        self.images = RunImages.of(config, encoder)
+        self.images = RunImages.of(config, encoder, folders_of(s))
         self.prompts, self.prompt_tokens = self.prompt_sets[PROMPTS], tokens_of[PROMPTS]
         self.eval_prompts, self.eval_tokens = held_out(self.prompt_sets), held_out(tokens_of)
         check_names(self.eval_prompts, s.eval_samples)

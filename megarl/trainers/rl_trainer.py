@@ -63,7 +63,7 @@ class RLTrainer(Trainer):
         self._token_samples = None
         if self.folder:
             count, is_forced = self.settings.token_samples, inputs.thinking is not None
-            self._token_samples = TokenSamples(count, self.tokenizer, is_forced)
+            self._token_samples = TokenSamples(count, self.tokenizer, is_forced, inputs.encoder.images)
         self._batch: StepBatch | None = None
         if self.folder:
             # Of a step that the user's code ends.
@@ -96,7 +96,7 @@ class RLTrainer(Trainer):
         sizes = {name: role.model_vocab_size(self.tokenizer.vocab_size) for name, role in roles.items()}
         self.actor = Actor(s, roles["actor"], mesh["actor"], sizes["actor"], config.policy_loss, timers)
         self.critic = Critic(s, roles.get("critic"), mesh["critic"], sizes.get("critic"), timers)
-        self.reward = inputs.reward_factory.role(mesh["reward"], self.tokenizer, timers)
+        self.reward = inputs.reward_factory.role(mesh["reward"], inputs.encoder, timers)
         policy, reference = self.actor.trainable_model, roles.get("reference")
         is_shared = shares_base(roles["actor"], reference) and not s.reference_update_interval
         shared = policy if is_shared else None

@@ -8,6 +8,7 @@ A record is kept from the iteration that works on a batch to the one that ends i
 are different iterations on ranks that generate, and a checkpoint holds the records of batches that wait for training.
 """
 
+import functools
 import json
 from collections import deque
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ACTOR, StepBatch
 from megarl.data.detokenizer import Vocabulary
+from megarl.data.images.book import Images
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
@@ -240,9 +242,12 @@ MAX_TOKENS = 1024  # tokens of a response; the rest of a longer one is left out,
 class TokenSamples:
     """Makes the rows of `tokens/step_%08d.jsonl`."""
 
-    def __init__(self, count: int, tokenizer: Tokenizer, has_forced: bool = False):
-        """`count`: responses of a step; 0: none. `has_forced`: responses may have tokens of a thinking budget."""
-        self._count, self._tokenizer, self._has_forced = count, tokenizer, has_forced
+    def __init__(self, count: int, tokenizer: Tokenizer, has_forced: bool = False, images: Images | None = None):
+        """`count`: responses of a step; 0: none. `has_forced`: responses may have tokens of a thinking budget.
+        `images`: those of the policy."""
+        self._count, self._decode, self._has_forced = count, tokenizer.decode, has_forced
+        if images is not None:
+            self._decode = functools.partial(images.text, decode=tokenizer.decode)
         self._vocabulary = Vocabulary(tokenizer)
 
     def rows(self, step_batch: StepBatch) -> list[dict]:
@@ -278,11 +283,11 @@ class TokenSamples:
         return {
             "sequence": columns["sequence_ids"],
             "prompt": prompts[columns["prompt_ids"]].text,
-            "response": self._tokenizer.decode(ids),
+            "response": self._decode(ids),
             "reward": columns["scores"],
             "finished": columns["finished"],
             "length": len(ids),
-            "tokens": [self._vocabulary.token(number)[0] for number in shown],
+            "tokens": [self._decode([each]) if each < 0 else self._vocabulary.token(each)[0] for each in shown],
             "token_ids": shown,
             **observed,
             # The shortest decimals that name the 32-bit numbers.

@@ -116,6 +116,8 @@ class Trainer(abc.ABC):
             names = parse_names(s.trackers)
             trackers = TrackerOptions(names, s.tracker_project, s.tracker_run, folder, s.tracker_offline, settings)
             self._writer = MetricsWriter(self.folder, self.step if resumed else None, trackers)
+            if self.images is not None:
+                self.images.open()
             settings_file.write_settings(self.folder, settings)
 
     def _settings(self) -> dict:

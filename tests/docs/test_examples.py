@@ -1,5 +1,6 @@
 """Examples of the documentation: plug-ins, environments and agents run as printed, in programs."""
 
+import asyncio
 import math
 import re
 import subprocess
@@ -8,7 +9,8 @@ import sys
 import pytest
 
 from megarl import arguments
-from megarl.environments.protocol import Task, parse_turn
+from megarl.data.images.decoding import decode
+from megarl.environments.protocol import Task, parse_turn, seen_of
 from megarl.errors import UsageError
 from tests.helpers.envs.played_environments import play
 from tests.helpers.envs.session_driver import free_port
@@ -43,8 +45,8 @@ def test_the_plug_ins_of_extending_run_unchanged(tmp_path, plug_ins):
 
 
 def test_the_environments_of_the_page_run_unchanged(tmp_path, plug_ins):
-    """The game in a run, the tool with a turn that calls it."""
-    game, shop = (
+    """The game in a run, the tool with a turn that calls it, the images as a run gets them."""
+    game, shop, square = (
         b.text for b in documents.blocks(documents.text_of(DOCS / "environments.md")) if b.language == "python"
     )
     (plug_ins / "nim.py").write_text(game)
@@ -58,6 +60,12 @@ def test_the_environments_of_the_page_run_unchanged(tmp_path, plug_ins):
     task = Task([], answer="8")
     _, answers = play(environment, task, [parse_turn(text, i) for i, text in enumerate((call, " 8"))])
     assert answers[0].messages[0]["content"] == "8" and (answers[1].reward, answers[1].done) == (1.0, True)
+    exec(square, found)
+    turns = [parse_turn(text, number) for number, text in enumerate(("7", "70"))]
+    first, answers = play(found["Square"](), Task([], seed=70), turns)
+    seen, images = asyncio.run(seen_of(first))
+    assert [decode(data).getpixel((9, 9)) for data in images.values()] == [(70, 70, 70)]
+    assert answers[1].done and asyncio.run(seen_of(answers[0]))[1] == images and len(seen.messages) == 1
 
 
 ASKS = (
@@ -103,7 +111,7 @@ def test_the_driver_of_the_page_runs_unchanged(tmp_path):
 
 
 # Of packages that a page is about, which it does not install.
-ABOUT = {"rewards.md": {"trl"}}
+ABOUT = {"rewards.md": {"trl"}, "environments.md": {"PIL"}}
 
 
 def test_examples_import_what_megarl_or_the_page_installs():

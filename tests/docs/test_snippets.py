@@ -257,7 +257,7 @@ PYTHON: dict[str, list[str]] = {
         "tests/docs/test_examples.py::test_the_driver_of_the_page_runs_unchanged",
     ],
     "docs/data.md": ["tests/programs/test_data_page.py::test_the_python_of_the_page"],
-    "docs/environments.md": ["tests/docs/test_examples.py::test_the_environments_of_the_page_run_unchanged"] * 2,
+    "docs/environments.md": ["tests/docs/test_examples.py::test_the_environments_of_the_page_run_unchanged"] * 3,
     "docs/extending.md": ["tests/docs/test_examples.py::test_the_plug_ins_of_extending_run_unchanged"] * 5
     + ["tests/unit/flags/test_loss_options.py::test_the_loss_file_of_the_docs_works_unchanged"],
     "docs/failures.md": ["tests/programs/test_saved_rollouts.py::test_the_python_of_the_page_reads_a_step"],

@@ -212,3 +212,13 @@ def check_pictures(save):
     if (save / "samples").exists():
         for path in (save / "samples").iterdir():
             assert all("[image " in json.loads(line)["prompt"] for line in path.read_text().splitlines())
+
+
+def check_shown(save: Path):
+    """As `check_pictures`; some answers of environments had pictures, which the run keeps."""
+    check_pictures(save)
+    turns = [turn for _, rows in steps_of(save) for row in rows for turn in row["turns"]]
+    assert any("[image " in turn["observation"] for turn in turns)
+    first = metrics(save).get(1)  # later steps may train on what an earlier policy has written
+    assert first is None or first["rollout/logprob_gap_max"] <= 1e-5
+    assert len([*(save / "images").iterdir()]) > 1

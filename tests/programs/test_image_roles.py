@@ -11,7 +11,7 @@ import yaml
 
 from tests.helpers import programs
 from tests.helpers.folders import vision_folders
-from tests.helpers.folders.vision_programs import argv, counted, folder, refused
+from tests.helpers.folders.vision_programs import argv, counted, folder, inputs_of, refused, transformers_model
 from tests.helpers.programs import metrics, program
 from tests.helpers.worlds import run_world
 
@@ -46,23 +46,6 @@ def reward_model() -> Path:
     return save
 
 
-def inputs_of(ids: list[int], encoder, swap: bool = False) -> dict[str, torch.Tensor]:
-    """Arguments of transformers' forward for a token stream; `swap`: with its pictures upside down."""
-    from megarl.data.images.names import key_of
-
-    assert any(token < 0 for token in ids)
-    place = json.loads((other() / "config.json").read_text())["image_token_id"]
-    found = [encoder.images.pixels(key) for key in dict.fromkeys(key_of(token) for token in ids if token < 0)]
-    values = [torch.from_numpy(pixels.values.copy()) for pixels in found]
-    return {
-        "input_ids": torch.tensor([[place if token < 0 else token for token in ids]]),
-        "attention_mask": torch.ones(1, len(ids), dtype=torch.int64),
-        "mm_token_type_ids": torch.tensor([[int(token < 0) for token in ids]]),
-        "pixel_values": torch.cat([each.flip(0) if swap else each for each in values]),
-        "image_grid_thw": torch.tensor([pixels.grid for pixels in found]),
-    }
-
-
 def judged(rank: int, parsed) -> list[tuple]:
     """(what the judge wrote, what transformers writes, and what it writes of the pictures upside down) of each request
     of a run."""
@@ -76,10 +59,10 @@ def judged(rank: int, parsed) -> list[tuple]:
 
     JudgeRequests._request = keep
     programs.in_world(rank, "rl", parsed)
-    model = transformers_model()
+    model = transformers_model(other())
 
     def written(answer, prompts, swap):
-        given = inputs_of(answer.tokens, prompts.encoder, swap)
+        given = inputs_of(other(), answer.tokens, prompts.encoder, swap)
         model.model.rope_deltas = None  # else that of the last prompt
         ids = model.generate(**given, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=2)
         return prompts.text(ids[0, given["input_ids"].shape[1] :].tolist())
@@ -106,22 +89,16 @@ def scored(rank: int, parsed) -> list[tuple]:
     RewardModel._read, RewardModel.scores = keep, keep_scores
     programs.in_world(rank, "rl", parsed)
     (model, streams), values = found
-    head, language = model.members[0].model[0].output_layer.weight.detach(), transformers_model().model
+    head, language = model.members[0].model[0].output_layer.weight.detach(), transformers_model(other()).model
 
     def score(ids, swap):
         language.rope_deltas = None
-        last = language(**inputs_of(ids, model.encoder, swap), use_cache=False).last_hidden_state[0, -1]
+        last = language(**inputs_of(other(), ids, model.encoder, swap), use_cache=False).last_hidden_state[0, -1]
         return float(last @ head.flatten())
 
     with torch.no_grad():
         rows = [(value, score(ids, False), score(ids, True)) for value, ids in zip(values, streams, strict=True)]
     return [tuple(value / float(head.norm()) for value in row) for row in rows]
-
-
-def transformers_model():
-    from transformers import AutoModelForImageTextToText
-
-    return AutoModelForImageTextToText.from_pretrained(other(), dtype=torch.float32).eval()
 
 
 def test_a_reward_model_scores_pictures_as_transformers(tmp_path):

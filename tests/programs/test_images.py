@@ -11,11 +11,20 @@ from safetensors.torch import load_file, save_file
 
 from tests.emulator.programs import needs_emulator
 from tests.helpers import programs
+from tests.helpers.evaluation import run_evaluate
 from tests.helpers.folders import vision_folders
-from tests.helpers.folders.vision_programs import argv, counted, folder, refused
+from tests.helpers.folders.vision_programs import (
+    TURNS,
+    argv,
+    counted,
+    folder,
+    inputs_of,
+    refused,
+    transformers_model,
+)
 from tests.helpers.forked_programs import launch
 from tests.helpers.pages import documents
-from tests.helpers.programs import ROOT, metrics, program, write_lines
+from tests.helpers.programs import ROOT, metrics, program, samples, write_lines
 from tests.helpers.texts.picture_prompts import write_published
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
@@ -72,7 +81,7 @@ def test_pixels_of_another_processor_are_named(tmp_path):
 
 REFUSED = {
     "--advantage gae --critic-lr 1e-3 --critic-hf-model {other}": "the critic reads the policy's images: it needs the",
-    "--environment calculator --max-turns 2 --max-turn-length 4": "--environment calculator: does not go with images",
+    "--agent-sessions --max-turns 2 --max-turn-length 4": "--agent-sessions: does not go with images in prompts",
 }
 
 
@@ -84,6 +93,56 @@ def test_what_does_not_go_with_pictures_is_refused(flags, tmp_path):
     assert REFUSED[flags] in refused(argv(tmp_path / "run", flags.format(other=other)))
 
 
+def of_episodes(rank: int, parsed) -> list[tuple[int, list[float], list[float]]]:
+    """(pictures after the first turn, log-probs of the rollout, those of transformers) of the first step's episodes."""
+    import torch
+
+    from megarl.data.images.names import row_of
+    from megarl.rollout.episodes.runner import EpisodeRunner
+
+    rounds, settle = [], EpisodeRunner.settle
+
+    def keep(runner, *args, **kwargs):
+        batch = settle(runner, *args, **kwargs)
+        rounds.append((batch, runner.client.pool.options))
+        return batch
+
+    EpisodeRunner.settle = keep
+    programs.in_world(rank, "rl", parsed)
+    (batch, options), model, found = rounds[0], transformers_model(folder() / "model"), []
+    place = json.loads((folder() / "model" / "config.json").read_text())["image_token_id"]
+    fields = (batch.tokens, batch.response_mask, batch.rollout_logprobs)
+    columns = (field.split(batch.lengths.tolist()) for field in fields)
+    for (tokens, mask, logprobs), start in zip(zip(*columns, strict=True), batch.prompt_lengths, strict=True):
+        if place in tokens or not (tokens < 0).any():  # its forward raises
+            continue
+        model.model.rope_deltas = None  # else that of the last episode
+        given = inputs_of(folder() / "model", tokens.tolist(), options)
+        with torch.no_grad():
+            scores = model(**given, use_cache=False).logits[0, :-1].log_softmax(-1)
+        written = mask[1:].nonzero().flatten()
+        theirs = scores[written, tokens[1:][written]]
+        shown = tokens[start:]
+        found.append((int((row_of(shown[shown < 0]) == 0).sum()), logprobs[mask].tolist(), theirs.tolist()))
+    return found
+
+
+@pytest.mark.parametrize("environment", ["sum_environments:PicturedSums", long("agents:pictured_sums")])
+def test_pictures_of_environments_are_read_as_transformers_reads_them(environment, tmp_path):
+    flags = f"{TURNS} --environment tests.helpers.envs.{environment}"
+    (found,) = run_world(of_episodes, 1, program("rl", argv(tmp_path / "run", flags), 1))
+    assert len(found) >= 4 and sum(shown for shown, _, _ in found) >= 4 and max(shown for shown, _, _ in found) == 2
+    for _, ours, theirs in found:
+        assert ours == pytest.approx(theirs, abs=2e-5)
+    (row,) = metrics(tmp_path / "run").values()
+    assert row["rollout/logprob_gap_max"] == 0 and row["images/count"] >= 2
+    assert row.get("agent/rows_per_episode", 1) == 1  # none of its histories is another one for a template
+    rows = [json.loads(line) for line in samples(tmp_path / "run", 1).splitlines()]
+    assert any("[image " in turn["observation"] for row in rows for turn in row["turns"])
+    names = {path.name[:8] for path in (tmp_path / "run" / "images").iterdir()}
+    assert names & {path.stem for path in (tmp_path / "run" / "thumbnails").iterdir()}
+
+
 def test_pictures_are_evaluated(tmp_path):
     model = folder() / "model"
     flags = (f"--hf-model {model} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {model} --eval-prompts"
@@ -93,6 +152,20 @@ def test_pictures_are_evaluated(tmp_path):
     assert status == 0, errors
     rows = [json.loads(line) for line in (tmp_path / "found" / "samples.jsonl").read_text().splitlines()]
     assert len(rows) == 12 and all("[image " in row["prompt"] for row in rows)
+
+
+@pytest.mark.long
+def test_pictures_of_environments_are_evaluated_without_a_folder():
+    """All ranks of a replica read them: the leader sends their bytes with the tokens."""
+    model, printed = folder() / "model", {}
+    flags = (f"--hf-model {model} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {model} --eval-prompts"
+             f" {folder() / 'pictures.jsonl'} --rollout-buffer-gb 0.01"
+             f" {TURNS.replace('--max-tokens-per-microbatch 600', '')}")  # fmt: skip
+    for size, more in LAYOUTS.values():
+        printed[size] = run_evaluate(f"{flags} {more}".split(), size)[0]
+        *_, reward, _, _ = printed[size].split()
+        assert float(reward) > 0  # turns were answered, each with a picture
+    assert printed[1] == printed[2]
 
 
 LAYOUTS = {"one": (1, ""), "tp2": (2, "--tensor-model-parallel-size 2 --sequence-parallel")}

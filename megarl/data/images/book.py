@@ -1,18 +1,20 @@
 """The images that a process knows: from marks in texts to ids among tokens, and from ids to pixels.
 
 Ids depend on an image's bytes, its size and the folder's processor, so prompts become tokens without decoding. Pixels
-are made of bytes when somebody asks for a key, as often as it asks: an image that was forgotten is no error.
+are made of bytes when somebody asks for a key, as often as it asks: an image that was forgotten is no error. Images of
+environments are in no data: a run keeps each once in a folder, where every process and a resumed run find it.
 """
 
 import contextlib
 import itertools
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megarl.data.images.decoding import decode, decode_confined, size_of, thumbnail
+from megarl.data.images.decoding import MAX_BYTES, decode, decode_confined, size_of, thumbnail
 from megarl.data.images.names import (
     MARK,
     PATTERN,
@@ -22,13 +24,20 @@ from megarl.data.images.names import (
     key_of,
     mark_of,
     names_in,
+    readable,
     row_of,
     sha256_of,
 )
 from megarl.data.images.processor import ImageProcessor
 from megarl.errors import UsageError
 from megarl.observe.files import write_atomically
+from megarl.plain_files import read_bytes, reason_of
 
+if TYPE_CHECKING:
+    from PIL import Image
+
+FOLDER = "images"  # of a run, with those of its environments
+_DIGEST = re.compile("[0-9a-f]{64}")
 THUMBNAILS, SIDE = 16, 64  # of a step of samples; pixels
 ReadBytes = Callable[[ImageRef], bytes]
 
@@ -47,6 +56,10 @@ class Images:
         self._digests: dict[int, str] = {}  # hash of an image's bytes, by key
         self._uses: Counter[str] = Counter()  # of those that were sent, by the same hash
         self._lock = threading.Lock()
+        self._folder: Path | None = None  # gets new images of environments; None: they stay in memory
+        self._folders: list[Path] = []  # where such are
+        self.are_shown = False  # by the resets of the run's environments
+        self.shown_problem = ""  # why those of environments are not read
         self.when_forgotten: Callable[[], None] = lambda: None  # what else to do after `forget`
 
     def __reduce__(self):
@@ -71,6 +84,11 @@ class Images:
     def __len__(self) -> int:
         return len(self._known)
 
+    @property
+    def of_data(self) -> int:
+        """How many are of data, and were not sent."""
+        return sum(not ref.sent for ref, _ in self._known.values())
+
     def add(self, refs: Iterable[ImageRef], read: ReadBytes):
         """Makes images known. `read`: gives the bytes of one of them. UsageError if two have one key."""
         for ref in refs:
@@ -93,6 +111,79 @@ class Images:
         with self._lock:
             self._uses[ref.digest] += 1
         return ref
+
+    def keep_in(self, own: Path | None, others: Sequence[Path] = ()):
+        """From now on images of environments are kept in a folder, if there is one, and looked for there and in
+        others."""
+        self._folder, self._folders = own, [*([] if own is None else [own]), *others]
+
+    def take_over(self):
+        """Has the own folder hold the images of all."""
+        for path in (path for folder in self._folders[1:] if self._folder is not None for path in folder.glob("*")):
+            if _DIGEST.fullmatch(path.name) and not (own := self._folder / path.name).exists():
+                self._folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    own.hardlink_to(path)
+                except OSError:  # on another file system
+                    write_atomically(own, read_bytes(path, MAX_BYTES))
+
+    def keep(self, data: bytes):
+        """Makes an image of an environment known for the rest of the run. UsageError as `add_bytes`, and where such
+        images are not read."""
+        self._check_shown()
+        ref = self.add_bytes(data)
+        if self._folder is not None and not (path := self._folder / ref.digest).exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                write_atomically(path, data)
+            except OSError:
+                if not path.exists():  # another process may just have written the same
+                    raise
+        with self._lock:
+            if self._folder is not None and self._known[ref.digest][0].sent:
+                self._known[ref.digest] = ref, self._read_kept  # they are too many for the memory
+
+    def _check_shown(self):
+        """UsageError where images of environments are not read."""
+        if self.shown_problem:
+            raise UsageError(f"has images; {self.shown_problem}")
+        self.processor  # noqa: B018  # UsageError: there is none
+
+    def _read_kept(self, ref: ImageRef) -> bytes:
+        """The bytes of an image in one of the folders. UsageError: it is gone."""
+        problem = "no folder has it"
+        for folder in self._folders:
+            try:
+                return read_bytes(folder / ref.digest, MAX_BYTES)
+            except OSError as error:
+                problem = f"{folder / ref.digest}: {reason_of(error)}"
+        raise UsageError(f"an environment's image cannot be read: {problem}")
+
+    def _of_digest(self, digest: str) -> ImageRef | None:
+        """The image with this hash of its bytes; None: it is unknown, and no folder has it."""
+        if digest not in self._known and any((folder / digest).exists() for folder in self._folders):
+            ref = ImageRef(digest, *size_of(self._read_kept(ImageRef(digest, 0, 0))), sent=True)
+            self.add([ref], self._read_kept)
+        found = self._known.get(digest)
+        return None if found is None else found[0]
+
+    def _of_key(self, key: int) -> ImageRef | None:
+        """The image that the key names; None: it is unknown."""
+        if key not in self._digests and self._folders:
+            names = [path.name for folder in self._folders if folder.is_dir() for path in folder.iterdir()]
+            with self._lock:
+                for name in filter(_DIGEST.fullmatch, names):
+                    self._digests.setdefault(content_key(self.processor.digest(name)), name)
+        return self._of_digest(self._digests[key]) if key in self._digests else None
+
+    def check_known(self, text: str):
+        """UsageError if a mark in the text of an environment names an image that this process does not know."""
+        for match in PATTERN.finditer(text):
+            self._check_shown()
+            if self._of_digest(match[1]) is None:
+                raise UsageError(
+                    f"the image {readable(match[0])} of an environment is gone; {FOLDER}/ of the run had it"
+                )
 
     def forget(self, refs: Iterable[ImageRef]):
         """Ends one use of each of these images that were sent; those without another use are no longer known."""
@@ -120,8 +211,7 @@ class Images:
 
     def of_token(self, token: int) -> ImageRef | None:
         """The image that an id is a row of; None: it is unknown."""
-        found = self._known.get(self._digests.get(key_of(token), ""))
-        return None if found is None else found[0]
+        return self._of_key(key_of(token))
 
     def bytes_of(self, ref: ImageRef) -> bytes:
         """The bytes of a known image. UsageError: the file is another one now."""
@@ -132,14 +222,17 @@ class Images:
 
     def pixels(self, key: int) -> Pixels:
         """What the tower reads of the image with a key. UsageError: unknown, changed, or damaged."""
-        ref, _ = self._known.get(self._digests.get(key, ""), (None, None))
+        ref = self._of_key(key)
         if ref is None:
             raise UsageError(f"the image with the key {key:#x} is in none of the run's data")
         try:
-            data = self.bytes_of(ref)
-            return self.processor.pixels((decode_confined if ref.sent else decode)(data), ref.digest)
+            return self.processor.pixels(self._decoded(ref), ref.digest)
         except UsageError as error:
             raise UsageError(f"{ref.name} {ref.source or ''}: {error}") from None
+
+    def _decoded(self, ref: ImageRef) -> "Image.Image":
+        data = self.bytes_of(ref)
+        return decode_confined(data) if ref.sent else decode(data)
 
     def write_thumbnails(self, folder: Path, texts: Iterable[str]):
         """Writes `NAME.png` for the first images whose names are in texts (`names_in`), unless it is there. An image
@@ -150,13 +243,27 @@ class Images:
         for name in wanted:
             with contextlib.suppress(UsageError, KeyError):
                 folder.mkdir(parents=True, exist_ok=True)
-                write_atomically(folder / f"{name}.png", thumbnail(self.bytes_of(known[name]), SIDE))
+                write_atomically(folder / f"{name}.png", thumbnail(self._decoded(known[name]), SIDE))
+
+    def text(self, ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
+        """The text of ids, with the name of each image; `decode` gives that of tokens."""
+        found = []
+        for key, run in itertools.groupby(ids, lambda each: key_of(each) if each < 0 else None):
+            tokens = list(run)
+            if key is None:
+                found.append(decode(tokens))
+                continue
+            ref = self._of_key(key)
+            count = sum(row_of(each) == 0 for each in tokens)  # equal ones may follow each other
+            found.append(("[image]" if ref is None else ref.name) * count)
+        return "".join(found)
 
     # -- texts ---------------------------------------------------------------------------------------------------------
 
     def found(self, text: str) -> list[ImageRef]:
         """The images whose marks are in a text, in order."""
-        return [self._known[match[1]][0] for match in PATTERN.finditer(text) if match[1] in self._known]
+        refs = (self._of_digest(match[1]) for match in PATTERN.finditer(text))
+        return [ref for ref in refs if ref is not None]
 
     def with_parts(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """A message whose content has images, with its content as parts. What the assistant says has none."""
@@ -165,7 +272,7 @@ class Images:
             return message
         parts, start = [], 0
         for match in PATTERN.finditer(content):
-            if match[1] not in self._known:
+            if self._of_digest(match[1]) is None:
                 continue
             parts += [{"type": "text", "text": content[start : match.start()]}] if match.start() > start else []
             parts.append({"type": "image"})

@@ -8,7 +8,8 @@ known by its first bytes, PNG, JPEG, WebP, GIF (the first frame) and BMP, and no
 import base64
 import io
 import struct
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
 from megarl.confine import warm_process
 from megarl.errors import UsageError
@@ -67,9 +68,38 @@ def decode_confined(data: bytes) -> "Image.Image":
     return Image.frombytes("RGB", size, base64.b64decode(found["rgb"]))
 
 
-def thumbnail(data: bytes, side: int) -> bytes:
-    """A PNG of an image with sides of at most `side` pixels. UsageError as `decode`."""
-    image, out = decode(data), io.BytesIO()
+def is_picture(value: Any) -> bool:
+    """Whether a value is an image of Pillow; imports nothing."""
+    module = sys.modules.get("PIL.Image")
+    return module is not None and isinstance(value, module.Image)
+
+
+def url_of(data: bytes) -> str:
+    """The data: URL of an image that is read."""
+    kind = next((name for name, magic in _MAGIC.items() if data.startswith(magic)), "PNG")
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}"
+
+
+def png_of(image: "Image.Image") -> bytes:
+    """A PNG of an image of Pillow, of its pixels as they are. UsageError as `decode`, and without a range of values."""
+    _check_size(*image.size)
+    if image.mode in ("I", "F"):
+        raise UsageError(f"an image of Pillow in the mode {image.mode}; convert it to RGB")
+    out = io.BytesIO()
+    try:
+        has_alpha = image.has_transparency_data
+        is_kept = image.mode in ("1", "L", "I;16", "RGB", "RGBA") and "transparency" not in image.info
+        plain = image.copy() if is_kept else image.convert("RGBA" if has_alpha else "RGB")
+        plain.info = {}  # EXIF would turn it
+        plain.save(out, "PNG", compress_level=1)
+    except Exception as error:  # the file that it stands for may be damaged
+        raise _refused("an image of Pillow that cannot be read", error) from None
+    return out.getvalue()
+
+
+def thumbnail(image: "Image.Image", side: int) -> bytes:
+    """A PNG of a decoded image with sides of at most `side` pixels."""
+    out = io.BytesIO()
     image.thumbnail((side, side))
     image.save(out, "PNG", optimize=True)
     return out.getvalue()
@@ -92,14 +122,18 @@ def _opened(data: bytes) -> tuple["Image.Image", str]:
         width, height = image.size
     except Exception as error:
         raise _refused(f"{kind} that Pillow cannot open", error) from None
+    _check_size(width, height)
+    if frames > 1:
+        raise UsageError(f"{kind} of {frames} frames; allowed: one")
+    return image, kind
+
+
+def _check_size(width: int, height: int):
     longer, shorter = max(width, height), min(width, height)
     if width * height > MAX_PIXELS or longer > MAX_SIDE or longer > MAX_RATIO * shorter:
         raise UsageError(
             f"{width} × {height} pixels; allowed: {MAX_PIXELS:,} in all, {MAX_SIDE:,} a side, sides of {MAX_RATIO} to 1"
         )
-    if frames > 1:
-        raise UsageError(f"{kind} of {frames} frames; allowed: one")
-    return image, kind
 
 
 def _refused(what: str, error: Exception) -> UsageError:

@@ -113,6 +113,15 @@ def mark_of(ref: ImageRef) -> str:
     return f"{MARK}{ref.digest}:{ref.width}x{ref.height}{_END}"
 
 
+def pieces(text: str) -> list[tuple[str, str | None]]:
+    """The texts between marks, and the marks with the digests of their images, in order; no empty ones."""
+    found, start = [], 0
+    for match in PATTERN.finditer(text):
+        found += [(text[start : match.start()], None), (match[0], match[1])]
+        start = match.end()
+    return [each for each in [*found, (text[start:], None)] if each[0]]
+
+
 def readable(text: str) -> str:
     """A text with `[image 640×480 sha:12ab34cd]` for each mark."""
     if MARK not in text:

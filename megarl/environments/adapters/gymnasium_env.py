@@ -1,4 +1,4 @@
-"""Environments of the package gymnasium, played in text."""
+"""Environments of the package gymnasium, played in text or in images."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megarl.environments.adapters import optional
-from megarl.environments.protocol import BaseEnvironment, Observation, Task, Turn, user_message
+from megarl.environments.protocol import BaseEnvironment, Message, Observation, Task, Turn, user_message
 
 _SEEDS = 0x7FFFFFFF  # gymnasium takes seeds of 31 bits
 _INTEGER = re.compile(r"-?[0-9]{1,9}")
@@ -18,7 +18,9 @@ class GymnasiumEnvironment(BaseEnvironment):
     `actions` are the words for the actions of a `Discrete` space, in its order; without them, an action is its number.
     The first word (or number) of a turn is its action; in a `Text` space it is the whole turn. `parse_action` makes an
     action of a text instead and raises ValueError if it cannot. A turn without an action is answered with the actions
-    that there are. `render_text` makes a text of an observation; the first one is added to the prompt.
+    that there are. `render_text` makes a text of an observation; the first one is added to the prompt. With
+    `shows_images` a message is what the environment renders in its mode rgb_array, and the text of `render_text` if
+    that is given.
 
     The environment must be a function of its seed and the actions, as gymnasium demands; otherwise set `replayable` to
     False in a subclass. UsageError without gymnasium.
@@ -30,11 +32,15 @@ class GymnasiumEnvironment(BaseEnvironment):
         actions: Sequence[str] | None = None,
         parse_action: Callable[[str], Any] | None = None,
         render_text: Callable[[Any], str] | None = None,
+        shows_images: bool = False,
         **options: Any,
     ):
         self._gymnasium = optional("gymnasium", "gymnasium>=1.1,<2", "a GymnasiumEnvironment")
         self._make, self._actions, self._options = env, list(actions or ()), options
-        self._parse, self._render = parse_action or self._action, render_text or observation_text
+        self._parse, self._shows_images = parse_action or self._action, shows_images
+        self._render = render_text or (None if shows_images else observation_text)
+        if shows_images:
+            self._options = {"render_mode": "rgb_array"} | self._options
         self.env: Any = None
 
     def reset(self, task: Task) -> Observation:
@@ -42,7 +48,7 @@ class GymnasiumEnvironment(BaseEnvironment):
         options = {**self._options, **self.options(task)}
         self.env = self._gymnasium.make(self._make, **options) if isinstance(self._make, str) else self._make(**options)
         observation, _ = self.env.reset(seed=task.seed & _SEEDS)
-        return Observation([user_message(self._render(observation))])
+        return Observation([self._message(observation)])
 
     def options(self, task: Task) -> dict[str, Any]:
         """Further options of the environment of a task: none."""
@@ -56,7 +62,16 @@ class GymnasiumEnvironment(BaseEnvironment):
             return Observation([user_message(f"No action: {error}")])
         observation, reward, terminated, truncated, _ = self.env.step(action)
         done = bool(terminated or truncated)
-        return Observation([] if done else [user_message(self._render(observation))], float(reward), done)
+        return Observation([] if done else [self._message(observation)], float(reward), done)
+
+    def _message(self, observation: Any) -> Message:
+        text = None if self._render is None else self._render(observation)
+        if not self._shows_images:
+            return user_message(text or "")
+        from PIL import Image
+
+        parts: list[dict[str, Any]] = [{"type": "image", "image": Image.fromarray(self.env.render())}]
+        return {"role": "user", "content": parts + ([] if text is None else [{"type": "text", "text": text}])}
 
     def close(self) -> None:
         if self.env is not None:

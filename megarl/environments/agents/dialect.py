@@ -1,4 +1,4 @@
-"""What the dialects of an agent's endpoint share: turns of the policy, tokens, streams and errors."""
+"""What the dialects of an agent's endpoint share: images, turns of the policy, tokens, streams and errors."""
 
 import asyncio
 import sys
@@ -10,12 +10,74 @@ from starlette.responses import Response
 
 from megarl.environments.agents.session import Session
 from megarl.environments.calls import Ask, Reply
+from megarl.errors import UsageError
 from megarl.serving.answers import event
 from megarl.serving.error_answers import JSONResponse, RequestError, invalid
 
 ANTHROPIC = "/v1/messages"
 
+_TEXTS = ("text", "input_text", "output_text")  # types of parts
+_UNREAD = {"type", "cache_control", "prompt_cache_breakpoint"}  # fields of a part without effect
+
 _said: set[str] = set()  # fields without effect that this process has named
+
+
+async def without_images(session: Session, request: Any) -> Any:
+    """The JSON of a request with a mark of the session for each image. Texts beside an image follow each other as in
+    templates. RequestError 400 for an image that cannot be read; what is none is left to the schema.
+    """
+    name = next((name for name in ("messages", "input") if isinstance(request, dict) and name in request), "")
+    if not isinstance(messages := request.get(name) if name else None, list):
+        return request
+    try:
+        return {**request, name: [await _marked(session, message) for message in messages]}
+    except UsageError as error:
+        raise invalid(f"{name}: {error}", name) from None
+
+
+async def _marked(session: Session, message: Any) -> Any:
+    if not isinstance(message, dict) or message.get("role") == "assistant":
+        return message
+    lists = [name for name in ("content", "output") if isinstance(message.get(name), list)]
+    return {**message, **{name: await _joined(session, message[name]) for name in lists}}
+
+
+async def _joined(session: Session, parts: list[Any]) -> list[Any]:
+    parts = [await _marked(session, part) if _type(part) == "tool_result" else part for part in parts]
+    urls = [_url_of(part) for part in parts]
+    if not any(url is not None for url in urls):
+        return parts
+    texts, others = [], []
+    for part, url in zip(parts, urls, strict=True):
+        is_text = _type(part) in _TEXTS and part.keys() <= _UNREAD | {"text"} and isinstance(part.get("text"), str)
+        if url is None and not is_text:
+            others.append(part)
+        else:
+            texts.append(part["text"] if url is None else await session.mark(url))
+    kind = "input_text" if any(_type(part).startswith("input_") for part in parts) else "text"
+    return [*others, {"type": kind, "text": "".join(texts)}]
+
+
+def _type(part: Any) -> str:
+    return str(part.get("type")) if isinstance(part, dict) else ""
+
+
+def _url_of(part: Any) -> str | None:
+    """The URL of a part that is an image in one of the dialects; None: it is none."""
+    match part:
+        case {"type": "image_url", "image_url": {"url": str(url), **more}, **rest}:
+            known = more.keys() <= {"detail"}
+        case {"type": "input_image", "image_url": str(url), **rest}:
+            rest.pop("detail", None)
+            known = rest.pop("file_id", None) is None
+        case {"type": "image", "source": {"type": "base64", **source}, **rest}:
+            url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+            known = source.keys() == {"media_type", "data"}
+        case {"type": "image", "source": {"type": "url", "url": str(url), **more}, **rest}:
+            known = not more
+        case _:
+            return None
+    return url if known and rest.keys() <= _UNREAD else None
 
 
 async def turns(
@@ -30,6 +92,8 @@ async def turns(
             _say_once(name, f"set {name}, which has no effect: the run samples")
     if tool_choice not in (None, "auto", "none"):
         _say_once("tool_choice", "required a tool call; the policy decides whether it calls")
+
+    ask = ask._replace(messages=[*map(session.without_false_marks, ask.messages)])
 
     async def turn() -> Reply:
         reply = await session.ask(ask)

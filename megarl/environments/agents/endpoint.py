@@ -17,7 +17,7 @@ from starlette.responses import Response
 from uvicorn.server import ServerState
 
 from megarl.environments.agents.anthropic_messages import MessagesRequest, complete_messages
-from megarl.environments.agents.dialect import ANTHROPIC, error_response
+from megarl.environments.agents.dialect import ANTHROPIC, error_response, without_images
 from megarl.environments.agents.openai_chat import AgentChatRequest, complete_chat
 from megarl.environments.agents.openai_responses import ResponsesRequest, complete_response
 from megarl.environments.agents.session import Session
@@ -114,7 +114,7 @@ async def _answer(session: Session, method: str, path: str, body: bytes) -> Resp
         if method != (allowed := "GET" if schema is None else "POST"):
             raise wrong_method(method, path, allowed)
         if schema is not None:
-            return await complete(session, _parsed(schema, body))
+            return await complete(session, _parsed(schema, await without_images(session, _json(body))))
         if path == _MODELS:
             return JSONResponse({"object": "list", "data": [_card(_MODEL)]})
         return JSONResponse(_card(path.removeprefix(f"{_MODELS}/")))
@@ -129,11 +129,17 @@ def _card(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "megarl"}
 
 
-def _parsed(schema: type[_Request], body: bytes) -> _Request:
-    """RequestError 400 if the body does not match the schema."""
-    given = None
+def _json(body: bytes) -> Any:
+    """RequestError 400 for a body that is none."""
     try:
-        given = json.loads(body) if body else None
+        return json.loads(body) if body else None
+    except (ValueError, RecursionError):
+        raise invalid("the body is no JSON", code="invalid_json") from None
+
+
+def _parsed(schema: type[_Request], given: Any) -> _Request:
+    """RequestError 400 if the request does not match the schema."""
+    try:
         return schema.model_validate(given)
     except ValidationError as error:
         raise validation_error(error.errors(include_url=False), given) from None

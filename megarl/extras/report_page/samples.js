@@ -118,6 +118,13 @@ function sampleHead(row) {
 
 const plainText = (text) => showText(el("div", { class: "text" }), text ?? "");
 
+// Small images of those that a text names.
+function thumbnails(text) {
+  const names = [...(text?.matchAll(/\[image \d+×\d+ sha:([0-9a-f]{8})\]/g) ?? [])].map(([, name]) => name);
+  const known = names.filter((name) => DATA.samples.images?.[name]);
+  return known.map((name) => el("img", { src: DATA.samples.images[name], alt: name, class: "thumbnail" }));
+}
+
 // The turns of an episode one below the other, each with what the environment answered.
 function turnTexts(row) {
   const node = el("div", { class: "turns" });
@@ -125,7 +132,8 @@ function turnTexts(row) {
     const text = plainText(turn.text);
     if (turn.reward) text.append(el("b", { class: "reward", text: ` reward ${plain(turn.reward)}` }));
     node.append(text);
-    if (turn.observation) node.append(showText(el("div", { class: "text observed" }), turn.observation));
+    if (!turn.observation) continue;
+    node.append(showText(el("div", { class: "text observed" }), turn.observation), ...thumbnails(turn.observation));
   }
   return node;
 }
@@ -151,11 +159,7 @@ function promptCards(rows, quantity, scale) {
   for (const row of rows) {
     if (!cards.length || row.prompt !== prompt) {
       prompt = row.prompt;
-      const asked = el("div", {}, plainText(prompt));
-      for (const [, name] of prompt?.matchAll(/\[image \d+×\d+ sha:([0-9a-f]{8})\]/g) ?? []) {
-        const src = DATA.samples.images?.[name];
-        if (src) asked.append(el("img", { src, alt: name, class: "thumbnail" }));
-      }
+      const asked = el("div", {}, plainText(prompt), ...thumbnails(prompt));
       if (row.answer != null) asked.append(el("div", { class: "faint" }, "answer ", showText(el("b"), row.answer)));
       cards.push(el("div", { class: "sample" }, asked, el("div", { class: "responses" })));
     }

@@ -9,8 +9,8 @@ from megarl.data.prompt import Prompt
 from megarl.data.turns import TurnTokens
 from megarl.environments.calls import Answer, Asked, Reply
 from megarl.environments.journal import Journal
-from megarl.environments.pool import EnvironmentPool, PoolOptions, TurnText
-from megarl.environments.protocol import Observation, Task, Turn
+from megarl.environments.pool import EnvironmentPool, PoolOptions, TurnText, unknown_image
+from megarl.environments.protocol import ImageBytes, Message, Observation, Task, Turn
 from megarl.environments.session_pool import SessionPool
 from megarl.errors import UsageError
 from megarl.mcore.inference.generation import Completion, GenerationRequest
@@ -35,6 +35,7 @@ class PlayedTurns:
     tree: MessageTree | None = None  # of an agent that has asked
     facts: dict | None = None  # of an agent's turns, from a checkpoint; None: it has brought none
     has_ended: bool = False  # the agent, perhaps too late for the round
+    images: ImageBytes = dataclasses.field(default_factory=dict)  # of the agent, that only this rank knows
 
     @property
     def asked(self) -> list[dict]:
@@ -63,7 +64,7 @@ class EnvironmentClient:
         self.pool: EnvironmentPool | SessionPool = pool or EnvironmentPool(options, self.journal)
         self.statistics = EpisodeStatistics()
         self._turn_tokens, self._limits = turn_tokens, limits
-        self._max_prompt_length = max_prompt_length
+        self._max_prompt_length, self._images = max_prompt_length, options.images
         self._slots = itertools.count()  # each environment gets another number
         self._numbers: dict[int, int] = {}  # slot -> number of its episode in the round
         self._round: dict[int, PlayedTurns] = {}  # by number
@@ -199,7 +200,8 @@ class EnvironmentClient:
             if event.turn is None:
                 played.tools = event.tools
                 first = self._first_prompt(event, played)
-                return EnvironmentResult(number=number, tokens=first, replayable=event.replayable)
+                images = tuple(event.images.values())
+                return EnvironmentResult(number=number, tokens=first, replayable=event.replayable, images=images)
             return self._observed(number, event)
         except (UsageError, ValueError) as error:
             self.statistics.failures.append(f"environment on prompt {played.prompt.text[:80]!r}: {error}")
@@ -209,10 +211,14 @@ class EnvironmentClient:
         """The turn that an agent asks for, unless it can be answered at once."""
         if played.tree is None:
             played.tree = self._new_tree(number, played)
+        played.images |= asked.images
         found = played.tree.request((asked.ticket, asked.request), asked.ask)
         if isinstance(found, Reply):
             self.pool.reply(asked.number, asked.ticket, asked.request, found)
             return None
+        if found is not None:
+            found = found._replace(images=tuple(played.images.values()))
+            played.images = {}
         return found
 
     def _new_tree(self, number: int, played: PlayedTurns) -> MessageTree:
@@ -231,7 +237,7 @@ class EnvironmentClient:
     def _first_prompt(self, event: Answer, played: PlayedTurns) -> list[int]:
         tokens = played.request.prompt
         if event.tools or event.observation.messages:
-            messages = [*played.prompt.conversation, *event.observation.messages]
+            messages = [*played.prompt.conversation, *self._known(event.observation.messages)]
             tokens = self._turn_tokens.first_prompt(messages, event.tools or played.prompt.tools)
         if len(tokens) > self._max_prompt_length:
             raise ValueError(
@@ -242,5 +248,14 @@ class EnvironmentClient:
 
     def _observed(self, number: int, event: Answer) -> EnvironmentResult:
         seen, is_last = event.observation, event.turn.number + 1 >= self._limits.turns
-        tokens = [] if seen.done or is_last else self._turn_tokens.bridge(seen.messages)
-        return EnvironmentResult(number, tokens, seen.reward, seen.done, seen.correct, replayable=event.replayable)
+        made = EnvironmentResult(number, [], seen.reward, seen.done, seen.correct, replayable=event.replayable)
+        if seen.done or is_last:
+            return made
+        tokens = self._turn_tokens.bridge(self._known(seen.messages))
+        return made._replace(tokens=tokens, images=tuple(event.images.values()))
+
+    def _known(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Messages whose images are known. UsageError: they come from a file, and the images are gone."""
+        if problem := unknown_image(self._images, messages):
+            raise UsageError(problem)
+        return messages

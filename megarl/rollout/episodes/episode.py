@@ -53,6 +53,7 @@ class EnvironmentResult(NamedTuple):
     replayable: bool = True  # whether another environment can be brought to this state
     turns: tuple[int, ...] = ()  # of an agent: those that count
     truncated: bool = False  # of an agent: a budget has cut the last turn or refused a request
+    images: tuple[bytes, ...] = ()  # that the tokens have rows of
 
 
 class TurnRequest(NamedTuple):
@@ -65,6 +66,7 @@ class TurnRequest(NamedTuple):
     limit: int  # tokens that it may have
     key: int  # of its random stream
     stops: tuple[str, ...] = ()  # texts that end it
+    images: tuple[bytes, ...] = ()  # that the tokens have rows of
 
 
 def key_of(step: int, line: int, sample: int) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from megarl.comm.announcements import ResponseSender
 from megarl.comm.role_mesh import RoleGroups
+from megarl.data.images.book import Images
 from megarl.mcore.inference.engine import RequestSource
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe import activity
@@ -91,6 +92,7 @@ class EpisodeSource:
         max_open: int,
         early_stop: GroupEarlyStop | None = None,
         sender: ResponseSender | None = None,
+        images: Images | None = None,
     ):
         """
         Args:
@@ -100,6 +102,7 @@ class EpisodeSource:
             max_open: episodes that may be open at a time.
             early_stop: learns which episodes end, and gives the limit on new tokens; None: all run to their ends.
             sender: sends each episode that has ended; None on ranks that send nothing.
+            images: learns those of environments, which the leader's already knows; None: the policy reads none.
         """
         self.ended: list[Episode] = []
         self.stopped: list[Episode] = []  # they have not ended, or need more new tokens than the limit
@@ -108,6 +111,7 @@ class EpisodeSource:
         self._client, self._role_groups = client, role_groups
         self.shared_turns = SharedTurns()
         self._max_open, self._early_stop, self._sender = max_open, early_stop, sender
+        self._images = images if client is None else None
         self._limit: int | None = None  # on the new tokens of an episode
         self._open: dict[int, Episode] = {}
         self._ready: deque[Episode] = deque()
@@ -221,6 +225,8 @@ class EpisodeSource:
             return
         results: list[Result] = [] if self._client is None else self._client.results()
         for result in self._role_groups.broadcast_object(results):
+            for data in result.images if self._images is not None else ():
+                self._images.keep(data)
             if result.number not in self._asked:
                 continue  # of an episode that was stopped
             if isinstance(result, TurnRequest):

@@ -17,6 +17,7 @@ from megarl.comm.announcements import ResponseSender
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.conversations import Encoder
 from megarl.data.detokenizer import StopMatcher
+from megarl.data.images.book import ReadBytes
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.data.turns import TurnTokens
@@ -73,10 +74,11 @@ def _key_in(requests: RoundRequests, number: int) -> str:
     return key_of(prompt.step, prompt.line, requests.stream_of(number))
 
 
-def task_of(prompt: Prompt, seed: int, sample_seed: int) -> Task:
-    """What the environment of a prompt begins with."""
+def task_of(prompt: Prompt, seed: int, sample_seed: int, read: ReadBytes) -> Task:
+    """What the environment of a prompt begins with. `read`: gives the bytes of an image of the prompt."""
     messages = [dict(message) for message in prompt.conversation]
-    return Task(messages, prompt.answer, prompt.metadata or {}, prompt.task, seed, sample_seed)
+    images = tuple(dict(bytes=read(ref), width=ref.width, height=ref.height) for ref in prompt.images)
+    return Task(messages, prompt.answer, prompt.metadata or {}, prompt.task, seed, sample_seed, images)
 
 
 class EpisodeRunner:
@@ -99,7 +101,9 @@ class EpisodeRunner:
         self.settings, self.role_groups = settings, role_groups
         s, turns = settings, TurnTokens(encoder, settings.max_observation_length)
         self.turn_tokens = turns
-        self._ends = ResponseEnds(s, encoder.tokenizer)
+        self._ends, self._images = ResponseEnds(s, encoder.tokenizer), encoder.images
+        # The samples of a group share the bytes of its images.
+        self._read = functools.lru_cache(64)(encoder.read_image)
         self.limits = limits_of(s, encoder, turns, self._ends)
         self.client: EnvironmentClient | None = None
         # Episodes of the last round that have ended, and the set of their prompts, on the leader.
@@ -116,7 +120,7 @@ class EpisodeRunner:
         if role_groups.is_leader:
             parser = name_of(s.tool_call_parser, encoder.template)
             options = PoolOptions(
-                s.environment_workers, s.environment_timeout, s.environment_retries, parser, s.environment
+                s.environment_workers, s.environment_timeout, s.environment_retries, parser, s.environment, self._images
             )
             journal = None if run is None or sessions is not None else run / JOURNAL
             replica, replicas = role_groups.dp_rank, len(role_groups.replicas)
@@ -144,7 +148,9 @@ class EpisodeRunner:
         if self.client is not None and self.client.journal is not None:
             self.client.journal.step = requests.step
         begin = functools.partial(self._begin, requests, is_training)
-        episodes = EpisodeSource(source, begin, self.client, self.role_groups, max_open, early_stop, sender)
+        episodes = EpisodeSource(
+            source, begin, self.client, self.role_groups, max_open, early_stop, sender, self._images
+        )
         limit = episodes.response_limit if early_stop else None
         asked = AskedRequests(episodes, episodes.turn_ended, bank)
         for number, completion in stream(asked, max_requests=max_open, response_limit=limit):
@@ -257,7 +263,7 @@ class EpisodeRunner:
         asked = requests.prompt_of(number)
         sample = requests.trunk_of(number)  # so that environments answer the samples of a branch alike
         of_group = self._seed(asked.step, asked.line, _GROUP_STREAM + asked.draw_index)
-        return task_of(prompt, of_group, self._seed(asked.step, asked.line, _SAMPLE_STREAM + sample))
+        return task_of(prompt, of_group, self._seed(asked.step, asked.line, _SAMPLE_STREAM + sample), self._read)
 
     def _seed(self, step: int, line: int, stream: int) -> int:
         key = stream_keys(self.settings.seed, step, torch.tensor([line]), torch.tensor([stream]))

@@ -4,6 +4,7 @@ Texts have only the characters of the small tokenizer: digits, + and =.
 """
 
 import asyncio
+import base64
 import dataclasses
 import random
 import sys
@@ -61,6 +62,20 @@ async def _sums(task, client, opening: str) -> float:
         number = (draws.randrange(30) + len(texts[-1])) % 30
         asked = {"role": "user", "content": f"+{number}={opening}"}
         messages += [{"role": "assistant", "content": texts[-1]}, asked]
+    return score_of(texts)
+
+
+async def pictured_sums(task, client) -> float:
+    """Shows a picture after each turn; a line's own is in its first message."""
+    from tests.helpers.texts.picture_prompts import encoded, picture
+
+    draws, messages, texts = random.Random(task.seed), list(task.messages), []
+    for _ in range(TURNS):
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+        texts.append(answer.choices[0].message.content)
+        url = f"data:image/png;base64,{base64.b64encode(encoded(picture(64, 96, draws.randrange(3)))).decode()}"
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "+1="}]
+        messages += [{"role": "assistant", "content": texts[-1]}, {"role": "user", "content": parts}]
     return score_of(texts)
 
 

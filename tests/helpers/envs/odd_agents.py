@@ -1,6 +1,7 @@
 """Agents that use every dialect, agents that do what none should, and a policy that answers them by a script."""
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -17,6 +18,7 @@ from megarl.environments.calls import CONTEXT_LENGTH, Asked, Reply
 from megarl.environments.pool import EnvironmentPool, PoolOptions
 from megarl.environments.protocol import Task, parse_turn
 from tests.helpers.server import rude_clients
+from tests.helpers.texts.picture_prompts import encoded, picture
 from tests.helpers.waiting import SAFETY_SECONDS
 
 HERE = "tests.helpers.envs.odd_agents"
@@ -26,8 +28,8 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 USER = [{"role": "user", "content": "12"}]
 
 
-def pool_of(timeout: float = SAFETY_SECONDS, retries: int = 0) -> EnvironmentPool:
-    return EnvironmentPool(PoolOptions(1, timeout, retries, "hermes", f"{HERE}:chats"))
+def pool_of(timeout: float = SAFETY_SECONDS, retries: int = 0, images=None) -> EnvironmentPool:
+    return EnvironmentPool(PoolOptions(1, timeout, retries, "hermes", f"{HERE}:chats", images))
 
 
 def play(pool: EnvironmentPool, name: str, texts=(), turns: int = 9) -> tuple:
@@ -195,6 +197,35 @@ async def messages(task, client) -> float:
         refused = (await http.post(url, json={"model": "m"})).json()
         assert refused["type"] == "error" and "max_tokens" in refused["error"]["message"]
         return float(events[2]["delta"]["text"] == "42")
+
+
+async def shows(task, client) -> float:
+    """Sends an image in every dialect, and some that nobody can read; says how many requests were refused."""
+    data = encoded(picture(48, 32))
+    whole, damaged = (base64.b64encode(each).decode() for each in (data, data[:200]))
+    ask = {"type": "text", "text": "what?"}
+
+    def messages(url: str) -> dict:
+        image = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+        return {"model": "m", "messages": [{"role": "user", "content": [image, ask]}]}
+
+    url, refused = f"data:image/png;base64,{whole}", 0
+    for each in (url, f"data:image/png;base64,{damaged}", "https://example.org/a.png", url):
+        try:
+            await client.chat.completions.create(**messages(each))
+        except APIStatusError as error:
+            assert error.status_code == 400, error
+            refused += 1
+    parts = [{"type": "input_text", "text": "what?"}, {"type": "input_image", "image_url": url, "detail": "auto"}]
+    with contextlib.suppress(APIStatusError):
+        await client.responses.create(model="m", input=[{"role": "user", "content": parts}])
+    source = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": whole}}
+    call = {"type": "tool_use", "id": "c", "name": "look", "input": {}}
+    said = [{"role": "user", "content": [source, ask]}, {"role": "assistant", "content": [call]}]
+    said.append({"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [ask, source]}]})
+    body = {"model": "m", "max_tokens": 9, "messages": said}
+    await _outcome(client.with_options(max_retries=0).post("/messages", body=body, cast_to=object))
+    return float(refused)
 
 
 # -- agents that do what they should not --------------------------------------------------------------------------

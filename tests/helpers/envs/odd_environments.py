@@ -177,11 +177,11 @@ def _seen(name: str) -> bool:
 class Plays:
     """A pool and the episodes of a test; waits for answers by their number, not for time."""
 
-    def __init__(self, environment: str, journal=None, workers=1, retries=1, timeout=SAFETY_SECONDS):
+    def __init__(self, environment: str, journal=None, workers=1, retries=1, timeout=SAFETY_SECONDS, images=None):
         from megarl.environments.pool import EnvironmentPool, PoolOptions
 
         name = environment if ":" in environment else f"{HERE}:{environment}"
-        self.pool = EnvironmentPool(PoolOptions(workers, timeout, retries, "hermes", name), journal)
+        self.pool = EnvironmentPool(PoolOptions(workers, timeout, retries, "hermes", name, images), journal)
         self.events = {}  # latest of each episode
 
     def processes(self) -> list[int]:

@@ -4,6 +4,8 @@ Texts have only the characters of the small tokenizer: digits, + and =.
 """
 
 import asyncio
+import base64
+import dataclasses
 import os
 import random
 from pathlib import Path
@@ -48,6 +50,32 @@ class OpeningSums(Sums):
         """One that differs between the samples of a group."""
         super().reset(task)
         return Observation([{"role": "user", "content": f"{task.sample_seed % 10}+"}])
+
+
+class PicturedSums(Sums):
+    """Shows a picture before each sum: one of Pillow, bytes, and a data: URL in turn. `reset` shows one, too."""
+
+    def reset(self, task: Task) -> Observation:
+        super().reset(task)
+        return Observation([self._shown("+1=", 0)])
+
+    def step(self, turn: Turn) -> Observation:
+        seen = super().step(turn)
+        text = seen.messages[0]["content"]
+        return dataclasses.replace(seen, messages=[self._shown(text, self._asked + len(turn.text))])
+
+    def _shown(self, text: str, number: int) -> dict:
+        from tests.helpers.texts.picture_prompts import encoded, picture
+
+        width, height = [(64, 64), (96, 64), (64, 96)][number % 3]
+        image = picture(width, height, self._random.randrange(3))
+        url = f"data:image/png;base64,{base64.b64encode(encoded(image)).decode()}"
+        part = [
+            {"type": "image", "image": image},
+            {"type": "image", "image": {"bytes": encoded(image, "BMP")}},
+            {"type": "image_url", "image_url": {"url": url}},
+        ][self._asked % 3]
+        return {"role": "user", "content": [part, {"type": "text", "text": text}]}
 
 
 class LateSums(Sums):

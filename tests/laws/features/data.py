@@ -1,5 +1,6 @@
 """Files of a mixture with limits, rewards and group sizes of their own, and rewards that see a group."""
 
+from tests.helpers.folders.vision_programs import TURNS as SHOWN
 from tests.helpers.pages.flag_cases import ONLINE
 from tests.helpers.programs import GRADED
 from tests.laws import plug_ins
@@ -53,8 +54,12 @@ PICTURES = (f"{{pictures}} {GRPO} {GRADED} --lr 1e-4 --kl-coefficient 0.05 --max
             " --max-tokens-per-microbatch 200 --rollout-buffer-gb 0.01 --prompts-per-step 4")  # fmt: skip
 
 
+AGENT_SHOWS = "--environment tests.helpers.envs.agents:pictured_sums"
+
+
 def _of_pictures(flags: str = "", ranks: int = 1, **more) -> Feature:
-    return Feature(f"{PICTURES} {flags}", ranks, warm_start=False, check=plug_ins.check_pictures, **more)
+    more = {"check": plug_ins.check_pictures} | more
+    return Feature(f"{PICTURES} {flags}", ranks, warm_start=False, **more)
 
 
 REWARD_OF_STAGES = "--role-map actor=0;critic=0;reference=0;reward=1-2 --reward-pipeline-model-parallel-size 2"
@@ -104,6 +109,18 @@ DATA = {
     "pictures, a critic": _of_pictures("--advantage gae --critic-lr 1e-3", layouts=(TWO,)),
     "pictures, a full cache": _of_pictures("--image-cache-gb 0 --rollout-prefix-caching --speculative-rollout"),
     "pictures, factors": _of_pictures(FACTORS),
+    "pictures, turns": _of_pictures(
+        SHOWN, check=plug_ins.check_shown, moved=(TWO,),
+        layouts=(TWO, TP2_SEQUENCE, PP2, CP2, (3, "--role-map actor=0;reference=1;reward=1;rollout=2"))),
+    "pictures, turns, a full cache": _of_pictures(
+        f"{SHOWN} --image-cache-gb 0 --rollout-prefix-caching --speculative-rollout", check=plug_ins.check_shown),
+    "pictures, carried turns": _of_pictures(f"{SHOWN} {PARTIAL} --kl-coefficient 0", check=plug_ins.check_shown),
+    "pictures, an agent": _of_pictures(f"{SHOWN} {AGENT_SHOWS}", check=plug_ins.check_shown, layouts=(TP2_SEQUENCE,)),
+    "pictures, a carried agent": _of_pictures(
+        f"{SHOWN} {AGENT_SHOWS} {PARTIAL} --kl-coefficient 0", check=plug_ins.check_shown),
+    "pictures, turns, a lag": _of_pictures(f"{SHOWN} {ALL_AHEAD} --kl-coefficient 0", 2, check=plug_ins.check_shown),
+    "pictures, turns, a critic": _of_pictures(f"{SHOWN} --advantage gae --critic-lr 1e-3", layouts=(TWO,),
+                                              check=plug_ins.check_shown),
     "sizes": _of_sizes(""),
     "sizes, four": _of_sizes("", layout=FOUR),
     "sizes, TP2": _of_sizes("", layout=TP2),

@@ -9,13 +9,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megarl.data.conversations import Encoder
+from megarl.data.images.names import MARK, PATTERN, mark_of
 from megarl.data.tokenizers import build_tokenizer
 from megarl.data.turns import TurnTokens
 from megarl.errors import UsageError
+from tests.helpers.texts import picture_prompts
 from tests.helpers.texts.chat_encoders import encoder_of, spelled, template_encoders
 from tests.helpers.texts.chat_templates import GEMMA_TOOLS, LLAMA3, RECORDED, TEMPLATES
 from tests.helpers.texts.family_templates import FAMILY_TEMPLATES
 from tests.helpers.texts.small_tokenizers import HUGGING_FACE, chatml, gemma, llama, sentence_piece
+from tests.helpers.tiers import by_default
 from tests.references import transformers_turns
 from tests.references.transformers_turns import SPECIAL_FROM, conversations, prompts
 
@@ -318,3 +321,46 @@ def test_strings_of_special_tokens_in_contents_stay_text(tmp_path, name):
             assert [i for i in bridge if i in special] == [i for i in harmless if i in special]
             hostile += any(string in message["content"] for message in answers for string in encoder.tokenizer.special)
     assert hostile >= 2
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def pictured(tmp_path, family: str, **settings):
+    """(an encoder of a vision folder, the marks of two images of it, their tokens)."""
+    encoder = picture_prompts.encoder_of(picture_prompts.write_folder(tmp_path / family, family, **settings))
+    pictures = picture_prompts.picture(96, 64, 1), picture_prompts.picture(64, 64, 2)
+    refs = [encoder.images.add_bytes(picture_prompts.encoded(each)) for each in pictures]
+    return encoder, [*map(mark_of, refs)], [encoder.images.tokens(ref) for ref in refs]
+
+
+@pytest.mark.parametrize("family", by_default(picture_prompts.PROCESSORS, ["qwen3_vl", "glm4v", "mistral3", "llava"]))
+def test_turns_with_images_are_the_conversation_given_as_data(family, tmp_path):
+    encoder, (one, other), _ = pictured(tmp_path, family)
+    tokens, end = TurnTokens(encoder, 10**6), encoder.tokenizer.end_tokens[0]
+    asked, shown = ({"role": "user", "content": text} for text in (f"{one}a", f"b{other}{one} c"))
+    turn = {"role": "assistant", "content": "picture"}
+    prompt, bridge = tokens.first_prompt([asked]), tokens.bridge([shown])
+    said = " picture" if family == "llava" else "picture"  # whose opening has no space
+    written = [*encoder.tokenizer.encode(said), encoder.tokenizer.special[end]]
+    whole = encoder.chat_prompt([asked, turn, shown])
+    rows = [sum(token < 0 for token in ids) for ids in (prompt, bridge)]
+    assert min(rows) > 0 and [*prompt, *written, *bridge] == whole
+    assert tokens.following([asked, turn, shown], 1, written[-1]) == bridge
+    assert tokens.shown(bridge).count("[image 64×64 sha:") == 1
+
+
+def test_cut_messages_lose_whole_images(tmp_path):
+    size = {"shortest_edge": 1024, "longest_edge": 65536}
+    encoder, (one, other), counts = pictured(tmp_path, "qwen3_vl", size=size)
+    text = "the picture " * 20
+    whole = f"{one}{text}{other}{text}{one}"
+    cuts = {}
+    for longest in (30, 60, 100, 1000):
+        cuts[longest] = cut = TurnTokens(encoder, longest).shortened({"role": "user", "content": whole})["content"]
+        named = [match[0] for match in PATTERN.finditer(cut)]
+        assert MARK not in PATTERN.sub("", cut) and set(named) <= {one, other}
+        rows = sum(counts[(one, other).index(mark)] for mark in named)
+        assert rows + len(encoder.tokenizer.encode(PATTERN.sub("", cut))) <= longest
+    assert cuts[1000] == whole and cuts[100].startswith(one) and cuts[100].endswith(one) and other not in cuts[100]
+    assert re.search(r"\[\.\.\. \d+ characters and 1 image cut \.\.\.\]", cuts[100])

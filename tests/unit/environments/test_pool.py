@@ -7,9 +7,12 @@ import sys
 
 import pytest
 
+from megarl.data.images.book import Images
+from megarl.data.images.names import PATTERN
 from megarl.environments.journal import Journal
 from megarl.environments.pool import MAX_ALONE
 from megarl.environments.protocol import Task
+from tests.helpers.texts.picture_prompts import processor_of, write_folder
 from tests.helpers.tiers import long
 from tests.helpers.waiting import SAFETY_SECONDS
 from tests.helpers.worlds import wait_until
@@ -88,6 +91,35 @@ def test_other_texts_are_not_found_in_the_journal(play, tmp_path):
     second.start(0, key="k")
     found = second.step({0: "c"})[0]
     assert not found.from_journal and found.observation.messages[0]["content"] == "0: c"
+
+
+PICTURES = "tests.helpers.envs.sum_environments:PicturedSums"
+
+
+def test_images_are_kept_once_beside_the_journal(play, tmp_path):
+    folder, found = tmp_path / "images", []
+    processor = processor_of(write_folder(tmp_path / "model"))
+    for _ in range(2):
+        images = Images(processor)
+        images.keep_in(folder)
+        plays = play(PICTURES, Journal(tmp_path / "journal", 0, 1), images=images)
+        events = [plays.start(0, key="k")[0], plays.step({0: "a"})[0], plays.step({0: "bc"})[0]]
+        texts = [event.observation.messages[0]["content"] for event in events]
+        assert [len(images.found(text)) for text in texts] == [1, 1, 1]
+        found.append(texts)
+        assert [bool(event.images) for event in events] == [not event.from_journal for event in events]
+    assert found[0] == found[1] and plays.processes() == []
+    digests = {match[1] for text in found[0] for match in PATTERN.finditer(text)}
+    assert {path.name for path in folder.iterdir()} == digests
+    assert "base64" not in (tmp_path / "journal" / "replica_00000.jsonl").read_text()
+
+
+@pytest.mark.parametrize("images, said", [
+    (None, "its messages have images; the model has no vision tower, or no chat template"),
+    long((Images("it has no image processor"), "a message has images; it has no image processor")),
+])  # fmt: skip
+def test_images_that_the_policy_cannot_read_are_failures(images, said, play):
+    assert play(PICTURES, retries=0, images=images).start(0)[0].failure == said
 
 
 def test_the_module_of_an_environment_is_not_imported_here(play, monkeypatch):

@@ -1,17 +1,25 @@
 """What an environment returns is checked, and one that cannot be replayed is found out."""
 
+import asyncio
+import base64
+import contextlib
 import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
-from megarl.environments.protocol import ToolCall, parse_turn
+from megarl.data.images.decoding import decode
+from megarl.data.images.names import ImageRef, mark_of, readable, sha256_of
+from megarl.environments.protocol import Observation, Task, ToolCall, Turn, checked, parse_turn, seen_of
 from megarl.errors import UsageError
 from megarl.serving.answer_text import ToolCallParser
 from megarl.tool_formats import FORMATS
 from megarl.tool_formats.chosen_format import load_format, user_format
 from tests.helpers.envs.odd_environments import HERE, Wrong
+from tests.helpers.envs.sum_environments import PicturedSums
+from tests.helpers.texts.picture_prompts import encoded, picture
 
 
 @pytest.mark.parametrize("name", sorted(set(Wrong.ANSWERS) - {"surrogate"}))
@@ -125,3 +133,89 @@ def test_a_parser_of_a_user():
     assert parse_turn("a", 1, user_format(lambda text: None)).errors[0].startswith("TypeError")
     with pytest.raises(UsageError, match="^--tool-call-parser xml: unknown; allowed: auto, hermes, qwen3-c.*json, "):
         load_format("xml")
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+PICTURE = picture(48, 32)
+DATA = encoded(PICTURE)
+
+
+def url(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def seen(*content) -> Observation:
+    return Observation([{"role": "user", "content": [*content]}])
+
+
+def text(value: str) -> dict:
+    return {"type": "text", "text": value}
+
+
+def image(value) -> dict:
+    return {"type": "image", "image": value}
+
+
+@pytest.mark.parametrize("part", [image(PICTURE), image(DATA), image({"bytes": DATA}), image(url(DATA)),
+                                  {"type": "image_url", "image_url": {"url": url(DATA), "detail": "low"}},
+                                  {"type": "image_url", "image_url": url(DATA)}])  # fmt: skip
+def test_images_become_marks_and_bytes(part):
+    found, images = asyncio.run(seen_of(seen(text("a \ufdd2"), part, text("b"))))
+    ((digest, data),) = images.items()
+    assert decode(data) == PICTURE and found.messages[0]["content"] == f"a \ufffd\ufdd2{digest}:48x32\ufdd3b"
+    assert checked(found) == found  # as a journal brings it
+
+
+def test_texts_in_parts_are_lines():
+    found, images = asyncio.run(seen_of(seen(text("a"), text("b"))))
+    assert found.messages == [{"role": "user", "content": "a\nb"}] and not images
+
+
+@pytest.mark.parametrize("part, said", [
+    (image("http://x/a.png"), "image 'http://x/a.png': nothing is downloaded; give a path, bytes or a data: URL"),
+    (image("/etc/passwd"), "image '/etc/passwd': no file is read; give a data: URL"),
+    (image(b"GIF89a"), "GIF that Pillow cannot open"), (image(DATA[:200]), "PNG that cannot be decoded"),
+    (image(encoded(Image.new("1", (16000, 8000)))), "16000 × 8000 pixels; allowed"),
+    (image(url(b"<svg/>", "image/svg+xml")), "not PNG, JPEG, WebP, GIF or plain BMP; it begins with b'<svg/>'"),
+    ({"type": "image"}, "has 1 places for images"), (image(7), "an image is a path, bytes"),
+    ({"type": "video", "video": "a"}, "the content of message 1 has a part of the type video"),
+    ("a", "must be a string"),
+])  # fmt: skip
+def test_hostile_images_are_one_line(part, said):
+    with pytest.raises(ValueError) as raised:
+        asyncio.run(seen_of(seen(part), "name"))
+    assert said in str(raised.value) and str(raised.value).startswith("name: ") and "\n" not in str(raised.value)
+
+
+def test_an_environment_with_images_is_played_again():
+    task, turns = Task([], seed=3), [Turn(number, "a" * number, "") for number in range(3)]
+    for factory, is_same in ((PicturedSums, True), (lambda: Other(), False)):
+        one, answers = PicturedSums(), []
+        one.reset(task)
+        answers = [asyncio.run(seen_of(one.step(turn)))[0] for turn in turns]
+        assert all("\ufdd2" in answer.messages[0]["content"] for answer in answers)
+        with contextlib.nullcontext() if is_same else pytest.raises(RuntimeError, match="turn 0 was answered diff"):
+            asyncio.run(factory().restore(task, turns, answers))
+
+
+class Other(PicturedSums):
+    """The same texts with other pictures."""
+
+    def _shown(self, text, number):
+        shown = super()._shown(text, number)
+        return {**shown, "content": [image(PICTURE), *shown["content"][1:]]}
+
+
+def test_a_task_has_the_images_of_its_line():
+    mark = mark_of(ImageRef(sha256_of(DATA), 48, 32))
+    other = mark_of(ImageRef("a" * 64, 48, 32))
+    messages = [{"role": "system", "content": mark}, {"role": "assistant", "content": mark},
+                {"role": "user", "content": f"a{mark}{other}b"}]  # fmt: skip
+    task = Task(messages, images=({"bytes": DATA, "width": 48, "height": 32},))
+    assert [readable(each["content"]) for each in messages] == [each["content"] for each in task.with_names().messages]
+    system, assistant, user = (message["content"] for message in task.with_parts().messages)
+    shown = {"type": "image_url", "image_url": {"url": url(DATA)}}
+    assert system == [shown] and assistant == mark and user == [text("a"), shown, text(other), text("b")]
+    assert task.with_parts().prompt == f"a{other}b" and Task(messages).with_parts().messages == messages

@@ -7,8 +7,10 @@ from typing import Any, Literal
 import numpy
 import pytest
 
-from megarl.environments.protocol import Observation, Task, ToolCall, Turn, checked
+from megarl.data.images.names import readable
+from megarl.environments.protocol import Observation, Task, ToolCall, Turn, checked, seen_of
 from megarl.environments.tools import ToolEnvironment, mismatch, schema_of
+from tests.helpers.texts.picture_prompts import encoded, picture
 
 
 def multiply(first: int, second: int = 2) -> int:
@@ -203,3 +205,45 @@ def test_a_reward_of_the_end_may_be_async_and_numbers_of_libraries_are_read():
     assert checked(asyncio.run(environment.step(end))) == Observation(reward=4.0, done=True)
     with pytest.raises(TypeError, match="the tool counts yields"):
         ToolEnvironment([counts])
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def draw(what: str):
+    """Draws.
+
+    Args:
+        what: The kind of result.
+    """
+    image = picture(32, 48)
+    return {
+        "image": image, "bytes": encoded(image, "JPEG"), "list": ["a", image, {"x": 1}, encoded(image)],
+        "damaged": encoded(image)[:90], "float": image.convert("F"), "text": b"GIF", "object": [object(), image],
+    }[what]  # fmt: skip
+
+
+@pytest.mark.parametrize("what, said", [("damaged", "PNG that cannot be decoded"), ("float", "in the mode F"),
+                                        ("text", "not PNG, JPEG"), ("object", "is not JSON serializable")])  # fmt: skip
+def test_an_image_that_cannot_be_read_is_text_for_the_policy(what, said):
+    (message,) = asyncio.run(ToolEnvironment([draw]).step(turn_of(what))).messages
+    assert message["content"].startswith("Error: ") and said in message["content"]
+
+
+def turn_of(*kinds: str) -> Turn:
+    calls = (ToolCall(f"call_0_{k}", "draw", {"what": kind}) for k, kind in enumerate(kinds))
+    return Turn(0, "", "", calls=tuple(calls))
+
+
+def test_results_may_have_images(monkeypatch):
+    async def seen(*kinds):
+        return await seen_of(await ToolEnvironment([draw]).step(turn_of(*kinds)))
+
+    found, images = asyncio.run(seen("image", "bytes", "list"))
+    contents = [readable(message["content"]) for message in found.messages]
+    names = [f"[image 32×48 sha:{digest[:8]}]" for digest in images]
+    png, jpeg = names[:2]
+    assert contents[:2] == [png, jpeg] and contents[2].startswith(f'a{png}{{"x": 1}}[image 32×48')
+    monkeypatch.setattr("megarl.environments.tools.MAX_BYTES", len(encoded(picture(32, 48), "JPEG")))
+    found, images = asyncio.run(seen("bytes", "bytes"))
+    assert len(images) == 1 and found.messages[1]["content"].startswith("Error: the images of a turn have more than")

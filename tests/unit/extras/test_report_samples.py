@@ -81,11 +81,14 @@ def test_values_of_other_types_are_left_out(tmp_path):
 
 
 def test_small_images_of_prompts_are_part_of_the_page(tmp_path):
-    row = {"sequence": 0, "prompt": "[image 32×16 sha:0123abcd]a[image 8×8 sha:ffffffff]", "response": "b"}
+    turns = [{"text": "b", "observation": "[image 8×8 sha:4567abcd]"}]
+    row = {"sequence": 0, "prompt": "[image 32×16 sha:0123abcd]a[image 8×8 sha:ffffffff]", "turns": turns}
     write_samples(tmp_path, 1, [row])
     assert "images" not in samples(tmp_path, [{"step": 1}])
     (tmp_path / "thumbnails").mkdir()
-    (tmp_path / "thumbnails" / "0123abcd.png").write_bytes(b"\x89PNG rest")
+    for name in ("0123abcd", "4567abcd"):
+        (tmp_path / "thumbnails" / f"{name}.png").write_bytes(b"\x89PNG rest")
     (tmp_path / "thumbnails" / "ffffffff.png").write_bytes(b"<svg onload='alert(1)'/>")
     found = samples(tmp_path, [{"step": 1}])["images"]
-    assert found == {"0123abcd": "data:image/png;base64," + base64.b64encode(b"\x89PNG rest").decode()}
+    expected = "data:image/png;base64," + base64.b64encode(b"\x89PNG rest").decode()
+    assert found == {"0123abcd": expected, "4567abcd": expected}

@@ -45,7 +45,9 @@ def score(rank: int, parsed, tokenizer, prompts: str, responses: list) -> tuple[
     from megarl.comm import role_mesh
 
     place = role_mesh.create_mesh(parsed.roles, SAFETY)["reward"]
-    reward = Reward(parsed.settings, parsed.rewards, place, tokenizer, build_verifiers(parsed.settings), None, Timers())
+    reward = Reward(
+        parsed.settings, parsed.rewards, place, tokenizer.decode, build_verifiers(parsed.settings), None, Timers()
+    )
     batch = written(tokenizer, responses)
     held = LocalStepBatch(reward=batch)
     held.prompts = load_prompts(prompts)

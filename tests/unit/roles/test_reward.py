@@ -74,7 +74,7 @@ def scored(rank: int, parsed) -> tuple[Batch, list[dict], dict]:
     place = role_mesh.create_mesh(parsed.roles, SAFETY)["reward"]
     tokenizer = build_tokenizer("SentencePieceTokenizer", parsed.settings.tokenizer_model)
     verifiers = build_verifiers(parsed.settings)
-    reward = Reward(parsed.settings, parsed.rewards, place, tokenizer, verifiers, None, Timers())
+    reward = Reward(parsed.settings, parsed.rewards, place, tokenizer.decode, verifiers, None, Timers())
     batch = tokenized(tokenizer)
     if len(place.replicas) > 1:  # the failed episode is all that the second replica has
         batch = batch.select((batch.lengths - batch.prompt_lengths == 0).eq(place.dp_rank == 1).nonzero().flatten())

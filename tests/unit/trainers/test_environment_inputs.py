@@ -19,6 +19,8 @@ from tests.helpers.envs.greeting_environments import HERE, TOOL
 from tests.helpers.programs import program, rl_argv, write_lines
 from tests.helpers.texts.chat_encoders import encoder_of
 from tests.helpers.texts.chat_templates import TEMPLATES
+from tests.helpers.texts.picture_prompts import encoder_of as picture_encoder_of
+from tests.helpers.texts.picture_prompts import write_folder
 from tests.helpers.texts.small_tokenizers import PYTHONIC, chatml
 from tests.helpers.tiers import long
 from tests.helpers.waiting import SAFETY_SECONDS
@@ -203,3 +205,24 @@ def test_tools_of_a_reset_need_a_template_whose_calls_are_read(tmp_path):
     Case(tmp_path, unread, "Greets", [{"prompt": SHORT}]).fitting()
     with pytest.raises(UsageError, match="no format reads the calls"):
         Case(tmp_path, unread, "Equips", [{"prompt": SHORT}]).fitting()
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+PICTURED = "tests.helpers.envs.sum_environments:PicturedSums"
+
+
+def test_images_of_a_reset_count_and_are_known_at_the_start(case, tmp_path):
+    made = case(PICTURED, [{"prompt": "Hi"}])
+    with pytest.raises(UsageError) as caught:
+        made.fitting()
+    expected = "its messages have images; the model has no vision tower, or no chat template"
+    assert str(caught.value) == f"--environment {PICTURED}: {expected}"
+    made.encoder = picture_encoder_of(write_folder(tmp_path / "vision"))
+    made.tokens = made.prompts.encode(made.encoder)
+    _, (note,), (alone,) = made.fitting()
+    images = made.encoder.images
+    assert images.are_shown and images.of_data == 0  # which says how many data have
+    length = int(note.removeprefix("prompts have at most ").partition(" ")[0])
+    assert length > alone + 60 and note.endswith(f"tokens with the first message of --environment {PICTURED}")

@@ -8,10 +8,12 @@ import torch
 
 from megarl.batch import Batch
 from megarl.comm.exchange import PendingSends
+from megarl.data.images.book import Images
 from megarl.data.images.names import image_ids
 from megarl.errors import UsageError
 from megarl.mcore.vision.store import Image, ImageStore
 from megarl.trainers import image_inputs
+from megarl.trainers.image_inputs import RunImages, folders_of
 from tests.helpers.models.batches import create_mesh
 from tests.helpers.worlds import run_world
 
@@ -28,7 +30,6 @@ def config(model_folder=None, role: str = "actor", virtual: int | None = None, *
     [
         ({"predicts": True}, "multi-token prediction (--mtp-drafts, --mtp-train) does not go with images"),
         ({"mtp_drafts": True}, "multi-token prediction (--mtp-drafts, --mtp-train) does not go with images"),
-        ({"environment": "calculator"}, "--environment calculator: does not go with images in prompts yet"),
         ({"rollout_server": "http://x"}, "--rollout-server http://x: does not go with images in prompts"),
         ({"role": "critic", "virtual": 2}, "critic: virtual pipeline stages do not go with images in prompts yet"),
         ({"role": "reward", "model_folder": "x"}, "reward: --model-source transformers does not go with images"),
@@ -39,6 +40,48 @@ def test_what_does_not_go_with_images(given, needle):
         image_inputs._check(config(**given))
     assert needle in str(caught.value)
     image_inputs._check(config())
+
+
+def run_of(tmp_path, are_shown: bool, scores: bool, reason: str | None) -> tuple:
+    """(what `RunImages.of` gives, the images) of a run with an environment, whose models cannot read images if there is
+    a reason."""
+
+    def made(config, encoder):
+        if reason is not None:
+            raise UsageError(reason)
+        return "images of the run"
+
+    given = config(environment="e", save=str(tmp_path / "run"), reward="judge", load=None, load_rollouts=None)
+    given.roles = {"reward": SimpleNamespace(has_model=scores)}
+    images = Images("a folder without a processor")
+    images.are_shown = are_shown
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RunImages, "__new__", lambda cls, *args: made(*args))
+        return RunImages.of(given, SimpleNamespace(images=images), folders_of(given.settings)), images
+
+
+def test_what_environments_may_show_is_refused_where_it_cannot_be_read(tmp_path):
+    assert run_of(tmp_path, False, False, None)[0] == run_of(tmp_path, True, False, None)[0] == "images of the run"
+    found, images = run_of(tmp_path, False, False, "another family")  # and texts are
+    with pytest.raises(UsageError, match="has images; another family"):
+        images.keep(b"")
+    assert found is None
+    with pytest.raises(UsageError, match="another family"):
+        run_of(tmp_path, True, False, "another family")
+    with pytest.raises(UsageError, match="^--environment e: has images; --reward judge reads none of environments"):
+        run_of(tmp_path, True, True, None)
+    with pytest.raises(UsageError, match="has images; --reward judge reads none of environments"):
+        run_of(tmp_path, False, True, None)[1].keep(b"")
+
+
+def test_where_images_of_earlier_runs_are(tmp_path):
+    for name in ("a/images", "a/checkpoints/step_1", "b/images", "b/rollouts"):
+        (tmp_path / name).mkdir(parents=True)
+    for load in ("a", "a/checkpoints/step_1"):
+        settings = SimpleNamespace(load=str(tmp_path / load), load_rollouts=str(tmp_path / "b" / "rollouts"), save=None)
+        assert folders_of(settings) == [tmp_path / "a" / "images", tmp_path / "b" / "images"]
+    settings = SimpleNamespace(load=str(tmp_path / "a"), load_rollouts=None, save=str(tmp_path / "a"))
+    assert folders_of(settings) == []
 
 
 @dataclasses.dataclass

@@ -175,3 +175,41 @@ def test_thumbnails_are_small_pictures_of_what_texts_name(encoder, tmp_path):
     encoder.images.write_thumbnails(tmp_path / "thumbnails", texts)
     sizes = {path.stem: Image.open(path).size for path in (tmp_path / "thumbnails").iterdir()}
     assert len(sizes) == 15 and sizes[refs[0].digest[:8]] == (64, 32)  # the second of 16 names is of no image
+
+
+def kept_in(encoder: Encoder, own: Path | None, *others: Path) -> Images:
+    """Images of another process with these folders."""
+    images = Images(encoder.images.processor, 2)
+    images.keep_in(own, others)
+    return images
+
+
+def test_images_of_environments_are_found_by_every_process_of_a_run(encoder, tmp_path):
+    one, data = kept_in(encoder, tmp_path / "images"), encoded(PICTURES[0])
+    for _ in range(2):
+        one.keep(data)
+    (path,) = (tmp_path / "images").iterdir()
+    assert path.read_bytes() == data
+    ref = one.found(mark_of(one.add_bytes(data)))[0]
+    one.forget([ref])  # of a client that has sent the same
+    ids = one.ids(ref)
+    other, another = kept_in(encoder, None, tmp_path / "images"), kept_in(encoder, tmp_path / "b", tmp_path / "images")
+    assert other.of_token(ids[0]) == one.of_token(ids[0]) != None and other.of_data == 0  # noqa: E711
+    assert np.array_equal(another.pixels(key_of(ids[0])).values, one.pixels(key_of(ids[0])).values)
+    assert [each.digest for each in kept_in(encoder, None, tmp_path / "images").found(mark_of(ref))] == [ref.digest]
+    decode = "".join
+    text = one.text([65, *ids, *ids, 66, *image_ids(77, 2)], lambda run: decode(map(chr, run)))
+    assert text == f"A{ref.name}{ref.name}B[image]"
+    another.take_over()
+    path.unlink()
+    another.check_known(mark_of(ref))
+    with pytest.raises(UsageError, match="of an environment is gone; images/ of the run had it"):
+        kept_in(encoder, tmp_path / "images").check_known(f"a{mark_of(ref)}")
+
+
+def test_images_of_environments_may_be_refused(encoder, tmp_path):
+    images = kept_in(encoder, tmp_path / "images")
+    images.shown_problem = "a judge reads none"
+    with pytest.raises(UsageError, match="has images; a judge reads none"):
+        images.keep(encoded(PICTURES[0]))
+    assert not (tmp_path / "images").exists()

@@ -1,5 +1,6 @@
 """Images of every kind as a viewer shows them; hostile ones, each one line, before memory is taken."""
 
+import io
 import random
 import struct
 import tracemalloc
@@ -99,6 +100,44 @@ def test_what_is_no_image_is_one_line(name):
     with pytest.raises(UsageError) as failure:
         decode(data)
     assert needle in str(failure.value) and "\n" not in str(failure.value) and len(str(failure.value)) < 300
+
+
+def of_mode(mode: str, **info) -> Image.Image:
+    image = PLAIN.convert(mode)
+    image.info |= info
+    return image
+
+
+PILLOW = {
+    **{mode: of_mode(mode) for mode in ("RGB", "L", "1", "P", "CMYK", "YCbCr", "HSV", "LA", "RGBA")},
+    "transparent": of_mode("P", transparency=3),
+    "turned": Image.open(io.BytesIO(turned("JPEG", 6))),
+    "16 bits": Image.frombytes("I;16", (2, 2), struct.pack("<4H", 0, 40000, 65535, 257)),
+}
+
+
+@pytest.mark.parametrize("name", PILLOW)
+def test_images_of_pillow_keep_their_pixels(name):
+    image, found = PILLOW[name], decode(decoding.png_of(PILLOW[name]))
+    expected = {"16 bits": Image.frombytes("L", (2, 2), bytes((0, 155, 255, 1)))}.get(name, image)
+    if image.has_transparency_data:
+        expected = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    assert found.size == image.size and found.tobytes() == expected.convert("RGB").tobytes()
+
+
+@pytest.mark.parametrize(
+    "image, needle",
+    [
+        (Image.new("F", (4, 4)), "in the mode F; convert it"),
+        (Image.new("I", (4, 4)), "in the mode I; convert it"),
+        (Image.new("1", (16000, 8000)), "16000 × 8000 pixels; allowed"),
+        (Image.new("RGB", (0, 0)), "cannot be read"),
+        (Image.open(io.BytesIO(encoded(PLAIN)[:900])), "an image of Pillow that cannot be read: "),
+    ],
+)
+def test_images_of_pillow_that_are_refused(image, needle):
+    with pytest.raises(UsageError, match=needle):
+        decoding.png_of(image)
 
 
 def test_a_bomb_is_refused_by_its_header():

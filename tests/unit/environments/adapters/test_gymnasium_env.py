@@ -1,13 +1,16 @@
-"""Gymnasium's environments as text, with the real package; FrozenLake against value iteration."""
+"""Gymnasium's environments as text and as images, with the real package; FrozenLake against value iteration."""
 
+import asyncio
 import json
 import re
 
 import gymnasium
+import numpy as np
 import pytest
 
+from megarl.data.images.decoding import decode
 from megarl.environments.adapters.gymnasium_env import FrozenLake, GymnasiumEnvironment, observation_text
-from megarl.environments.protocol import Task
+from megarl.environments.protocol import Task, seen_of
 from tests.helpers.envs.played_environments import check_replay, play, said, written
 from tests.references.value_iteration import optimal_values
 
@@ -138,3 +141,27 @@ def test_observations_as_text():
 def test_restored_at_each_turn():
     check_replay(FrozenLake, Task([], seed=9), written("down", "x", "down", "right", "down", "right", "right"))
     check_replay(lambda: GymnasiumEnvironment(Echo), Task([], seed=9), written("a", "b", "stop"))
+
+
+class Painted(Echo):
+    """Renders the number of the turn, and who made it."""
+
+    def __init__(self, render_mode):
+        super().__init__()
+        self.render_mode = render_mode
+
+    def render(self):
+        assert self.render_mode == "rgb_array"
+        return np.full((40, 64, 3), 10 * self.turns, np.uint8)
+
+
+def test_what_is_rendered_is_shown():
+    turns = written("a", "b")
+    first, observations = play(GymnasiumEnvironment(Painted, shows_images=True), Task([]), turns)
+    for number, observation in enumerate([first, *observations]):
+        (message,), images = observation.messages, asyncio.run(seen_of(observation))[1]
+        assert [part["type"] for part in message["content"]] == ["image"]
+        assert [decode(data).getpixel((0, 0)) for data in images.values()] == [(10 * number,) * 3]
+    environment = GymnasiumEnvironment(Painted, shows_images=True, render_text=lambda text: text.upper())
+    parts = play(environment, Task([]), turns)[1][0].messages[0]["content"]
+    assert parts[0]["image"].size == (64, 40) and parts[1] == {"type": "text", "text": "HEARD A"}

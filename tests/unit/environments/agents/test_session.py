@@ -12,7 +12,7 @@ def test_only_the_agents_own_work_counts_as_its_time(monkeypatch):
     async def played() -> list[float]:
         now, loop, seen = [0.0], asyncio.get_running_loop(), []
         monkeypatch.setattr(loop, "time", lambda: now[0])
-        session = Session(lambda number, ask: None)
+        session = Session(lambda number, ask, images: None)
         now[0] = 2.0
         asked = asyncio.create_task(session.ask(Ask(USER)))
         await asyncio.sleep(0)

@@ -1,9 +1,13 @@
 """Episodes on the engine: their text does not depend on when environments answer, nor on the layout."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 
+from megarl.mcore.inference.generation import GenerationRequest
+from megarl.rollout.episodes.episode import EnvironmentResult, Episode, EpisodeLimits
+from megarl.rollout.episodes.episode_source import EpisodeSource
 from tests.helpers.envs.episodes import END, PROMPTS, answer, content, make_requests, run_episodes, run_rounds
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.tiers import long
@@ -118,3 +122,25 @@ def test_a_round_does_not_wait_for_answers_that_it_would_undo():
     found, stops, undone = results[0]
     assert stops == left and content(found) == episodes
     assert undone < rounds()[3], "some of them were never given"
+
+
+# -- images --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_leader", [False, True])
+def test_the_other_ranks_of_a_replica_learn_images_with_the_tokens(is_leader):
+    """The leader knows them since the environment has answered."""
+    result, kept = EnvironmentResult(0, [1, -65537], images=(b"an image",)), []
+    request = GenerationRequest([1], 0, 4)
+    prompts = SimpleNamespace(is_empty=lambda: not waiting, take=lambda room: [(0, waiting.pop())])
+    waiting, answers = [request], [[], [result]]
+    groups = SimpleNamespace(replica=[0], broadcast_object=lambda results: answers.pop(0))
+    client = SimpleNamespace(results=list) if is_leader else None
+    images = SimpleNamespace(keep=kept.append)
+
+    def begin(number, request):
+        return Episode(number, request, 0, EpisodeLimits(2, 4, 9))
+
+    source = EpisodeSource(prompts, begin, client, groups, 1, images=images)
+    asked = [request for _ in range(3) for _, request in source.take(1)]
+    assert [each.prompt for each in asked] == [[1, -65537]] and kept == ([] if is_leader else [b"an image"])

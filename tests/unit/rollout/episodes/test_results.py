@@ -50,7 +50,7 @@ def test_forced_tokens_of_turns_are_not_the_policys_but_within_their_turns():
     batch = episodes_to_batch([episode], has_forced=True)
     assert batch.forced.int().tolist() == forced and batch.response_mask.int().tolist() == chosen
     assert batch.turn_rewards.nonzero().flatten().tolist() == [8, 13, 17]
-    turns = turns_of(batch, CharacterTokenizer())[0]
+    turns = turns_of(batch, CharacterTokenizer().decode)[0]
     assert [turn["reward"] for turn in turns] == [0.5, 1.5, 2.5] and len(turns[0]["text"]) == 4  # 0 has no text
     assert forced_responses(batch) == 1
 
