@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts a megarl program: on this node's ranks, on several nodes with torchrun, or in a Slurm allocation with srun.
+# Starts a megarl program: on this node's ranks, on several nodes, or in a Slurm allocation with srun.
 #   NPROC=4 bash launch/run.sh train_rl --config configs/quickstart.yaml
 #   DRY_RUN=1 NNODES=64 NPROC=8 bash launch/run.sh train_rl --config my_run.yaml
 # Reads:
@@ -8,8 +8,8 @@
 #                  node; otherwise 1
 #   NNODES         nodes, default: those of the Slurm allocation, otherwise 1
 #   NODE_RANK, MASTER_ADDR, MASTER_PORT    number of this node, and where the first one listens; run the command on each
-#   RDZV_ENDPOINT, RDZV_ID                 instead of those three: HOST:PORT where the nodes meet and number themselves
-#                                          (torchrun's c10d), and the job's name there
+#   RDZV_ENDPOINT, RDZV_ID                 instead of those three: HOST:PORT where the nodes meet and number themselves,
+#                                          and the job's name there
 #   DRY_RUN        1: print the command, check its flags (train_rl: `megarl.plan`, which needs no data), start nothing
 #   VOCAB_SIZE     for DRY_RUN without --hf-model or tokenizer
 #   GPU_MEMORY     for DRY_RUN: GiB of a GPU; the plan ends with a verdict, and status 1 if the run does not fit

@@ -3,8 +3,13 @@
     python -m megarl.launcher --nproc-per-node 4 train_rl --config configs/quickstart.yaml
 
 Importing torch and Megatron takes each process seconds. So one process imports them and checks the flags, and the ranks
-are forked from it. A forked rank must not inherit a CUDA context or threads: with CUDA, with threads, on systems other
-than Linux, and on several nodes, the launcher executes torchrun instead. Ranks get the same environment either way.
+are forked from it, again after a failure. A forked rank must not inherit a CUDA context or threads: with CUDA, with
+threads, and on systems other than Linux the launcher executes torchrun instead. Ranks get the same environment either
+way.
+
+On several nodes each launcher forks its own ranks (`cluster/rendezvous.py` says how they meet). One whose ranks have
+failed says so in the store, and all of them start again together. One that begins later, for a node that was lost,
+joins the next start.
 
 Without OMP_NUM_THREADS, the ranks of a node divide its cores among them. torchrun would give each rank one thread,
 which leaves cores idle if there are fewer ranks than cores. Without a number of ranks, too, training has one for each
@@ -29,14 +34,15 @@ from pathlib import Path
 from megarl import child_process
 from megarl.child_process import STOP_SIGNALS
 from megarl.cluster.cpu_cores import cores
+from megarl.cluster.slurm import ATTEMPT
 from megarl.errors import CHECKS_FIRST, STOPPED, WARNED, UsageError
 from megarl.faults import last_line
 
 GRACE = 10  # seconds that ranks have to exit after a second signal
 WRONG_FLAGS = 2  # exit status
 PROGRAMS = ("train_rl", "train_sft", "train_reward", "train_preference", "evaluate", "serve", "replay")
-ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # torchrun's name: how often the ranks were started again
 THREADS = Path("/proc/self/task")
+LOOK = 0.2  # seconds between two questions whether another node has failed
 BYTES_PER_WEIGHT = 24  # of a trained model in fp32: weights, gradients, moments, and activations of the same order
 MAX_SHARE = 0.4  # of the node's memory that all copies of the models may take
 
@@ -73,10 +79,15 @@ def main(argv: list[str]) -> int:
         os.environ[WARNED] = "1"  # the ranks parse the flags again and must not print them
         sys.stdout.flush()
         sys.stderr.flush()
-        if options.nnodes == 1 and can_fork():
+        if can_fork():
             gc.freeze()  # the ranks' garbage collector skips the imported objects, too
             gc.enable()
-            status = run_ranks(lambda: run(module, options.flags), ranks, options.max_restarts)
+            nodes = options if options.nnodes > 1 else None
+            try:
+                status = run_ranks(lambda: run(module, options.flags), ranks, options.max_restarts, nodes)
+            except UsageError as error:  # the nodes cannot meet
+                print(f"megarl: error: {error}", file=sys.stderr)
+                status = WRONG_FLAGS
             gc.unfreeze()  # triton's bindings report objects that still exist at exit
             return status
     del os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
@@ -167,7 +178,7 @@ def can_fork() -> bool:
     return not torch.cuda.is_available() and THREADS.exists() and len(list(THREADS.iterdir())) == 1
 
 
-def run_ranks(function: Callable[[], int], ranks: int, max_restarts: int = 0) -> int:
+def run_ranks(function: Callable[[], int], ranks: int, max_restarts: int = 0, nodes=None) -> int:
     """Forks ranks that connect to a store in this process. Returns 0, or the status of the first rank that fails.
 
     If a rank fails, the others are killed. SIGTERM, SIGINT and SIGUSR1 are passed on to all ranks, which may end their
@@ -178,43 +189,59 @@ def run_ranks(function: Callable[[], int], ranks: int, max_restarts: int = 0) ->
         function: runs on each rank, with the environment of torch's `env://`; returns the exit status.
         max_restarts: how often all ranks are started again after one failed; not after wrong flags, a signal, or a
             limit of the run that was reached.
+        nodes: the flags about nodes, of which this is one; None: it is the only one.
+
+    Raises:
+        UsageError: these flags are wrong, or the nodes did not meet.
     """
-    for attempt in range(max_restarts + 1):
-        os.environ[ATTEMPT] = str(attempt)
-        status, is_signalled = _run_once(function, ranks)
-        if status in (0, WRONG_FLAGS, STOPPED) or is_signalled:
-            break
-        if attempt < max_restarts:
+    from megarl.cluster import rendezvous  # imports torch
+
+    attempt = -1
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.environ.pop, ATTEMPT, None)
+        announcer = None if nodes is None else rendezvous.announcer(nodes)
+        if announcer is not None:
+            stack.enter_context(announcer)
+        while True:
+            environment, listener = rendezvous.next_start(ranks, nodes, announcer, attempt + 1)
+            os.environ[ATTEMPT], attempt = environment[ATTEMPT], int(environment[ATTEMPT])
+            status, is_final = _run_once(function, ranks, environment, listener, announcer)
+            if is_final or attempt >= max_restarts:
+                return status
             print(f"megarl: restart {attempt + 1} of at most {max_restarts}", file=sys.stderr, flush=True)
-    del os.environ[ATTEMPT]
-    return status
 
 
-def _run_once(function: Callable[[], int], ranks: int) -> tuple[int, bool]:
-    """Runs all ranks once: exit status, and whether a signal has come."""
+def _run_once(function: Callable[[], int], ranks: int, environment: dict, listener, announcer) -> tuple[int, bool]:
+    """Runs all ranks once: exit status, and whether that is the end. Arguments as of `next_start`."""
     from torch.multiprocessing import start_processes
 
-    listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
+    from megarl.cluster import rendezvous
+
+    first, size = int(environment["GROUP_RANK"]) * ranks, int(environment["WORLD_SIZE"])
     with tempfile.TemporaryDirectory(prefix="megarl_errors_") as errors:
-        context = start_processes(_rank, (ranks, listener, errors, function), ranks, join=False, start_method="fork")
+        arguments = (environment, [listener, announcer], errors, function)
+        context = start_processes(_rank, arguments, ranks, join=False, start_method="fork")
         signals = _Signals(context.processes)
         try:
-            with _serving(listener, ranks):
-                ended = _wait(context.processes)
+            with _store_of(environment, listener, announcer) as store:
+                ended = _wait(context.processes, store if size > ranks else None)
+                failures = [last_line.read(first + rank, code, _error_file(errors, rank)) for rank, code in ended]
+                cause = last_line.cause(failures)
+                status = cause.exit_status if cause else 0
+                if len(signals.received) > 1 and status:
+                    status = 128 + signals.received[-1]
+                is_final = status in (0, WRONG_FLAGS, STOPPED) or bool(signals.received)
+                if size > ranks:
+                    status, is_final = rendezvous.agree(store, environment, (status, is_final), signals)
         finally:
             signals.release()
             for process in context.processes:
                 process.kill()
             for process in context.processes:
                 process.join(GRACE)  # what it prints comes before the last line
-        failures = [last_line.read(rank, code, _error_file(errors, rank)) for rank, code in ended]
-    cause = last_line.cause(failures)
-    status = cause.exit_status if cause else 0
     if not signals.received:
         last_line.tell(failures, how_to_resume, repeats=len(failures) > 1)
-    elif len(signals.received) > 1 and status:
-        status = 128 + signals.received[-1]
-    return status, bool(signals.received)
+    return status, is_final
 
 
 def how_to_resume(folder: str) -> str:
@@ -270,12 +297,20 @@ class _Signals:
             signal.signal(number, handler)
 
 
-def _wait(processes: list) -> list[tuple[int, int]]:
+def _wait(processes: list, store=None) -> list[tuple[int, int]]:
     """Waits for all ranks; kills them when one fails. Returns rank and exit code (minus a signal) of the first that
-    fails and of those that have failed by then."""
+    fails and of those that have failed by then. `store`: of several nodes; none is returned if another one has failed.
+    """
+    from megarl.cluster import rendezvous
+
     running = {process.sentinel: (rank, process) for rank, process in enumerate(processes)}
     while running:
-        for sentinel in connection.wait(list(running)):
+        ended = connection.wait(list(running), None if store is None else LOOK)
+        if store is not None and not ended and rendezvous.has_failed(store):
+            for process in processes:
+                process.kill()
+            return []
+        for sentinel in ended:
             rank, process = running.pop(sentinel)
             process.join()
             if process.exitcode:
@@ -288,14 +323,14 @@ def _wait(processes: list) -> list[tuple[int, int]]:
     return []
 
 
-def _rank(rank: int, ranks: int, listener: socket.socket, errors: str, function: Callable[[], int]):
+def _rank(rank: int, environment: dict[str, str], sockets: list, errors: str, function: Callable[[], int]):
     """Turns this process into a rank with torchrun's environment and runs it."""
     child_process.die_with_parent()  # SIGKILL replaces torch's SIGINT, which a rank inside a collective ignores
-    port = str(listener.getsockname()[1])
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="True")
+    first = int(environment["GROUP_RANK"]) * int(environment["LOCAL_WORLD_SIZE"])
+    os.environ |= environment | {"RANK": str(first + rank), "LOCAL_RANK": str(rank)}
     os.environ[last_line.ERROR_FILE] = str(_error_file(errors, rank))
-    listener.close()
+    for each in filter(None, sockets):
+        each.close()
     try:
         status = function()
     except KeyboardInterrupt:
@@ -308,13 +343,22 @@ def _rank(rank: int, ranks: int, listener: socket.socket, errors: str, function:
 
 
 @contextlib.contextmanager
-def _serving(listener: socket.socket, ranks: int):
-    """Runs the ranks' store. It has threads, so it starts after the forks; early ranks wait for the connection."""
+def _store_of(environment: dict[str, str], listener: socket.socket | None, announcer: socket.socket | None):
+    """The ranks' store, which the launcher of the first node serves.
+
+    It has threads, so it starts after the forks; early ranks wait for the connection.
+    """
     from torch.distributed import TCPStore
 
-    host, port = listener.getsockname()
-    store = TCPStore(host, port, ranks, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    yield
+    from megarl.cluster import rendezvous
+
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    if listener is None:
+        yield rendezvous.connected(host, port)
+        return
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    with contextlib.nullcontext() if announcer is None else rendezvous.announced_start(environment, announcer):
+        yield store
     del store
 
 

@@ -214,6 +214,12 @@ def forget(run: Path):
     (run / "checkpoints" / POINTER).unlink(missing_ok=True)
 
 
+def discard(run: Path):
+    """Removes what this node has of a run that has nothing left to do; its first rank does."""
+    if (token := _token(run)) and os.environ.get("LOCAL_RANK", "0") == "0":
+        shutil.rmtree(_base() / token, ignore_errors=True)
+
+
 def remove(folder: Path, nodes: list[list[int]]):
     """Removes a run's folder on each node."""
     if dist.get_rank() in [node[0] for node in nodes]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from megarl.errors import UsageError
 
 JOB = "TORCHELASTIC_RUN_ID"  # torchrun's name: it separates this job's processes from those of another job on the node
+ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # torchrun's name: how often the ranks were started again
 NEEDED = (
     "SLURM_PROCID SLURM_LOCALID SLURM_NODEID SLURM_STEP_NUM_TASKS SLURM_STEP_NUM_NODES SLURM_STEP_NODELIST"
     " SLURM_STEP_TASKS_PER_NODE SLURM_JOB_ID"
@@ -43,7 +44,7 @@ def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(per_node),
         "GROUP_RANK": str(node),
         "MASTER_ADDR": first_host(environment["SLURM_STEP_NODELIST"]),
-        "TORCHELASTIC_RESTART_COUNT": environment.get("SLURM_RESTART_COUNT", "0"),
+        ATTEMPT: environment.get("SLURM_RESTART_COUNT", "0"),
         JOB: f"slurm-{environment['SLURM_JOB_ID']}.{environment['SLURM_STEP_ID']}",
     }
     return {name: value for name, value in found.items() if name not in environment}

@@ -201,13 +201,15 @@ def parse_or_resume(argv: list[str], size: int, program: str, ranks_per_node: in
         host_memory.attach(save)
     if not replaces_a_failed_process:
         return config, False
-    from megarl.checkpoint import folders  # imports torch
+    from megarl.checkpoint import folders, host_memory  # import torch
 
     try:
         manifest = folders.read_manifest(folders.find(save, "--save"), "--save")
     except UsageError:  # none has been saved yet: start as the first time
         return arguments.parse([*argv, "--overwrite"], size, program, ranks_per_node), False
     if manifest["step"] >= config.settings.train_iters:
+        if config.settings.save_memory:
+            host_memory.discard(Path(save))
         return config, True
     return arguments.parse([*argv, "--overwrite", "false", "--load", save], size, program, ranks_per_node), False
 

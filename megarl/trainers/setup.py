@@ -50,7 +50,7 @@ def check_training_flags(config: arguments.RunConfig, sequences: int = 1):
     if s.save_interval and not s.save:
         raise UsageError(f"--save-interval {s.save_interval}: needs --save")
     if s.save_memory:
-        host_memory.attach(str(s.save))
+        host_memory.attach(str(s.save), only_whole=config.check)
     check_exports(s, config.roles["actor" if "actor" in config.roles else "reward"])
     check_save(s)
     earlier_run.check(config)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tests training over two nodes, which are network namespaces of this machine (two_nodes.sh), with an agent of torchrun on
-# each: static addresses, and torchrun's c10d rendezvous. Both runs must equal one of launch/run.sh on a single node, byte
+# Tests training over two nodes, which are network namespaces of this machine (two_nodes.sh), with a launcher on each:
+# static addresses, and an endpoint. Both runs must equal one of launch/run.sh on a single node, byte
 # for byte.
 #   bash tests/cluster/run_torchrun.sh
 # Needs root and iproute2. Leaves no process and no file behind.
@@ -35,8 +35,8 @@ both() { # NAME VARIABLE=VALUE...: runs the same command on both nodes, the seco
 }
 
 # A port that is free in namespaces that nobody else uses.
-say "two agents of torchrun, static addresses"
+say "two launchers, static addresses"
 both static MASTER_ADDR=node1 MASTER_PORT=29400
-say "two agents of torchrun, c10d rendezvous"
+say "two launchers that number themselves"
 both c10d RDZV_ENDPOINT=node1:29400 RDZV_ID=test
 say "passed"

@@ -1,4 +1,4 @@
-"""Two nodes on one machine: real Slurm, and two agents of torchrun. Nightly, as root."""
+"""Two nodes on one machine: real Slurm, and two launchers. Nightly, as root."""
 
 import subprocess
 from pathlib import Path

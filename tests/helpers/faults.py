@@ -81,6 +81,14 @@ def graded_reward(sample) -> float:
     return programs.graded_reward(sample)
 
 
+def late_graded_reward(sample) -> float:
+    """As `graded_reward`, in the third step of six prompts with two samples."""
+    _scored.append(sample)
+    if attempt() == 0 and len(_scored) == 29:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return programs.graded_reward(sample)
+
+
 def kill_second_rank(sample) -> float:
     """A plug-in that kills rank 1 in its second step."""
     _scored.append(sample)

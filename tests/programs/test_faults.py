@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +21,7 @@ from megarl.trainers import launch, setup
 from tests.helpers import faults
 from tests.helpers.programs import (
     GRADED,
+    environment,
     inputs,
     metrics,
     rl_argv,
@@ -28,6 +31,7 @@ from tests.helpers.programs import (
     torchrun,
 )
 from tests.helpers.tiers import by_default
+from tests.helpers.worlds import SAFETY_SECONDS
 from tools import record_runs
 from tools._run_reader import RunReader
 
@@ -351,6 +355,27 @@ def test_a_killed_run_goes_on_from_host_memory(case, request, tmp_path, memory, 
     assert "restart 1 of at most 1" in printed and all(text in printed for text in said), printed
     assert_same_run(tmp_path, request.getfixturevalue("undisturbed_on_three" if nodes == 3 else "undisturbed"))
     assert not [*memory.rglob("step_*")] and not (tmp_path / "checkpoints" / host_memory.POINTER).exists()
+
+
+@pytest.mark.long
+@pytest.mark.one_thread  # else the launchers execute torchrun
+def test_launchers_of_two_nodes_go_on_from_host_memory(undisturbed, tmp_path, memory):
+    """Long: pytest -m long tests/programs/test_faults.py"""
+    flags = "--train-iters 3 --save-interval 3 --save-memory --reward tests.helpers.faults:late_graded_reward"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    started = []
+    for node in ("0", "1"):
+        (memory / node).mkdir()
+        nodes = ["--nnodes", "2", "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", port]
+        command = [*nodes, "--nproc-per-node", "1", "--max-restarts", "1", "train_rl", *argv(tmp_path, flags)]
+        variables = environment() | {host_memory.ROOT: str(memory / node)}
+        started.append(subprocess.Popen([sys.executable, "-m", "megarl.launcher", *command], env=variables,
+                                        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))  # fmt: skip
+    printed = [process.communicate(timeout=SAFETY_SECONDS)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], printed
+    assert all("megarl: restart 1 of at most 1" in text for text in printed) and IN_MEMORY in printed[0], printed
+    assert rows_of(tmp_path) == rows_of(undisturbed)
 
 
 def test_a_run_that_was_killed_after_its_last_step_has_nothing_left_to_do(undisturbed, tmp_path, capfd):

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,8 @@ import torch.distributed as dist
 
 from megarl import launcher
 from megarl.child_process import STOP_SIGNALS
-from megarl.errors import CHECKS_FIRST
+from megarl.cluster import rendezvous
+from megarl.errors import CHECKS_FIRST, UsageError
 from tests.helpers.programs import environment
 from tests.helpers.waiting import SAFETY_SECONDS
 from tests.helpers.worlds import wait_until, wait_until_gone
@@ -107,12 +109,12 @@ def test_sigterm_reaches_all_ranks(tmp_path):
     assert wait_until_gone(pids(tmp_path, 2))
 
 
-def in_launcher(function, ranks: int) -> Process:
+def in_launcher(function, ranks: int, *more) -> Process:
     """Starts a process that runs `launcher.run_ranks` and exits with its status."""
 
     def launch():
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-        sys.exit(launcher.run_ranks(function, ranks))
+        sys.exit(launcher.run_ranks(function, ranks, *more))
 
     process = get_context("fork").Process(target=launch)
     process.start()
@@ -188,6 +190,118 @@ def test_failed_ranks_are_started_again_with_a_store_of_their_own(tmp_path, capf
     assert launcher.ATTEMPT not in os.environ
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def of_node(*flags: str):
+    """A node's flags."""
+    return launcher._parser().parse_args(["--nnodes", "2", *flags, "train_sft"])
+
+
+def static(port: int) -> list:
+    address = ("--master-addr", "127.0.0.1", "--master-port", str(port))
+    return [of_node("--node-rank", str(node), *address) for node in range(2)]
+
+
+def meet_and_note(folder, end) -> int:
+    """Meets the other ranks, notes its parent, and ends with the status of `end()`."""
+    start = os.environ[launcher.ATTEMPT]
+    dist.init_process_group("gloo", store=dist.PrefixStore(start, next(dist.rendezvous("env://"))[0]),
+                            rank=rank(), world_size=4)  # fmt: skip
+    total = torch.tensor([rank() + 1])
+    dist.all_reduce(total)
+    names = map(os.environ.get, ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"))
+    note = " ".join([str(os.getppid()), str(int(total)), *names])
+    (folder / f"{start}-{rank()}.part").write_text(note)
+    (folder / f"{start}-{rank()}.part").rename(folder / f"{start}-{rank()}")
+    return end()
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_launchers_of_two_nodes_fork_their_ranks_again(numbered, tmp_path):
+    """A rank of one fails in the first start; the second start has the same warm parents."""
+    port = free_port()
+    meeting = of_node("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "seven")
+    end = lambda: 5 if os.environ[launcher.ATTEMPT] == "0" and rank() == 3 else 0  # noqa: E731
+    started = [in_launcher(lambda: meet_and_note(tmp_path, end), 2, 1, nodes)
+               for nodes in (static(port) if numbered else [meeting] * 2)]  # fmt: skip
+    for process in started:
+        process.join(SAFETY_SECONDS)
+    assert [process.exitcode for process in started] == [0, 0]
+    notes = {path.name: path.read_text().split() for path in tmp_path.iterdir()}
+    assert notes.keys() == {f"{start}-{number}" for start in range(2) for number in range(4)}
+    assert {tuple(note[1:]) for note in notes.values()} == {("10", i, "4", "2", k) for i in "01" for k in "01"}
+    parents = [[int(notes[f"{start}-{2 * node + i}"][0]) for start in (0, 1) for i in (0, 1)] for node in (0, 1)]
+    if numbered:
+        assert parents == [[process.pid] * 4 for process in started]
+    else:  # the numbers are those of arrival
+        assert {pid for of_one in parents for pid in of_one} == {process.pid for process in started}
+
+
+@pytest.mark.parametrize(("status", "restarts", "expected"), [(2, 3, 2), (launcher.STOPPED, 3, 3), (7, 0, 7)])
+def test_what_ends_one_node_for_good_ends_the_others(status, restarts, expected, tmp_path):
+    def end() -> int:
+        if rank() == 2:
+            return status
+        time.sleep(SAFETY_SECONDS)
+
+    started = [in_launcher(lambda: meet_and_note(tmp_path, end), 2, restarts, nodes) for nodes in static(free_port())]
+    for process in started:
+        process.join(SAFETY_SECONDS)
+    assert [process.exitcode for process in started] == [expected] * 2
+    assert {path.name for path in tmp_path.iterdir()} == {f"0-{number}" for number in range(4)}
+
+
+def test_a_lost_node_is_replaced_by_a_new_launcher(tmp_path, monkeypatch):
+    """The launcher of the second node is killed; the first one waits for another with its number."""
+    monkeypatch.setattr(rendezvous, "GRACE", 0.1)
+
+    def end() -> int:
+        if os.environ[launcher.ATTEMPT] == "1":
+            return 0
+        dist.barrier()
+        raise AssertionError("the other node lives")
+
+    def meet() -> int:
+        return meet_and_note(tmp_path, end)
+
+    def stay() -> int:
+        return meet_and_note(tmp_path, lambda: time.sleep(SAFETY_SECONDS))
+
+    one, other = static(free_port())
+    first, lost = in_launcher(meet, 2, 1, one), in_launcher(stay, 2, 1, other)
+    assert wait_until(lambda: len([*tmp_path.glob("0-?")]) == 4)
+    lost.kill()
+    new = in_launcher(meet, 2, 1, other)
+    for process in (first, new):
+        process.join(SAFETY_SECONDS)
+    assert (first.exitcode, new.exitcode) == (0, 0)
+    assert {int((tmp_path / f"1-{number}").read_text().split()[0]) for number in (2, 3)} == {new.pid}
+
+
+@pytest.mark.parametrize(("flags", "problem"), [
+    ("--node-rank 2 --master-addr here --master-port 29", "--node-rank 2: allowed are 0 to 1"),
+    ("--node-rank x --master-addr here --master-port 29", "--node-rank x: allowed are 0 to 1"),
+    ("--node-rank 0 --master-addr here --master-port 65536", "--master-port 65536: allowed is PORT"),
+    ("--node-rank 0", "--master-port None: allowed is PORT"),
+    ("--rdzv-endpoint here", "--rdzv-endpoint here: allowed is HOST:PORT"),
+    ("--node-rank 0 --master-addr 127.0.0.1 --master-port {taken}", "127.0.0.1:{taken}: Address already in use"),
+])  # fmt: skip
+def test_nodes_that_cannot_meet_are_refused(flags, problem):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        with pytest.raises(UsageError, match=f"^{problem.format(taken=taken)}"):
+            launcher.run_ranks(lambda: 0, 1, nodes=of_node(*flags.format(taken=taken).split()))
+
+
+def test_a_launcher_without_a_first_node_says_so(monkeypatch):
+    monkeypatch.setattr(rendezvous, "MEETING", 0.0)
+    with pytest.raises(UsageError, match="--nnodes 2: no start with a place for this node at 127.0.0.1:"):
+        launcher.run_ranks(lambda: 0, 1, nodes=static(free_port())[1])
+
+
 def test_ranks_end_with_their_launcher(tmp_path):
     def stay() -> int:
         note_pid(tmp_path)
@@ -207,7 +321,7 @@ def test_ranks_divide_the_cores_and_only_ranks_collect_garbage(given, threads, m
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     monkeypatch.setattr(launcher, "cores", lambda: 7)
     monkeypatch.setattr(launcher, "run", lambda module, flags: seen.append((module, flags, gc.isenabled())) or 0)
-    monkeypatch.setattr(launcher, "run_ranks", lambda function, ranks, _: function() or seen.append(ranks) or 0)
+    monkeypatch.setattr(launcher, "run_ranks", lambda function, ranks, *_: function() or seen.append(ranks) or 0)
     assert launcher.main(["--nproc-per-node", "2", "evaluate", "--seed", "1"]) == 0
     module = "megarl.evaluate"
     assert seen == [(module, ["--seed", "1", "--check"], False), (module, ["--seed", "1"], True), 2]
@@ -282,7 +396,7 @@ def test_programs_import_optional_packages_lazily():
     }  # fmt: skip
 
 
-def test_running_threads_and_several_nodes_require_torchrun():
+def test_running_threads_require_torchrun():
     release = threading.Event()
     thread = threading.Thread(target=release.wait)
     thread.start()

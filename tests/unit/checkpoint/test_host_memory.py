@@ -109,6 +109,17 @@ def test_a_start_keeps_what_it_resumes_from_and_removes_the_rest(tmp_path, memor
     assert other != folder and not folder.exists() and host_memory._token(run) == other.name
 
 
+def test_a_run_with_nothing_left_to_do_leaves_nothing_on_any_node(tmp_path, memory, monkeypatch):
+    run, folder = tmp_path / "run", in_memory(tmp_path / "run")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    host_memory.discard(run)
+    assert folder.exists()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    host_memory.discard(run)
+    host_memory.discard(tmp_path)  # which has none
+    assert not folder.exists()
+
+
 # -- room ------------------------------------------------------------------------------------------------------------
 
 
