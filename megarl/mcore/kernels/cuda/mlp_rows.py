@@ -85,7 +85,8 @@ def _place(places, row, HAS_PLACES: tl.constexpr):
 @triton.jit
 def _swiglu_gated(x, gates, places, out, columns, TILE: tl.constexpr, HAS_PLACES: tl.constexpr):
     gate, up, is_column = _halves(x, columns, TILE)
-    number, kind = tl.program_id(0).to(tl.int64), out.dtype.element_ty
+    number = tl.program_id(0).to(tl.int64)
+    kind = out.dtype.element_ty
     weight = tl.load(gates + _place(places, number, HAS_PLACES)).to(tl.float32)
     activated = (gate * tl.sigmoid(gate) * up).to(kind).to(tl.float32)  # rounded as by `_swiglu`
     place = out + number * columns + tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -97,7 +98,8 @@ def _swiglu_gated_backward(
     grad, x, gates, places, grad_x, grad_gates, gated, columns, TILE: tl.constexpr, HAS_PLACES: tl.constexpr
 ):
     """One row: the gradient of its gate is a sum over all columns."""
-    number, kind = tl.program_id(0).to(tl.int64), grad_x.dtype.element_ty
+    number = tl.program_id(0).to(tl.int64)
+    kind = grad_x.dtype.element_ty
     own_gate = _place(places, number, HAS_PLACES)
     weight, sums = tl.load(gates + own_gate).to(tl.float32), tl.zeros([TILE], tl.float32)
     for start in range(0, columns, TILE):
