@@ -1,9 +1,9 @@
 """Parts of transformers' modules that megarl's compiled kernels compute, in fp32 on a CPU.
 
 These are RMSNorms, attention's projections with norms and rotation of heads, SwiGLU MLPs, and decode steps of plain
-layers, each of which is one operator. A part is recognised by what it computes: it is called with inputs of several
-sizes at positions up to the longest, and must return what the kernels return. Names of modules and weights stay as they
-are, and what is wrapped around linear layers later is called.
+layers: those that are alike and follow each other are one operator. A part is recognised by what it computes: it is
+called with inputs of several sizes at positions up to the longest, and must return what the kernels return. Names of
+modules and weights stay as they are, and what is wrapped around linear layers later is called.
 """
 
 import contextlib
