@@ -66,7 +66,8 @@ def test_rollout_and_training_agree_in_bf16(flags, ranks, emulator, tmp_path):
     counts = emulator.run("rl", program_rows.argv_of(f"--bf16 {flags}", tmp_path / "run"), ranks)
     rows = [row for step, row in metrics(tmp_path / "run").items() if step]
     assert len(rows) == 2 and counts["aten::mm"] > 10
-    assert "--linear-attention-freq" not in flags or counts["triton delta_rows"] > 0
+    kernels = "triton delta_rows", "triton walk_chunks", "triton convolve_runs"
+    assert "--linear-attention-freq" not in flags or all(counts[name] > 0 for name in kernels)
     assert "--dsa-indexer-topk" not in flags or min(counts["triton choose_key_bits"], counts["triton attend_lists"]) > 9
     first, second = (row.get("rollout/logprob_gap_max", 0.0) for row in rows)
     assert first < 2e-2 and (second < 2e-2 or "--rollout-correction" in flags)  # an older policy drew some tokens

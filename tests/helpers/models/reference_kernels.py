@@ -254,13 +254,24 @@ def convolve_runs(x, weight, bias, read, inputs, heads, epsilon, activates):
 
 
 def convolve_runs_backward(grad, x, weight, bias, rows, heads, epsilon, activates):
-    """As that of `kernels.cuda.recurrent_chunks`, by autograd."""
-    given = [None if each is None else each.detach().double().requires_grad_() for each in (x, weight, bias)]
-    with torch.enable_grad():
-        read = convolve_runs(*given, rows[0], None, heads, epsilon, activates)
-    of_x, *of_weight = torch.autograd.grad(read, [each for each in given if each is not None], grad)
-    wide = [of_weight[0].squeeze(1), *(each.unsqueeze(1) for each in of_weight[1:])]
-    return [of_x.float(), torch.cat(wide, 1).float()]
+    """As that of `kernels.cuda.recurrent_chunks`."""
+    (read, *_), (count, width), of_total = rows, heads, grad.double().clone()
+    taken, taps = torch.cat([x, x.new_zeros(1, x.shape[1])]).double()[read], weight.permute(2, 1, 0).double()
+    total = (taken * taps).sum(0) + (0 if bias is None else bias)
+    share = total.sigmoid() if activates else torch.ones_like(total)
+    if count:
+        own, of_own = (
+            (each[:, : count * width].unflatten(1, (2, count // 2, width))) for each in (total * share, of_total)
+        )
+        norm = (own.square().sum(-1, keepdim=True) + epsilon).rsqrt()
+        of_own[:] = norm * (of_own - own * norm.square() * (of_own * own).sum(-1, keepdim=True))
+        of_own[:, 0] /= width**0.5
+    of_total *= share * (1 + total * (1 - share)) if activates else 1
+    of_x = total.new_zeros(len(x) + 1, x.shape[1])
+    of_x.index_add_(0, read.flatten(), (of_total * taps).flatten(0, 1))
+    of_weight = (taken * of_total).sum(1).t()
+    wide = of_weight if bias is None else torch.cat([of_weight, of_total.sum(0).unsqueeze(1)], 1)
+    return [of_x[:-1].float(), wide.float()]
 
 
 def walk_chunks(way, starts, old, new, keys, decays, added, results):

@@ -24,18 +24,10 @@ WALK_OPTIONS = {"num_warps": 8, "num_stages": 1}
 @triton.jit
 def _tile_of_rows(channels, heads, WIDTH: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr):
     """(rows, channels, which of these there are) of a program: those of a normed head, or a tile of what follows."""
-    row, part, offset = (
-        tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT),
-        tl.program_id(1),
-        tl.arange(0, TILE),
-    )
-    is_head = part < heads
-    channel = tl.where(is_head, part * WIDTH, heads * WIDTH + (part - heads) * TILE) + offset
-    return (
-        row,
-        channel,
-        channel < channels if WIDTH == 0 else (channel < channels) & ((offset < WIDTH) | (part >= heads)),
-    )
+    row, offset = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT), tl.arange(0, TILE)
+    part = tl.program_id(1)
+    channel = tl.where(part < heads, part * WIDTH, heads * WIDTH + (part - heads) * TILE) + offset
+    return row, channel, (channel < channels) & ((offset < WIDTH) | (part >= heads))
 
 
 @triton.jit
@@ -349,7 +341,7 @@ def walk_chunks(
         results: [M, H, K, V], [M, H, N, V], [W, H, K, V], contiguous.
     """
     (memories, changes, ends), (_, heads, rows, values) = results, results[1].shape
-    assert all(x is None or x.stride(1) == 1 for x in (old, new, keys, decays))
+    assert all(x is None or x.stride(1) == 1 or x.shape[1] == 1 for x in (old, new, keys, decays))
     tiles, old_stride = _tiles(keys.shape[1], values), 0 if old is None else old.stride(0)
     _walk_run[len(way), heads, triton.cdiv(values, tiles["TILE"])](
         way,
