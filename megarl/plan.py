@@ -17,7 +17,7 @@ from pathlib import Path
 from megarl import arguments
 from megarl.errors import ArgumentParser, UsageError, flag_of, warn
 
-POSITIVE = ("world_size", "ranks_per_node", "vocab_size", "gpu_memory", "mfu", "network")
+POSITIVE = ("world_size", "ranks_per_node", "vocab_size", "gpu_memory", "mfu", "network", "image_tokens")
 NEED_GPU = ("mfu", "network", "best_layouts")
 DOES_NOT_FIT = 1  # exit status
 
@@ -43,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--mfu", type=float, help="of the estimate: share of the GPU's FLOPs that is reached, 0.4")
     parser.add_argument("--network", type=float, help="of the estimate: GB/s of a GPU between nodes, default 50")
+    parser.add_argument("--image-tokens", type=int, help="tokens of the images of a prompt, whose rows the plan counts")
     searches = parser.add_mutually_exclusive_group()
     searches.add_argument(
         "--best-layouts", action="store_true", help="search the parallel sizes that are not given; print the three best"
@@ -82,6 +83,8 @@ def check(chosen):
         raise UsageError(f"--mfu {chosen.mfu}: allowed is a share, at most 1")
     if chosen.best_layouts and chosen.gpu is None:
         raise UsageError("--best-layouts: needs --gpu, for which it estimates the time of a step")
+    if chosen.image_tokens is not None and (chosen.best_layouts or chosen.least_recompute):
+        raise UsageError("--image-tokens: a search does not read it; images take memory of the host alone")
     if chosen.least_recompute and chosen.gpu is None and chosen.gpu_memory is None:
         raise UsageError("--least-recompute: needs --gpu or --gpu-memory, into which the run is to fit")
 
@@ -107,7 +110,9 @@ def question_of(chosen, flags: list[str]):
     warn(program.warnings)
     vocab_size, reward = vocabulary(chosen, program.roles["actor"]), program.roles["reward"]
     of_reward = vocabulary(chosen, reward) if reward.has_model else None
-    return Question(flags, chosen.world_size, chosen.ranks_per_node, vocab_size, of_reward), program
+    return Question(
+        flags, chosen.world_size, chosen.ranks_per_node, vocab_size, of_reward, chosen.image_tokens
+    ), program
 
 
 def main(argv: list[str]) -> int:
@@ -159,7 +164,9 @@ def describe(question, program, cluster, memory: float | None) -> tuple[str, dic
     from megarl.planning.memory import GIB
     from megarl.planning.question import Price
 
-    plan = summary.make_plan(program, question.world_size, question.vocab_size, question.reward_vocab_size)
+    plan = summary.make_plan(
+        program, question.world_size, question.vocab_size, question.reward_vocab_size, question.image_tokens
+    )
     price, texts, data = Price(program, plan.roles, plan.rank_sets), [plan_table.text(plan)], plan_table.data(plan)
     per_node = question.ranks_per_node or step_time.RANKS_PER_NODE
     for name, role in program.roles.items():

@@ -70,7 +70,7 @@ class Data:
     """column that says whether a response is desirable; default: desirable or label"""
     # Images.
     images_column: str | None = flag(None, programs=DATA)
-    """column of the images of each line, also inside another one (a.b); default: images or image"""
+    """column of the images of each line, also inside another one (a.b); default: images, image, or image_1 and on"""
     images_folder: str | None = flag(None, programs=DATA)
     """folder in which paths of images begin, and outside of which no image is read; default: that of each data file"""
     image_max_pixels: int | None = positive(None, programs=ALL)

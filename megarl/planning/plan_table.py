@@ -99,6 +99,18 @@ def _exchanges(plan: Plan) -> list[str]:
     return _columns(rows)
 
 
+def _images(plan: Plan) -> list[str]:
+    if plan.images is None:
+        return []
+    sizes = {name: bytes_of(value) for name, value in plan.images.items()}
+    return [
+        "",
+        f"Images of prompts, {plan.images['tokens']:,} tokens each, in the host's memory of a rank",
+        f"tower, on ranks that compute images: {sizes['tower']}; rows of a step, at most: {sizes['step']}; between "
+        f"steps, at most: {sizes['cache']}",
+    ]
+
+
 def text(plan: Plan) -> str:
     """The whole plan as text."""
     roles, step = list(plan.roles.values()), plan.step
@@ -109,7 +121,7 @@ def text(plan: Plan) -> str:
         "", "Layout (largest rank: parameters of the fullest stage's ranks)", *_layout(roles),
         "", "Memory of the fullest rank of each role, GiB (activations and logits are estimates)", *_memory(roles),
         "", "Memory of the fullest rank of each set of ranks, all its roles together", *_rank_sets(plan),
-        *_cache(roles),
+        *_cache(roles), *_images(plan),
         "", "Bytes that a rank sends in a step, at most (mean of the role's ranks)", *_traffic(roles),
         "", "Batch fields that move between roles in a step, at most", *_exchanges(plan),
     ]  # fmt: skip

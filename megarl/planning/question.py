@@ -32,6 +32,7 @@ class Question:
     ranks_per_node: int | None  # None: role maps name no nodes
     vocab_size: int = 0
     reward_vocab_size: int | None = None  # of a reward model with another tokenizer
+    image_tokens: int | None = None  # of the images of a prompt; None: prompts have none
 
     def program(self, more: tuple[str, ...] = ()) -> arguments.RunConfig:
         """The run with further flags, parsed and checked as the run itself does. UsageError for wrong ones."""

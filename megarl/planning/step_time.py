@@ -15,7 +15,7 @@ import torch
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.model.pipeline_layout import attention_layer_pattern, indexer_pattern, moe_layer_pattern
 from megarl.mcore.model.weight_table import Weight, padded_vocab_size
-from megarl.planning import reward_traffic, summary, traffic
+from megarl.planning import additions, summary, traffic
 from megarl.planning.parameters import SCALAR_HEAD, of_stages, stage_weights, used_experts
 from megarl.planning.question import Price
 
@@ -152,7 +152,7 @@ def _passes(program, plan: summary.RolePlan, step: traffic.StepSizes, cluster: C
     args, models = role.megatron, summary.models_of(role, program.settings)
     length = args.seq_length
     if role.is_judge:  # reads its prompts and judgements once; its decode steps are not counted
-        step = reward_traffic.judge_sizes(program.settings)
+        step = additions.judge_sizes(program.settings)
     forwards, backwards = traffic.passes(plan.name, args, step)
     scoring = forwards - backwards * (2 if args.recompute_granularity == "full" else 1)
     count = step.microbatches(sizes.data(len(plan.ranks)), role.max_tokens_per_microbatch)

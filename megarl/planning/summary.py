@@ -26,7 +26,7 @@ from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.model.pipeline_layout import layer_kinds, prediction_kind, stage_layers
 from megarl.mcore.model.weight_table import padded_vocab_size
 from megarl.mcore.parallel.process_groups import fake_world
-from megarl.planning import reward_traffic, traffic
+from megarl.planning import additions, traffic
 from megarl.planning.memory import GIB, Memory, average_bytes, stage_memory
 from megarl.planning.parameters import SCALAR_HEAD, ParameterTotals, parameter_totals
 
@@ -128,20 +128,26 @@ class Plan:
     exchanges: list[dict]
     weights_to_rollout: int
     weights_to_reference: int
+    images: dict[str, int] | None = None  # as of `additions.images_of`
 
 
-def make_plan(program, world_size: int, vocab_size: int, reward_vocab_size: int | None = None) -> Plan:
+def make_plan(
+    program, world_size: int, vocab_size: int, reward_vocab_size: int | None = None, image_tokens: int | None = None
+) -> Plan:
     """The plan of a parsed program. Creates its process groups in a fake world; uses no GPU.
 
-    `reward_vocab_size`: of a reward model with another tokenizer.
+    `reward_vocab_size`: of a reward model with another tokenizer; `image_tokens`: of the images of a prompt.
     """
+    additions.check_images(program, image_tokens)
     role_groups, s = create_role_groups(program.roles, world_size), program.settings
     has_judge = program.roles["reward"].is_judge
-    own_groups = reward_traffic.holds_own_groups(role_groups, s, has_judge)
+    own_groups = additions.holds_own_groups(role_groups, s, has_judge)
     roles = role_plans(program, vocab_size, reward_vocab_size)
-    exchanges = reward_traffic.early_responses(role_groups, s, has_judge, vocab_size)
+    exchanges = additions.early_responses(role_groups, s, has_judge, vocab_size)
     exchanges += traffic.exchanges(role_groups, s, program.teachers.state_bytes, own_groups)
     exchanges += traffic.routes(program.roles, role_groups, s)
+    images = None if image_tokens is None else additions.images_of(program, image_tokens)
+    exchanges += [] if images is None else additions.image_moves(program, role_groups, exchanges, images)
     return Plan(
         world_size,
         vocab_size,
@@ -152,6 +158,7 @@ def make_plan(program, world_size: int, vocab_size: int, reward_vocab_size: int 
         exchanges,
         traffic.weights_to_rollout(program.roles, vocab_size),
         traffic.weights_to_reference(program.roles, s, vocab_size),
+        images,
     )
 
 
@@ -233,7 +240,7 @@ def _role(role, settings, vocab_size: int, step: traffic.StepSizes, cache: Cache
     if kind in ("train", "value"):
         count = step.microbatches(sizes.data(ranks), role.max_tokens_per_microbatch)
     if kind == "judge":
-        step = reward_traffic.judge_sizes(settings)
+        step = additions.judge_sizes(settings)
     if kind == "reward model" or role.name == "teacher":  # which may read more tokens than the policy
         step = replace(step, prompt=max(args.seq_length - step.response, 0))
     if kind is not None:

@@ -137,7 +137,7 @@ def exchanges(role_groups: dict, settings, state: int = 0, own_groups: bool = Fa
     Roles with the same replicas hold the same sequences and need no copy. Sequences of the rollout move after
     generation, because the load is rebalanced, unless it has one replica or they are scored in the rollout's order.
 
-    `state`: as of `field_bytes`; `own_groups`: as of `reward_traffic.holds_own_groups`.
+    `state`: as of `field_bytes`; `own_groups`: as of `additions.holds_own_groups`.
     """
     result, served = [], {}
     for move in moves(settings, role_groups):

@@ -5,8 +5,10 @@ first; ranks that are sent the responses get their images with them (`megarl.tra
 """
 
 import contextlib
-import math
+import itertools
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,19 @@ from megarl.comm.role_mesh import RoleGroups, RoleMesh
 from megarl.comm.step_batch import ROLLOUT, StepBatch
 from megarl.data.conversations import Encoder
 from megarl.data.images.book import FOLDER, Images
-from megarl.data.images.names import image_ids, key_of
+from megarl.data.images.names import image_ids
 from megarl.errors import UsageError, warn_as_first
 from megarl.mcore import device
 from megarl.mcore.any_model.tower import Tower
-from megarl.mcore.vision.store import Image, ImageCounts, ImageStore, attach
+from megarl.mcore.vision.store import (
+    Image,
+    ImageCounts,
+    ImageStore,
+    attach,
+    images_from_bytes,
+    images_to_bytes,
+    keys_of,
+)
 from megarl.mcore.weights.hf.folder import HFFolder
 from megarl.plain_files import resolved
 from megarl.trainers.setup import images_of
@@ -42,14 +52,14 @@ class TowerSource:
         self._images, self._tower = images, tower
 
     def size(self, key: int) -> tuple[int, int, int]:
-        """As of `ImageSource`; decodes nothing."""
+        """Its rows in time, height and width, of the header alone."""
         ref = self._images.of_token(image_ids(key, 1)[0])
         if ref is None:
             raise RuntimeError(f"the image {key:#x} of a token stream is in none of the run's data")
         return self._tower.size(self._images.processor.grid(ref.width, ref.height))
 
     def compute(self, key: int) -> Image:
-        """As of `ImageSource`. UsageError: the image's file has changed, or is damaged."""
+        """Its rows. UsageError: the image's file has changed, or is damaged."""
         return self._tower.compute(self._images.pixels(key))
 
 
@@ -62,6 +72,7 @@ class RunImages:
         self._settings, self._images = config.settings, encoder.images
         self._scorers: dict[str, Images] = {}  # role -> the images as a processor of its own makes them
         self._stores: dict[tuple[str, str, torch.dtype], ImageStore] = {}  # by processor, tower and precision
+        self._sent = SentImages()
         _check(config)
         self._towers: dict[str, Tower] = {}  # by folder
         for role in config.with_models():
@@ -164,7 +175,8 @@ class RunImages:
             key = self._key(role)
             if key not in self._stores:
                 tower = self._tower(role)
-                self._stores[key] = tower.store(key[-1], TowerSource(self._images_of(role), tower))
+                source = TowerSource(self._images_of(role), tower)
+                self._stores[key] = tower.store(key[-1], source.size, source.compute)
             attach(chunk, self._stores[key])
 
     def dispatch(self, batch: StepBatch, roles: dict[str, RoleSettings]):
@@ -172,12 +184,19 @@ class RunImages:
         if self._settings.debug_train_only:  # no rank has generated: each computes what it reads
             return
         source = roles["actor"]
+        self._sent.begin_step(self._bytes_kept(batch.mesh, roles))
         for name in (name for name in (*READERS, *self._scorers) if name in batch.mesh.roles):
             if self._key(roles[name]) != self._key(source):
                 continue  # it has a tower of its own
             pending, store = batch.pending_sends(ROLLOUT, name), self._stores.get(self._key(source))
             with batch.exchange_phase(ROLLOUT, name) if store is not None else contextlib.nullcontext():
-                send_images(batch.mesh, store, batch[ROLLOUT], ROLLOUT, name, batch.dp_assignment, pending)
+                send_images(batch.mesh, store, batch[ROLLOUT], ROLLOUT, name, batch.dp_assignment, self._sent, pending)
+
+    def _bytes_kept(self, mesh: RoleMesh, roles: dict[str, RoleSettings]) -> float:
+        """What each replica keeps of what one of the rollout sends, so that all of it fits in `--image-cache-gb`."""
+        stores = {self._key(role) for role in roles.values() if role.has_model}
+        layouts = {mesh[name].replicas for name in (*READERS, *self._scorers) if name in mesh.roles}
+        return self._settings.image_cache_gb * GB / len(stores) / len(layouts) / len(mesh[ROLLOUT].replicas)
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint's manifest says: the tower, and what made the pixels. Reads the tower."""
@@ -216,7 +235,7 @@ class RunImages:
     def trim(self):
         """Forgets the images that do not fit in `--image-cache-gb`; called where no pass needs them."""
         for store in self._stores.values():
-            store.trim(self._settings.image_cache_gb * GB / len(self._stores))
+            store.trim(self._settings.image_cache_gb * GB / len(self._stores), self._sent.all_to_keep)
 
 
 def _is_scorer(role: RoleSettings, config: RunConfig) -> bool:
@@ -262,35 +281,41 @@ def folders_of(s: Settings) -> list[Path]:
 # image is computed once. The buffers travel as those of `exchange`: between leaders, then inside the replica.
 
 
-def keys_of(tokens: Tensor) -> list[int]:
-    """The keys of the images among tokens [T], in ascending order."""
-    return key_of(tokens[tokens < 0]).unique().tolist()
+# What a replica's ranks keep of the images that they were sent: key -> bytes, those used last at the end.
+Kept = OrderedDict[int, int]
 
 
-def images_to_bytes(store: ImageStore, keys: list[int]) -> Tensor:
-    """Images of a store as uint8: their count; of each its key and size, int64; their embeddings and features."""
-    images = [store[key] for key in keys]
-    header = [len(keys), *(number for key, image in zip(keys, images, strict=True) for number in (key, *image.size))]
-    parts = [torch.tensor(header, dtype=torch.int64), *(part for image in images for part in image[1:])]
-    return torch.cat([part.contiguous().flatten().view(torch.uint8) for part in parts])
+@dataclass
+class SentImages:
+    """What a rank knows of images at other ranks: of those that it has sent, and of its own."""
 
+    share: float = 0.0  # bytes that each replica keeps of what this rank sends
+    kept: dict[tuple[int, ...], Kept] = field(default_factory=dict)  # by the ranks of a replica
+    in_step: dict[tuple[int, ...], set[int]] = field(default_factory=dict)  # all that they have in this step
+    to_keep: dict[tuple, list[int]] = field(default_factory=dict)  # what this rank keeps, by sender and replica
 
-def images_from_bytes(store: ImageStore, buffer: Tensor) -> list[int]:
-    """Puts the images of a buffer of `images_to_bytes` into a store of a model with the same tower and precision;
-    returns their keys."""
-    (count,) = buffer[:8].clone().view(torch.int64).tolist()  # a copy: it may begin at any byte
-    at = 8 + 32 * count
-    header = buffer[8:at].clone().view(torch.int64).view(count, 4).tolist()
-    for key, *size in header:
-        rows = size[0] * size[1] * size[2]
-        parts = []
-        for shape in ((rows, store.hidden), (store.layers, rows, store.hidden)):
-            end = at + math.prod(shape) * store.dtype.itemsize
-            parts.append(buffer[at:end].clone().view(store.dtype).view(shape))
-            at = end
-        if key not in store:
-            store.put(key, Image((size[0], size[1], size[2]), parts[0], parts[1]))
-    return [key for key, *_ in header]
+    @property
+    def all_to_keep(self) -> set[int]:
+        """What this rank keeps."""
+        return set(itertools.chain.from_iterable(self.to_keep.values()))
+
+    def begin_step(self, share: float):
+        """Begins the sends of a step."""
+        self.share = share
+        self.in_step.clear()
+
+    def new_for(self, replica: tuple[int, ...], image_bytes: dict[int, int]) -> list[int]:
+        """Those of a step's images, key -> bytes, that a replica lacks; from now on it has all of them."""
+        kept, in_step = self.kept.setdefault(replica, Kept()), self.in_step.setdefault(replica, set())
+        found = [key for key in image_bytes if key not in kept and key not in in_step]
+        in_step.update(image_bytes)
+        for key, size in image_bytes.items():
+            kept[key] = size
+            kept.move_to_end(key)
+        held = sum(kept.values())
+        while held > self.share:
+            held -= kept.popitem(last=False)[1]
+        return found
 
 
 def send_images(
@@ -300,20 +325,23 @@ def send_images(
     source: str,
     destination: str,
     dp_assignment: dict[str, Tensor],
+    sent: SentImages,
     pending: exchange.PendingSends | None = None,
 ):
-    """Sends what the sequences of a batch that a role's replicas get have of images. A collective of both roles' ranks;
-    others return at once.
+    """Sends what the sequences of a batch that a role's replicas get have of images, and these lack. A collective of
+    both roles' ranks; others return at once.
 
     Args:
         store: of this rank's models in either role; None elsewhere.
         batch: this rank's in the source, ignored elsewhere.
+        sent: this rank's, of all steps.
         dp_assignment, pending: as of `exchange.send`.
     """
     sender, receiver = mesh[source], mesh[destination]
     if exchange.is_already_there(mesh, source, destination, dp_assignment):
         return
     arrived: list[Tensor] = []
+    ranks: list[int] = []
     if sender.is_leader or receiver.is_leader:
         group = mesh.leaders_group(source, destination, False)
         ranks = dist.get_process_group_ranks(group)
@@ -325,22 +353,31 @@ def send_images(
                 own = torch.cat(
                     [each for each, of in zip(of_sequences, dp_ranks.tolist(), strict=True) if of == dp_rank]
                 )
-                buffers[receiver.leaders[dp_rank]] = images_to_bytes(store, keys_of(own))
+                replica = receiver.replicas[dp_rank]
+                if replica == sender.replica:
+                    continue  # it has computed them
+                new = sent.new_for(replica, {key: store[key].bytes for key in keys_of(own)})
+                buffers[replica[0]] = images_to_bytes(store, new, list(sent.kept[replica]))
         own_pending = pending if sender.is_leader else None
         arrived = exchange.all_to_all([buffers[rank].to(device.device()) for rank in ranks], group, own_pending)
     if receiver.is_member:
-        received = [key for each in arrived if len(each) for key in images_from_bytes(store, each.cpu())]
-        _share_in_replica(store, received, receiver)
+        assert store is not None
+        received: set[int] = set()
+        for rank, each in zip(ranks, arrived, strict=False):  # nothing arrives where none is expected
+            if len(each):
+                keys, sent.to_keep[rank, receiver.replica] = images_from_bytes(store, each.cpu())
+                received.update(keys)
+        _share_in_replica(store, received, sent, receiver)
 
 
-def _share_in_replica(store: ImageStore, keys: list[int], role_groups: RoleGroups):
-    """Gives all ranks of a replica the images that its leader has got."""
+def _share_in_replica(store: ImageStore, keys: set[int], sent: SentImages, role_groups: RoleGroups):
+    """Gives all ranks of a replica the images that its leader has got, and what it keeps."""
     if len(role_groups.replica) == 1:
         return
-    buffer = images_to_bytes(store, sorted(set(keys))).to(device.device())
+    buffer = images_to_bytes(store, sorted(keys), sorted(sent.all_to_keep)).to(device.device())
     size = role_groups.broadcast_number(len(buffer))
     if not role_groups.is_leader:
         buffer = torch.empty(size, dtype=torch.uint8, device=device.device())
     role_groups.broadcast(buffer)
     if not role_groups.is_leader:
-        images_from_bytes(store, buffer.cpu())
+        _, sent.to_keep[role_groups.replica] = images_from_bytes(store, buffer.cpu())

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from megarl.planning import summary
 from tests.emulator.programs import needs_emulator
 from tests.helpers import programs
 from tests.helpers.evaluation import run_evaluate
@@ -23,6 +24,7 @@ from tests.helpers.folders.vision_programs import (
     transformers_model,
 )
 from tests.helpers.forked_programs import launch
+from tests.helpers.models.layouts import SP, TP2
 from tests.helpers.pages import documents
 from tests.helpers.programs import ROOT, metrics, program, samples, write_lines
 from tests.helpers.texts.picture_prompts import write_published
@@ -31,14 +33,61 @@ from tests.helpers.worlds import run_world
 from tools.gpu.programs import texts_of
 
 
-def test_a_picture_is_computed_once_and_sent_to_the_ranks_that_train(tmp_path):
-    flags = "--role-map actor=0;reference=0;reward=1;rollout=1 --train-iters 2"
-    actor, rollout = run_world(counted, 2, program("rl", argv(tmp_path / "run", flags), 2))
+def measured(rank: int, parsed) -> tuple[list[int], int, int, list[int]]:
+    """(keys that this rank's tower computed, the tower's bytes, those of all images it has read, and those of images
+    that it sent by step and role) of a run."""
+    from megarl.mcore.any_model.tower import Tower
+    from megarl.mcore.vision.store import ImageStore
+    from megarl.trainers import image_inputs
+
+    towers, read, sent, compute = [], {}, [], Tower.compute
+    put, to_bytes = ImageStore.put, image_inputs.images_to_bytes
+
+    def count(tower, pixels):
+        towers.append((pixels.key, tower))
+        return compute(tower, pixels)
+
+    def keep(store, key, image):
+        put(store, key, image)
+        read[key] = store[key].bytes
+
+    def send(store, keys, kept=()):
+        sent.append(sum(store[key].bytes for key in keys))
+        return to_bytes(store, keys, kept)
+
+    Tower.compute, ImageStore.put, image_inputs.images_to_bytes = count, keep, send
+    programs.in_world(rank, "rl", parsed)
+    weights = sum(each.nbytes for each in towers[0][1]._module.state_dict().values()) if towers else 0
+    return [key for key, _ in towers], weights, sum(read.values()), sent
+
+
+def test_a_picture_is_computed_once_and_sent_once_to_the_ranks_that_train(tmp_path):
+    """All as the planner says."""
+    roles = "--role-map actor=0;reference=0;reward=1;rollout=1"
+    flags = argv(tmp_path / "run", f"{roles} --train-iters 3 --kl-coefficient 0.05")
+    (actor, no_tower, had, none), (rollout, tower, held, sent) = run_world(measured, 2, program("rl", flags, 2))
     assert actor == [] and 2 <= len(rollout) == len(set(rollout)) <= 5
-    for row in metrics(tmp_path / "run").values():
+    rows = list(metrics(tmp_path / "run").values())
+    for row in rows:
         assert row["images/count"] > 0 and row["rollout/logprob_gap_max"] <= 1e-5
     samples = (tmp_path / "run" / "samples" / "step_00000001.jsonl").read_text()
     assert all("[image " in json.loads(line)["prompt"] for line in samples.splitlines())
+    plan = summary.make_plan(program("rl", flags, 2), 2, 512, image_tokens=6)
+    assert (plan.images["tower"], no_tower) == (tower, 0) and tower > 0
+    assert sent[0] == rows[0]["images/tokens"] * plan.images["row"] <= plan.images["step"] == 4 * 6 * plan.images["row"]
+    assert sent[1::2] == [0] * 3 and sum(sent) == held == had and none == []  # the reference has the actor's
+    moves = {move["destination"]: move["payload"] for move in plan.exchanges if move["fields"] == ["rows of images"]}
+    assert moves == {"actor": plan.images["step"], "reference": 0}
+
+
+@pytest.mark.parametrize("layout", [TP2, long(f"{TP2} {SP}")])
+def test_ranks_that_read_the_same_tokens_compute_a_picture_once(layout, tmp_path):
+    """On each of two ranks with one replica, in rollout and training."""
+    flags = f"{layout} --train-iters 2 --kl-coefficient 0.05"
+    found = run_world(counted, 2, program("rl", argv(tmp_path / "run", flags), 2))
+    computed = found[0] + found[1]
+    assert all(found) and 2 <= len(computed) == len(set(computed)) <= 5  # each by the rank that its key says
+    assert [row["rollout/logprob_gap_max"] <= 1e-5 for row in metrics(tmp_path / "run").values()] == [True] * 2
 
 
 def test_prompts_without_pictures_need_no_tower(tmp_path):

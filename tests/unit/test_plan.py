@@ -243,6 +243,9 @@ WRONG = {
     "layouts for no GPU": (["--world-size", "4", *SMALL, "--best-layouts"], "--best-layouts: needs --gpu"),
     "recomputation for no GPU": (["--world-size", "4", *SMALL, "--least-recompute"], "needs --gpu or --gpu-memory"),
     "layouts of 32 bits": (["--world-size", "4", *SMALL, "--gpu", "h100", "--best-layouts"], "needs --bf16 or --fp16"),
+    "images without a tower": (["--world-size", "4", *SMALL, "--image-tokens", "9"], "9: needs --hf-model, the folder"),
+    "images in a search": (["--world-size", "4", *SMALL, "--image-tokens", "9", "--gpu", "h100", "--best-layouts"],
+                           "--image-tokens: a search does not read it"),
     "empty vocabulary": (["--world-size", "4", *SMALL, "--vocab-size", "0"], "--vocab-size 0: allowed is"),
 }  # fmt: skip
 

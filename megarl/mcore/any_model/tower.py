@@ -18,7 +18,7 @@ from megarl.mcore import device
 from megarl.mcore.any_model import source
 from megarl.mcore.any_model.attention import Unsupported
 from megarl.mcore.any_model.module_map import Conversions
-from megarl.mcore.vision.store import Image, ImageSource, ImageStore, axes_of
+from megarl.mcore.vision.store import Compute, Image, ImageStore, SizeOf, axes_of
 from megarl.mcore.weights.hf.folder import FolderReader, HFFolder
 
 ATTENTION = "sdpa"  # eager attention keeps a square of the patches of an image
@@ -95,11 +95,12 @@ class Tower:
         merge = next((found for each in owners if (found := getattr(each, "spatial_merge_size", None))), 1)
         return grid[0], grid[1] // merge, grid[2] // merge
 
-    def store(self, dtype: torch.dtype, source: ImageSource | None = None) -> ImageStore:
-        """An empty store for a language model of the folder in a precision. UsageError for sections of other axes."""
+    def store(self, dtype: torch.dtype, size_of: SizeOf | None = None, compute: Compute | None = None) -> ImageStore:
+        """An empty store for a language model of the folder in a precision; others as of `ImageStore`. UsageError for
+        sections of other axes."""
         text = self.config.get_text_config()
         if self._axes is None:
-            return ImageStore(None, text.hidden_size, self.layers, dtype, source)
+            return ImageStore(None, text.hidden_size, self.layers, dtype, size_of, compute)
         default, is_interleaved = self._axes
         parameters = text.rope_parameters
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -109,7 +110,9 @@ class Tower:
             raise self.folder.error(
                 f"config.json: mrope_section {sections}: allowed are three numbers whose sum is {rotated // 2}"
             )
-        return ImageStore(axes_of(tuple(sections), is_interleaved), text.hidden_size, self.layers, dtype, source)
+        return ImageStore(
+            axes_of(tuple(sections), is_interleaved), text.hidden_size, self.layers, dtype, size_of, compute
+        )
 
     @functools.cached_property
     def digest(self) -> str:
@@ -141,15 +144,25 @@ class Tower:
         stacked = torch.stack(features) if features else embeddings.new_zeros(0, *embeddings.shape)
         return Image(size, embeddings.contiguous(), stacked)
 
-    @functools.cached_property
-    def _module(self) -> PreTrainedModel:
-        """The model without its language model. UsageError if a tensor is missing or has another shape."""
+    @property
+    def bytes(self) -> int:
+        """Bytes of its weights where they are loaded, in fp32."""
+        return sum(tensor.nbytes for tensor in self._empty().state_dict().values())
+
+    def _empty(self) -> PreTrainedModel:
+        """The model without its language model and without weights. UsageError: transformers cannot build it."""
         whole = source.of_config(self.config, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
         try:
             module = whole.module(torch.float32, ATTENTION)
         except Unsupported as error:
             raise self.folder.error(f"config.json: transformers cannot build it ({error})") from None
         module.model.language_model = module.lm_head = None
+        return module
+
+    @functools.cached_property
+    def _module(self) -> PreTrainedModel:
+        """The model without its language model. UsageError if a tensor is missing or has another shape."""
+        module = self._empty()
         weights, reader = self.folder.weights, FolderReader(self.folder)
         conversions = Conversions(module, {name: stored.shape for name, stored in weights.items()})
         conversions.check(self.folder)

@@ -140,7 +140,7 @@ class RolloutEngine:
             offset_sampling_seed_by_dp_rank=False,
         )
         self.model, self.layers, self.prediction = model, moe_layers_of(model), o.prediction
-        self.expert_group, self.stops = pg_collection.ep, o.stops
+        self.expert_group, self.tensor_group, self.stops = pg_collection.ep, pg_collection.tp, o.stops
         self.is_coupled = dist.get_world_size(pg_collection.ep) > 1  # replicas that share experts step together
         self.max_requests = config.max_requests  # in the engine at a time
         self.max_length, self.step_tokens = max_length, config.max_tokens

@@ -17,6 +17,7 @@ from megarl.mcore.inference.end_tokens import NO_TOKEN, EndTokens, ForcedTokens,
 from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
 from megarl.mcore.moe.router import recording_routes
 from megarl.mcore.parallel.process_groups import all_reduce_number
+from megarl.mcore.vision.store import share
 
 # What a replica wants of those that share experts with it, or all of them agreed to do: nothing, a wait for requests,
 # or a step; a step in which each decodes as many rows, which is `WAIT` plus their number; or another one.
@@ -74,6 +75,7 @@ class GenerationSession:
 
     def add(self, number: int, request: GenerationRequest):
         """Adds a request under a number of the caller's; the engine must have room for one more."""
+        share(self.owner.model, torch.tensor(request.prompt), self.owner.tensor_group)
         request_id = self._free_ids.popleft()
         self._numbers[request_id] = number
         self._prompt_lengths[request_id] = len(request.prompt)

@@ -27,6 +27,7 @@ from megarl.mcore.kernels.head_scores import head_scores, head_top_logprobs
 from megarl.mcore.model.gpt import ValueHead
 from megarl.mcore.moe.routes import Routing
 from megarl.mcore.parallel.context_parallel import gather_result
+from megarl.mcore.vision.store import share
 
 
 class TokenScores(NamedTuple):
@@ -83,6 +84,7 @@ def run_chunk(
         torch._assert_async(
             (tokens >= 0).all(), "a token stream has rows of images, and this model has no store of them"
         )
+    share(model, tokens, pg_collection.tp_cp)
     axes = None if model.images is None else model.images.packed_positions(tokens, lengths)
     tokens = tokens if packing.held is None else tokens.index_select(0, packing.held)
     padded = torch.cat([tokens, tokens.new_zeros(packing.padding)])

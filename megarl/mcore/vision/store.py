@@ -10,7 +10,8 @@ import itertools
 import math
 import time
 from collections import OrderedDict
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,14 +33,9 @@ class Image(NamedTuple):
         return self.embeddings.nbytes + self.features.nbytes
 
 
-class ImageSource(Protocol):
-    """Where a store gets an image from that it does not have."""
-
-    def size(self, key: int) -> tuple[int, int, int]:
-        """As `Image.size`."""
-
-    def compute(self, key: int) -> Image:
-        """The image, in any precision."""
+# What gives a store an image that it does not have, by its key: the size of its rows, and all of it in any precision.
+SizeOf = Callable[[int], tuple[int, int, int]]
+Compute = Callable[[int], Image]
 
 
 class ImageCounts(NamedTuple):
@@ -74,7 +70,13 @@ class ImageStore(OrderedDict[int, Image]):
     """Images by key, those used last at the end, and how a model reads them."""
 
     def __init__(
-        self, axes: Tensor | None, hidden: int, layers: int, dtype: torch.dtype, source: ImageSource | None = None
+        self,
+        axes: Tensor | None,
+        hidden: int,
+        layers: int,
+        dtype: torch.dtype,
+        size_of: SizeOf | None = None,
+        compute: Compute | None = None,
     ):
         """Begins empty.
 
@@ -84,18 +86,23 @@ class ImageStore(OrderedDict[int, Image]):
             hidden: H.
             layers: K, the first layers of the model.
             dtype: of the model.
-            source: of images that are not here; None: they are an error.
+            size_of, compute: images that are not here; None: they are an error.
         """
         super().__init__()
         self.axes, self.hidden, self.layers, self.dtype = axes, hidden, layers, dtype
-        self._source, self._seconds = source, 0.0
+        self._size_of, self._compute, self._seconds = size_of, compute, 0.0
         self._used: dict[int, bool] = {}  # since the last `take_counts`: key -> whether it was here
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of an image and of its features."""
+        return self.hidden * (1 + self.layers) * self.dtype.itemsize
+
     def __missing__(self, key: int) -> Image:
-        if self._source is None:
+        if self._compute is None:
             raise RuntimeError(f"the image {key:#x} of a token stream is not in the store of this rank")
         started = time.perf_counter()
-        self.put(key, self._source.compute(key))
+        self.put(key, self._compute(key))
         self._seconds += time.perf_counter() - started
         return self[key]
 
@@ -110,11 +117,41 @@ class ImageStore(OrderedDict[int, Image]):
         self.move_to_end(key)
         return image
 
-    def trim(self, size: float):
-        """Forgets the images that were not used for longest until the others have at most so many bytes."""
+    def trim(self, size: float, kept: Collection[int] = ()):
+        """Forgets the images that were not used for longest, but those to be kept, until the others have at most so
+        many bytes."""
         held = sum(image.bytes for image in self.values())
-        while held > size:
-            held -= self.popitem(last=False)[1].bytes
+        for key in [key for key in self if key not in kept]:
+            if held <= size:
+                return
+            held -= self.pop(key).bytes
+
+    def share(self, tokens: Tensor, group: dist.ProcessGroup):
+        """Has the images of tokens [T] on all ranks of a group, each computed by one of them. A collective of the group
+        if it has several ranks: all call it with the same tokens."""
+        keys, ranks = keys_of(tokens), dist.get_world_size(group)
+        if not keys or ranks == 1:
+            return
+        for key in keys:
+            self._used.setdefault(key, key in self)
+        is_here = torch.tensor([key in self for key in keys], dtype=torch.uint8, device=device.device())
+        table = is_here.new_empty(ranks * len(keys))
+        dist.all_gather_into_tensor(table, is_here, group=group)
+        for number, holders in enumerate(table.view(ranks, -1).T.tolist()):
+            if all(holders):
+                continue
+            key = keys[number]
+            source = holders.index(1) if any(holders) else key % ranks
+            buffer = self._buffer(key)
+            if dist.get_rank(group) == source:
+                buffer = images_to_bytes(self, [key]).to(buffer.device)
+            dist.broadcast(buffer, dist.get_global_rank(group, source), group=group)
+            images_from_bytes(self, buffer.cpu())
+
+    def _buffer(self, key: int) -> Tensor:
+        """Empty bytes for what `images_to_bytes` makes of one image."""
+        size = _HEADER + _HEADER_OF_IMAGE + math.prod(self._size(key)) * self.row_bytes
+        return torch.empty(size, dtype=torch.uint8, device=device.device())
 
     def take_counts(self) -> ImageCounts:
         """What was done since the last call."""
@@ -122,7 +159,7 @@ class ImageStore(OrderedDict[int, Image]):
         return ImageCounts({key: (math.prod(self._size(key)), was_here) for key, was_here in used.items()}, seconds)
 
     def _size(self, key: int) -> tuple[int, int, int]:
-        return self[key].size if key in self or self._source is None else self._source.size(key)
+        return self[key].size if key in self or self._size_of is None else self._size_of(key)
 
     def rows(self, tokens: Tensor) -> "ImageRows | None":
         """The rows of images among tokens [T]; None: there are none. Steps that become a CUDA graph decode: no token of
@@ -160,6 +197,48 @@ class ImageStore(OrderedDict[int, Image]):
             return None
         sequences = tokens.cpu().split(lengths.tolist())
         return torch.cat([self.positions(each) for each in sequences], 1).to(tokens.device)
+
+
+# -- images as bytes ---------------------------------------------------------------------------------------------------
+
+_HEADER, _HEADER_OF_IMAGE = 16, 32
+
+
+def keys_of(tokens: Tensor) -> list[int]:
+    """The keys of the images among tokens [T], in ascending order."""
+    return key_of(tokens[tokens < 0]).unique().tolist()
+
+
+def images_to_bytes(store: ImageStore, keys: Sequence[int], kept: Sequence[int] = ()) -> Tensor:
+    """Images of a store as uint8: two counts; of each its key and size; keys of images to be `kept`, all int64;
+    embeddings and features of each."""
+    images = [store[key] for key in keys]
+    header = [number for key, image in zip(keys, images, strict=True) for number in (key, *image.size)]
+    parts = [part for image in images for part in image[1:]]
+    parts.insert(0, torch.tensor([len(keys), len(kept), *header, *kept], dtype=torch.int64))
+    return torch.cat([part.contiguous().flatten().view(torch.uint8) for part in parts])
+
+
+def images_from_bytes(store: ImageStore, buffer: Tensor) -> tuple[list[int], list[int]]:
+    """Puts the images of a buffer of `images_to_bytes` into a store of a model with the same tower and precision;
+    returns their keys, and those to be kept."""
+    count, of_kept = buffer[:_HEADER].clone().view(torch.int64).tolist()  # a copy: it may begin at any byte
+    start, at = _HEADER + _HEADER_OF_IMAGE * count, _HEADER + _HEADER_OF_IMAGE * count + 8 * of_kept
+    header = buffer[_HEADER:start].clone().view(torch.int64).view(count, 4).tolist()
+    kept = buffer[start:at].clone().view(torch.int64).tolist()
+    for key, *size in header:
+        rows = size[0] * size[1] * size[2]
+        parts = []
+        for shape in ((rows, store.hidden), (store.layers, rows, store.hidden)):
+            end = at + math.prod(shape) * store.dtype.itemsize
+            parts.append(buffer[at:end].clone().view(store.dtype).view(shape))
+            at = end
+        if key not in store:
+            store.put(key, Image((size[0], size[1], size[2]), parts[0], parts[1]))
+    return [key for key, *_ in header], kept
+
+
+# -- how a model reads them --------------------------------------------------------------------------------------------
 
 
 class ImageRows(NamedTuple):
@@ -265,6 +344,15 @@ def attach(chunk, store: ImageStore):
     for layer in chunk.decoder.layers:
         if layer.layer_number <= store.layers:
             layer.register_forward_hook(_adder(chunk, layer.layer_number - 1), with_kwargs=True)
+
+
+def share(chunk, tokens: Tensor, group: dist.ProcessGroup):
+    """As `ImageStore.share`, for a model's chunk; nothing on pipeline stages that read no rows."""
+    store: ImageStore | None = chunk.images
+    if store is None:
+        return
+    if chunk.pre_process or any(layer.layer_number <= store.layers for layer in chunk.decoder.layers):
+        store.share(tokens, group)
 
 
 def _replacer(chunk):

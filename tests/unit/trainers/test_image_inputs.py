@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from megarl.batch import Batch
+from megarl.comm import exchange
 from megarl.comm.exchange import PendingSends
 from megarl.data.images.book import Images
 from megarl.data.images.names import image_ids
 from megarl.errors import UsageError
-from megarl.mcore.vision.store import Image, ImageStore
+from megarl.mcore.vision.store import Image, ImageStore, images_from_bytes, images_to_bytes
 from megarl.trainers import image_inputs
 from megarl.trainers.image_inputs import RunImages, folders_of
 from tests.helpers.models.batches import create_mesh
@@ -137,12 +138,12 @@ def is_same(store: ImageStore, key: int, dtype: torch.dtype = torch.float32) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_round_trip(dtype):
     keys = sorted(SIZES)
-    buffer = image_inputs.images_to_bytes(store_with(*keys, dtype=dtype), keys)
+    buffer = images_to_bytes(store_with(*keys, dtype=dtype), keys, [5])
     there = store_with(dtype=dtype)
     unaligned = torch.cat([torch.zeros(3, dtype=torch.uint8), buffer])[3:]
-    assert image_inputs.images_from_bytes(there, unaligned) == keys
+    assert images_from_bytes(there, unaligned) == (keys, [5])
     assert all(is_same(there, key, dtype) for key in keys) and len(there) == 3
-    assert image_inputs.images_from_bytes(there, image_inputs.images_to_bytes(there, [])) == []
+    assert images_from_bytes(there, images_to_bytes(there, [])) == ([], [])
 
 
 def batch_of(numbers: list[int], rows: list[list[int]]) -> Batch:
@@ -153,8 +154,20 @@ def batch_of(numbers: list[int], rows: list[list[int]]) -> Batch:
     )
 
 
+def counted(sizes: list[list]):
+    """Appends the bytes that this rank sends to another one."""
+    all_to_all = exchange.all_to_all
+
+    def count(buffers, group, pending):
+        sizes[-1] += [len(each) for each in buffers if len(each)]
+        return all_to_all(buffers, group, pending)
+
+    exchange.all_to_all = count
+
+
 def there(rank: int, flags: str):
-    """(dp rank in the critic, keys that arrived, whether all have the same bits) of each rank of the critic."""
+    """(dp rank in the critic, of each step the bytes that were sent or the keys that were kept, whether these have the
+    same bits) of each rank."""
     mesh = create_mesh(flags)
     rows = [[1, *image_ids(5, 6), 2], [3], [*image_ids(6, 8), *image_ids(5, 6)], [*image_ids(5, 6), 7]]
     actor, critic = mesh["actor"], mesh["critic"]
@@ -169,18 +182,51 @@ def there(rank: int, flags: str):
         store = store_with()
     is_apart = set(actor.ranks).isdisjoint(critic.ranks)
     pending = PendingSends() if is_apart else None
-    image_inputs.send_images(mesh, store, batch, "actor", "critic", dp_assignment, pending)
-    if pending is not None:
-        pending.wait()
-    if not critic.is_member or not is_apart:
-        return None
-    return critic.dp_rank, sorted(store), all(is_same(store, key) for key in store)
+    sent, sizes = image_inputs.SentImages(), []
+    counted(sizes)
+    for share in (0, 400, 10**6, 10**6):  # bytes; none, one of the images and both fit
+        sent.begin_step(share)
+        sizes.append([])
+        for _ in range(2):  # roles
+            image_inputs.send_images(mesh, store, batch, "actor", "critic", dp_assignment, sent, pending)
+            if pending is not None:
+                pending.wait()
+        if critic.is_member and is_apart:
+            store.trim(0, sent.all_to_keep)
+            sizes[-1].append(sorted(store))
+    return critic.dp_rank, sizes, all(is_same(store, key) for key in store or ())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_images_go_with_their_sequences(layout):
-    flags, size = LAYOUTS[layout]
-    found = [each for each in run_world(there, size, flags) if each is not None]
-    expected = {"two replicas to one of two ranks": [(0, [5, 6], True)] * 2,
-                "one to two, on a rank of its own": [(0, [5], True), (1, [5, 6], True)], "same ranks": []}  # fmt: skip
-    assert found == expected[layout]
+# A message without images; the bytes of the images 5 and 6, of 6 and 8 rows of 4 numbers and twice as many features.
+EMPTY, FIVE, SIX = 16, 32 + 3 * 6 * 16, 32 + 3 * 8 * 16
+KEPT = 8  # a key
+
+
+def test_images_go_with_their_sequences_once():
+    """Both roles of a step get an image once, and so does a later step whose replicas still have it."""
+    flags, size = LAYOUTS["one to two, on a rank of its own"]
+    (_, sizes, _), (first, kept, is_same_there), (second, kept_of_second, is_same_too) = run_world(there, size, flags)
+    both = FIVE + SIX
+    assert sizes == [
+        [EMPTY + FIVE, EMPTY + both, EMPTY, EMPTY],  # in the order of the replicas, for each role
+        [EMPTY + FIVE + KEPT, EMPTY + both + KEPT, EMPTY + KEPT, EMPTY + KEPT],
+        [EMPTY + KEPT, EMPTY + FIVE + 2 * KEPT, EMPTY + KEPT, EMPTY + 2 * KEPT],
+        [EMPTY + KEPT, EMPTY + 2 * KEPT, EMPTY + KEPT, EMPTY + 2 * KEPT],
+    ]
+    assert (first, second) == (0, 1) and is_same_there and is_same_too
+    assert kept == [[[]], [[5]], [[5]], [[5]]] and kept_of_second == [[[]], [[6]], [[5, 6]], [[5, 6]]]
+
+
+def test_all_ranks_of_a_replica_get_the_images():
+    flags, size = LAYOUTS["two replicas to one of two ranks"]
+    *_, third, fourth = run_world(there, size, flags)
+    assert third[1][-1] == fourth[1][-1] == [[5, 6]] and third[0] == fourth[0] == 0 and third[2] and fourth[2]
+
+
+def test_images_of_sequences_that_stay_are_not_sent():
+    """Of the four, which two ranks share in turns, the second one's go to the other rank."""
+    (_, first, _), (_, second, _) = run_world(there, 2, LAYOUTS["same ranks"][0])
+    whole = EMPTY + FIVE + SIX
+    assert first[:2] == [[whole, EMPTY], [whole + KEPT, EMPTY + KEPT]]
+    assert first[2:] == [[EMPTY + FIVE + 2 * KEPT, EMPTY + 2 * KEPT], [EMPTY + 2 * KEPT] * 2]
+    assert second == [[EMPTY, EMPTY]] * 4  # no image

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megarl.data.images.names import image_ids
 from megarl.mcore.any_model.tower import FAMILIES
@@ -114,7 +115,7 @@ class Source:
 
 def test_an_image_is_computed_once_and_again_when_it_was_forgotten():
     source = Source()
-    store = ImageStore(axes_of((2, 3, 3), False), 4, 2, torch.float32, source)
+    store = ImageStore(axes_of((2, 3, 3), False), 4, 2, torch.float32, source.size, source.compute)
     store.positions(torch.tensor([*rows_of(7), 5, *rows_of(11)]))
     assert source.computed == []  # positions need sizes alone
     tokens = torch.tensor([*rows_of(7), *rows_of(9), *rows_of(7)])
@@ -127,7 +128,31 @@ def test_an_image_is_computed_once_and_again_when_it_was_forgotten():
     store.use(7)
     store.trim(store[7].bytes)  # the one that was used last stays
     assert list(store) == [7]
+    store.trim(0, {7})
+    assert list(store) == [7]
     store.trim(0)
     assert not store
     store.rows(torch.tensor(rows_of(9))).embeddings()
     assert source.computed == [7, 9, 9]
+
+
+def shared(rank: int) -> tuple[list[int], dict, bool]:
+    """(keys that this rank has computed, what was read, whether all is as computed) of a store of three ranks."""
+    source = Source()
+    store = ImageStore(axes_of((2, 3, 3), False), 4, 2, torch.bfloat16, source.size, source.compute)
+    if rank == 1:
+        store.use(7)  # for another role
+        store.take_counts()
+    tokens = torch.tensor([*rows_of(7), 5, *rows_of(9), *rows_of(11)])
+    for _ in range(2):
+        store.share(tokens, dist.group.WORLD)
+    store.share(torch.tensor([5]), dist.group.WORLD)
+    expected = all(torch.equal(store[key].embeddings, Source().compute(key).embeddings.bfloat16()) for key in SIZES)
+    return source.computed, store.take_counts().read, expected
+
+
+def test_one_rank_computes_an_image_for_those_that_read_the_same_tokens():
+    found = run_world(shared, 3)
+    assert [computed for computed, *_ in found] == [[9], [7], [11]]
+    assert found[0][1] == {7: (4, False), 9: (12, False), 11: (24, False)} and found[1][1][7] == (4, True)
+    assert all(expected for *_, expected in found)
