@@ -76,6 +76,9 @@ def step(trainable_model, role_groups, count: int, value_head: bool = False, spo
     trainable_model.router_state.begin_step()
     trainable_model.router_state.attach(batch, parts)
     losses, applied, norm = trainable_model.update(parts, forward, loss)
+    counts = torch.stack([(batch.lengths - 1).sum(), (batch.lengths > 1).sum()]).double()  # without last tokens
+    counts = role_groups.dp_all_reduce(counts)
+    assert all(torch.equal(torch.stack(part.routing.totals), counts) for part, _ in parts)
     return float(role_groups.dp_all_reduce(torch.stack(losses).sum())), applied, norm
 
 
