@@ -319,4 +319,4 @@ def agree(store: Store, environment: dict[str, str], own: tuple[int, bool], sign
         first = [node, *own] if own[0] else [0, 1, False]  # the first node is gone
     if first[0] != node:
         print(f"megarl: the ranks of node {first[0]} ended with status {first[1]}", file=sys.stderr, flush=True)
-    return first[1], first[2]
+    return int(first[1]), bool(first[2])

@@ -82,9 +82,9 @@ def graded_reward(sample) -> float:
 
 
 def late_graded_reward(sample) -> float:
-    """As `graded_reward`, in the third step of six prompts with two samples."""
+    """As `graded_reward`, in the third step of twelve responses, with evaluations of four."""
     _scored.append(sample)
-    if attempt() == 0 and len(_scored) == 29:
+    if attempt() == 0 and len(_scored) == 41:
         os.kill(os.getpid(), signal.SIGKILL)
     return programs.graded_reward(sample)
 

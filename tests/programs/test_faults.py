@@ -333,7 +333,7 @@ AFTER_A_KILL = {  # what happens before the second start, nodes, what it says
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", by_default(AFTER_A_KILL, ["a lost node", "a damaged copy"]))
+@pytest.mark.parametrize("case", by_default(AFTER_A_KILL, ["a lost node"]))
 def test_a_killed_run_goes_on_from_host_memory(case, request, tmp_path, memory, capfd):
     """The disk has the first step, as the best so far. Long: pytest -m long tests/programs/test_faults.py"""
     happens, nodes, said = AFTER_A_KILL[case]

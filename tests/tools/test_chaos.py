@@ -55,10 +55,14 @@ CARRIED = (
     " --max-response-length 48 --max-tokens-per-microbatch 200 --over-sampling 2 --partial-rollouts --generation-lag 1"
 ).split()
 
+IN_MEMORY = ["--save-memory", "--save-interval", "20"]
+
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "flags", [[], [*AHEAD, "--generation-lag", "2"], [*AHEAD, *CARRIED]], ids=["in step", "ahead", "carried episodes"]
+    "flags",
+    [[], [*AHEAD, "--generation-lag", "2"], [*AHEAD, *CARRIED], IN_MEMORY],
+    ids=["in step", "ahead", "carried episodes", "in memory"],
 )
 def test_fifty_kills_change_nothing(flags, tmp_path, capfd):
     """pytest -m nightly tests/tools/test_chaos.py"""

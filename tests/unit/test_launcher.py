@@ -21,6 +21,7 @@ from megarl.child_process import STOP_SIGNALS
 from megarl.cluster import rendezvous
 from megarl.errors import CHECKS_FIRST, UsageError
 from tests.helpers.programs import environment
+from tests.helpers.tiers import long
 from tests.helpers.waiting import SAFETY_SECONDS
 from tests.helpers.worlds import wait_until, wait_until_gone
 
@@ -219,7 +220,7 @@ def meet_and_note(folder, end) -> int:
     return end()
 
 
-@pytest.mark.parametrize("numbered", [True, False])
+@pytest.mark.parametrize("numbered", [True, long(False)])
 def test_launchers_of_two_nodes_fork_their_ranks_again(numbered, tmp_path):
     """A rank of one fails in the first start; the second start has the same warm parents."""
     port = free_port()
@@ -240,7 +241,9 @@ def test_launchers_of_two_nodes_fork_their_ranks_again(numbered, tmp_path):
         assert {pid for of_one in parents for pid in of_one} == {process.pid for process in started}
 
 
-@pytest.mark.parametrize(("status", "restarts", "expected"), [(2, 3, 2), (launcher.STOPPED, 3, 3), (7, 0, 7)])
+@pytest.mark.parametrize(("status", "restarts", "expected"), [
+    (2, 3, 2), long((launcher.STOPPED, 3, 3)), long((7, 0, 7)),
+])  # fmt: skip
 def test_what_ends_one_node_for_good_ends_the_others(status, restarts, expected, tmp_path):
     def end() -> int:
         if rank() == 2:
@@ -254,6 +257,7 @@ def test_what_ends_one_node_for_good_ends_the_others(status, restarts, expected,
     assert {path.name for path in tmp_path.iterdir()} == {f"0-{number}" for number in range(4)}
 
 
+@pytest.mark.long
 def test_a_lost_node_is_replaced_by_a_new_launcher(tmp_path, monkeypatch):
     """The launcher of the second node is killed; the first one waits for another with its number."""
     monkeypatch.setattr(rendezvous, "GRACE", 0.1)
