@@ -47,22 +47,22 @@ def run_of(tmp_path, are_shown: bool, scores: bool, reason: str | None) -> tuple
     """(what `RunImages.of` gives, the images) of a run with an environment, whose models cannot read images if there is
     a reason."""
 
-    def made(config, encoder):
+    def begin(images, config, encoder):
         if reason is not None:
             raise UsageError(reason)
-        return "images of the run"
 
     given = config(environment="e", save=str(tmp_path / "run"), reward="judge", load=None, load_rollouts=None)
     given.roles = {"reward": SimpleNamespace(has_model=scores)}
     images = Images("a folder without a processor")
     images.are_shown = are_shown
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(RunImages, "__new__", lambda cls, *args: made(*args))
+        patched.setattr(RunImages, "__init__", begin)
         return RunImages.of(given, SimpleNamespace(images=images), folders_of(given.settings)), images
 
 
 def test_what_environments_may_show_is_refused_where_it_cannot_be_read(tmp_path):
-    assert run_of(tmp_path, False, False, None)[0] == run_of(tmp_path, True, False, None)[0] == "images of the run"
+    for are_shown in (False, True):
+        assert isinstance(run_of(tmp_path, are_shown, False, None)[0], RunImages)
     found, images = run_of(tmp_path, False, False, "another family")  # and texts are
     with pytest.raises(UsageError, match="has images; another family"):
         images.keep(b"")
