@@ -18,7 +18,7 @@ UNIT = 2.0**43  # a weight of 1 as an integer: sums over fewer than 2^20 tokens 
 CHUNK = 2**24  # most elements of weights that become integers at a time: 128 MiB for each of a few buffers
 BLOCK = 256  # vocabulary tokens per block of the two-level search
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-_MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 
 def splitmix64(state: Tensor) -> Tensor:
     """SplitMix64's output for a state that already includes γ: int64 bit patterns of unsigned numbers."""
-    z = (state ^ _shift_right(state, 30)) * signed(_MULTIPLIERS[0])
-    z = (z ^ _shift_right(z, 27)) * signed(_MULTIPLIERS[1])
+    z = (state ^ _shift_right(state, 30)) * signed(MULTIPLIERS[0])
+    z = (z ^ _shift_right(z, 27)) * signed(MULTIPLIERS[1])
     return z ^ _shift_right(z, 31)
 
 

@@ -53,28 +53,34 @@ def _on_host(value):
 
 def _install_references():
     from megarl.mcore.kernels.cuda import (  # noqa: F401
+        exact_rows,
         head_rows,
         mlp_rows,
         recurrent_rows,
         rotate_heads,
         segment_attention,
-        sum_norm,
     )
     from tests.helpers.models import reference_kernels
 
     for name in (
         "paged_decode",
         "sample_rows",
+        "uniform_rows",
         "rotate_heads",
         "split_heads",
         "join_heads",
         "expert_pairs",
+        "route",
+        "route_backward",
         "sum_norm",
         "sum_pairs",
+        "swiglu_gated",
+        "swiglu_gated_backward",
     ):
         _library.impl(name, _computing(name, getattr(reference_kernels, name)), "CUDA")
     for name in (
         "rotate_and_store",
+        "begin_rows",
         "head_sums",
         "head_gradient",
         "convolve_rows",

@@ -24,6 +24,7 @@ SKIPPED = {
     "megarl::rotate_heads",
     "megarl::split_heads",
     "megarl::sample_rows",
+    "megarl::uniform_rows",
     "megarl::row_logprobs",
 }  # of the rollout or training alone
 

@@ -36,7 +36,7 @@ class PackedAttention(MegatronModule):
         """query [T, H, D], key, value [T, G, D] of this rank -> [T, H·D]; `packed_seq_params` is a `PackedLayout`."""
         rotation = self._rotation(packed_seq_params)
         if rotation is not None:
-            query, key = rotated_heads(query, key, *rotation)
+            query, key = rotated_heads(query, key, rotation.cosines, rotation.sines)
         return self._attend_gathered(query, key, value, packed_seq_params)
 
     def of_groups(self, heads: Tensor, layout) -> Tensor:

@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megarl.algorithms.token_sampling import uniforms
 from megarl.mcore import device
 from megarl.mcore.attention.cache_attention import bucket_of
 from megarl.mcore.moe.layer import max_equal_rows
@@ -44,9 +43,9 @@ class StepOutputs(NamedTuple):
 class DeviceStep:
     """Inputs of the steps of one bucket, in device memory that stays where it is."""
 
-    def __init__(self, rows: int, blocks: int, spare_block: int, hidden: Tensor | None = None):
-        """`blocks`: P, of the longest request; `spare_block`: of the cache, for rows of padding; `hidden`: memory for
-        the hidden states of the pipeline stage before this one."""
+    def __init__(self, rows: int, blocks: int, spare_block: int, groups: int, hidden: Tensor | None = None):
+        """`blocks`: P, of the longest request; `spare_block`: of the cache, for rows of padding; `groups`: G of keys
+        and values; `hidden`: memory for the hidden states of the pipeline stage before this one."""
         self.rows, self._spare_block, self.hidden = rows, spare_block, hidden
         self._staged = torch.zeros(rows * (_NUMBERS + blocks), dtype=torch.int32)
         if device.has_cuda():
@@ -57,6 +56,11 @@ class DeviceStep:
         # Views of what was sent.
         fields = self._fields(self._sent)
         self.keys, self.temperatures, self.greedy, self._tokens, self._positions, self.states, self.blocks = fields
+        # What `begin` makes of them, [B]: tokens to read and their positions (0 in padding), the keys that each sees (0
+        # in padding), and rows of the flattened cache for its key and value.
+        self.tokens, self.positions, self.slots = torch.zeros(3, rows, dtype=torch.int64, device=device.device())
+        self.lengths = torch.zeros(rows, dtype=torch.int32, device=device.device())
+        self.arrived = torch.zeros(rows * groups, dtype=torch.int32, device=device.device())  # see `paged_decode`
 
     def _fields(self, memory: Tensor) -> tuple[Tensor, ...]:
         """(keys [B] int64, temperatures [B] fp32, greedy [B], tokens [B], positions [B] (−1: padding), recurrent states
@@ -79,26 +83,12 @@ class DeviceStep:
         self._tokens.copy_(drawn)
         self._positions.add_(self._positions >= 0)
 
-    @property
-    def tokens(self) -> Tensor:
-        """[B] int64 tokens to read."""
-        return self._tokens.long()
+    def begin(self, size: int):
+        """Makes of what was sent what the layers read, with cache blocks of `size` tokens."""
+        from megarl.mcore.kernels.cuda.rotate_heads import begin_rows  # needs Triton
 
-    @property
-    def positions(self) -> Tensor:
-        """[B] int64 positions of these tokens; 0 in padding."""
-        return self._positions.long().clamp(min=0)
-
-    @property
-    def lengths(self) -> Tensor:
-        """[B] int32 keys that each token sees; 0 in padding."""
-        return self._positions + 1
-
-    def slot_mapping(self, size: int) -> Tensor:
-        """[B] int64 rows of the flattened cache, of blocks of `size` tokens, for the new keys and values."""
-        positions = self.positions
-        block = self.blocks.gather(1, (positions // size).unsqueeze(1)).squeeze(1).long()
-        return block * size + positions % size
+        sent = self._tokens, self._positions, self.blocks
+        begin_rows(self.tokens, self.positions, self.lengths, self.slots, sent[0], sent[1], sent[2], size)
 
 
 class DeviceDecode:
@@ -206,17 +196,19 @@ class DeviceDecode:
         c = self.context
         if rows not in self._steps:
             blocks, spare = c.request_to_kv_block_ids.shape[1], c.kv_block_allocator.dummy_block_idx
-            self._steps[rows] = DeviceStep(rows, blocks, spare, self.stages.input_memory(rows))
+            groups = c.layer_caches()[0].shape[2]
+            self._steps[rows] = DeviceStep(rows, blocks, spare, groups, self.stages.input_memory(rows))
         return self._steps[rows]
 
     def _compute(self, step: DeviceStep) -> StepOutputs:
         """One forward pass and a sampled token of each row, of the last stage; neither waits for the device."""
+        step.begin(self.context.block_size_tokens)
         tokens, positions = step.tokens.unsqueeze(0), step.positions.unsqueeze(0)
         logits = self.engine.forward({"tokens": tokens, "position_ids": positions, "attention_mask": None})
         if not self.stages.is_last:
             return StepOutputs(logits, self.context.recorded_routes(), self.context.hidden)
-        numbers = uniforms(step.keys, step.positions + 1)
         sampling = self.engine.controller.sampling
+        numbers = sampling.numbers_on_device(step.keys, step.positions + 1)
         drawn, logprobs = sampling.sample_on_device(logits.squeeze(0), numbers, step.temperatures, step.greedy)
         samples = torch.stack([drawn.double(), logprobs.double()])
         return StepOutputs(samples, self.context.recorded_routes(), self.context.hidden)

@@ -96,6 +96,13 @@ class KeyedSampling(Sampling):
 
         return sample_rows(self._softcapped(logits), numbers, temperatures, greedy, self.vocab_size)
 
+    @staticmethod
+    def numbers_on_device(keys: Tensor, positions: Tensor) -> Tensor:
+        """As `uniforms`, on their device, a CUDA device."""
+        from megarl.mcore.kernels.cuda.head_rows import uniform_rows  # needs Triton
+
+        return uniform_rows(keys.contiguous(), positions)
+
     def _softcapped(self, logits: Tensor) -> Tensor:
         if self.softcap is None:
             return logits

@@ -272,6 +272,31 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, product: Produ
     return _linear(x, weight, bias, None, False, False, product)
 
 
+def _wide_linear_gradient(ctx, grad):
+    x, weight = ctx.saved_tensors
+    grad_x, wide, grad_weight = (grad @ weight.float()).to(x.dtype), x.float(), None
+    if ctx.needs_input_grad[1] and adds_to_main_grad(weight):
+        weight.main_grad.addmm_(grad.t(), wide)
+        grad_weight = stand_in(weight)
+    elif ctx.needs_input_grad[1]:
+        grad_weight = (grad.t() @ wide).to(weight.dtype)
+    return grad_x, grad_weight
+
+
+@with_gradient(_wide_linear_gradient)
+def _wide_linear(ctx, x, weight):
+    ctx.save_for_backward(x, weight)
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor | None:
+    """Rows […, K] and weight [N, K] in 16 bits on CUDA -> […, N] fp32 without copies in fp32 of either; their gradients
+    are products in fp32. None where torch has no such product."""
+    if not _has_wide_product(x) or x.dtype != weight.dtype:
+        return None
+    return _wide_linear(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+
+
 def at_least_rows(product, x: Tensor, *args, least: int = MIN_ROWS) -> Tensor:
     """`product(x, *args)` of [n, …, K] with at least so many rows: the last one is repeated."""
     rows = torch.cat([x, x[-1:].expand(least - len(x), *x.shape[1:])]) if 0 < len(x) < least else x

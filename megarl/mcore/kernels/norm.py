@@ -58,7 +58,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, H] -> […, H], equal to the last bit with and without gradients."""
-        norm, normed = vars(x).pop("normed", (None, x))  # see `add_normed`
+        norm, normed = vars(x).get("normed", (None, x))  # see `add_normed`
         if norm is self and normed.requires_grad == x.requires_grad:  # else made by a layer that is computed again
             return normed
         weight = self.weight
@@ -70,23 +70,29 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def _sum_norm_gradient(ctx, grad_total, grad):
-    from megarl.mcore.kernels.cuda.sum_norm import sum_norm_backward  # needs Triton
+    """A norm that nobody has read gives its weight no gradient: another path gives all of it, and may add it
+    elsewhere."""
+    from megarl.mcore.kernels.cuda.exact_rows import sum_norm_backward  # needs Triton
 
+    if grad is None:
+        return grad_total, grad_total, None, None
     total, weight, scales = ctx.saved_tensors
+    grad_total = torch.zeros_like(total) if grad_total is None else grad_total.contiguous()
     adds = ctx.needs_input_grad[2] and adds_to_main_grad(weight)
     grad_weight = weight.main_grad if adds else torch.zeros_like(weight, dtype=torch.float32)
     grad_x = torch.empty_like(total)
-    sum_norm_backward(grad_x, grad_weight, grad_total.contiguous(), grad.contiguous(), total, weight, scales)
+    sum_norm_backward(grad_x, grad_weight, grad_total, grad.contiguous(), total, weight, scales)
     return grad_x, grad_x, stand_in(weight) if adds else grad_weight.to(weight.dtype), None
 
 
 @with_gradient(_sum_norm_gradient)
 def _sum_norm(ctx, x, added, weight, eps):
     """(x + added, its norm), both […, H]."""
-    from megarl.mcore.kernels.cuda.sum_norm import sum_norm  # needs Triton
+    from megarl.mcore.kernels.cuda.exact_rows import sum_norm  # needs Triton
 
     total, normed, scales = sum_norm(x, added, weight, eps)
     ctx.save_for_backward(total, weight, scales)
+    ctx.set_materialize_grads(False)
     return total, normed
 
 
@@ -106,7 +112,7 @@ def add_normed(residual: Tensor, output: Tensor, norm) -> Tensor:
 def _has_sum_kernel(residual: Tensor, output: Tensor, norm: RMSNorm) -> bool:
     if not residual.is_cuda or residual.dtype not in HALF or norm.group is not None:
         return False
-    from megarl.mcore.kernels.cuda.sum_norm import MAX_COLUMNS  # needs Triton
+    from megarl.mcore.kernels.cuda.exact_rows import MAX_COLUMNS  # needs Triton
 
     is_plain = residual.dtype == output.dtype == norm.weight.dtype
     is_plain = is_plain and not isinstance(norm.weight, DTensor)  # a shard that its own layer gathers

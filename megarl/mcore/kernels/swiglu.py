@@ -204,16 +204,44 @@ def stack_(weights: Sequence[torch.nn.Parameter]):
         weight.data = part
 
 
-def stacked_swiglu(x: Tensor, gates: Tensor, ends: Tensor, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
+def stacked_swiglu(
+    x: Tensor,
+    gates: Tensor,
+    ends: Tensor,
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    places: Tensor | None = None,
+) -> Tensor:
     """As `grouped_swiglu`, with the end [E] int32 of each expert's rows on the device; reads nothing on the host.
 
-    Without gradients there may be more rows than the last expert's; what is returned for them is not defined.
+    Without gradients there may be more rows than the last expert's; what is returned for them is not defined. `places`
+    [P] int64: where among any number of `gates` those of the rows are, each at a place of its own.
     """
     if torch.is_grad_enabled():
         weights = [*first, *second]
-        return _stacked_swiglu(x, gates, ends, *weights)
-    gated = swiglu(_grouped_product(_packed(x), first, ends)).mul_(gates.unsqueeze(1))
-    return _grouped_product(gated, second, ends)
+        return _stacked_swiglu(x, gates, ends, places, *weights)
+    return _grouped_product(_gated(_grouped_product(_packed(x), first, ends), gates, places), second, ends)
+
+
+def _gated(both: Tensor, gates: Tensor, places: Tensor | None) -> Tensor:
+    """[n, 2F] and gates -> [n, F] = swiglu(both) · the rows' gates."""
+    if both.is_cuda:
+        from megarl.mcore.kernels.cuda.mlp_rows import swiglu_gated  # needs Triton
+
+        return swiglu_gated(both, gates, places)
+    return swiglu(both).mul_((gates if places is None else gates[places]).unsqueeze(1))
+
+
+def _gated_gradients(grad: Tensor, both: Tensor, gates: Tensor, places: Tensor | None) -> Sequence[Tensor]:
+    """As `activation_gradients`, with the gates of `_gated`."""
+    if both.is_cuda:
+        from megarl.mcore.kernels.cuda.mlp_rows import swiglu_gated_backward  # needs Triton
+
+        return swiglu_gated_backward(grad, both, gates, places)
+    own = gates if places is None else gates[places]
+    grad_both, grad_own, gated = activation_gradients(grad, both, own.unsqueeze(1))
+    grad_gates = grad_own if places is None else torch.zeros_like(gates).index_copy_(0, places, grad_own)
+    return grad_both, grad_gates, gated
 
 
 def _packed(rows: Tensor) -> Tensor:
@@ -247,20 +275,20 @@ def _weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor, weights: Sequenc
 
 
 def _stacked_swiglu_gradient(ctx, grad):
-    x, gates, ends, both, *weights = ctx.saved_tensors
+    x, gates, ends, places, both, *weights = ctx.saved_tensors
     experts, grad = len(ends), _packed(grad)
     first, second = weights[:experts], weights[experts:]
-    grad_both, grad_gates, gated = activation_gradients(_input_gradient(grad, second, ends), both, gates.unsqueeze(1))
-    is_needed, none = (ctx.needs_input_grad[3], ctx.needs_input_grad[-1]), (None,) * experts
+    grad_both, grad_gates, gated = _gated_gradients(_input_gradient(grad, second, ends), both, gates, places)
+    is_needed, none = (ctx.needs_input_grad[4], ctx.needs_input_grad[-1]), (None,) * experts
     grad_first = _weight_gradients(grad_both, x, ends, first) if is_needed[0] else none
     grad_second = _weight_gradients(grad, gated, ends, second) if is_needed[1] else none
-    return _input_gradient(grad_both, first, ends), grad_gates, None, *grad_first, *grad_second
+    return _input_gradient(grad_both, first, ends), grad_gates, None, None, *grad_first, *grad_second
 
 
 @with_gradient(_stacked_swiglu_gradient)
-def _stacked_swiglu(ctx, x, gates, ends, *weights):
+def _stacked_swiglu(ctx, x, gates, ends, places, *weights):
     """Saves the rows, the first products and the gates; backward computes the activations again."""
     experts, x = len(ends), _packed(x)
     both = _grouped_product(x, weights[:experts], ends)
-    ctx.save_for_backward(x, gates, ends, both, *weights)
-    return _grouped_product(swiglu(both).mul_(gates.unsqueeze(1)), weights[experts:], ends)
+    ctx.save_for_backward(x, gates, ends, places, both, *weights)
+    return _grouped_product(_gated(both, gates, places), weights[experts:], ends)

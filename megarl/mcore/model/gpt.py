@@ -197,7 +197,8 @@ def _build_chunk(
     if value_head and last:
         # Sequence classification of Hugging Face has no bias.
         chunk.output_layer = ValueHead(config, pg_collection.tp, bias=args.draws_weights)
-    if not args.use_torch_fsdp2:  # which gathers a layer's weights for this layer alone
+    # The first gathers a layer's weights for this layer alone; the other computes layers again, each from its input.
+    if not args.use_torch_fsdp2 and args.recompute_granularity != "full":
         link_norms(chunk.decoder)
     if is_rotary:
         chunk.rotary_pos_emb = Rotary(args, config)

@@ -170,11 +170,14 @@ class MixtureLayer(MoELayer):
         return _sum_pairs(values, order, len(hidden))
 
     def _mix_rows(self, hidden: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
-        counts = routing_map.sum(0)
-        places, tokens, order = _pairs(routing_map, counts, self.config.moe_router_topk)
-        gates, rows = probs.reshape(-1).index_select(0, places), _rows_of_pairs(hidden, tokens, order)
-        compute = self._compute if self._ep_size == 1 else self._exchange_and_compute
-        return _combine(compute(rows, gates, counts), tokens, order, len(hidden))
+        places, tokens, order, ends = _pairs(routing_map, self.config.moe_router_topk)
+        gates, rows = probs.reshape(-1), _rows_of_pairs(hidden, tokens, order)
+        if self.is_grouped and self._ep_size == 1:
+            values = stacked_swiglu(rows, gates, ends, *self._weights, places)
+        else:
+            compute = self._compute if self._ep_size == 1 else self._exchange_and_compute
+            values = compute(rows, gates.index_select(0, places), routing_map.sum(0))
+        return _combine(values, tokens, order, len(hidden))
 
     @property
     def _weights(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -226,17 +229,18 @@ def max_equal_rows(model) -> int:
     return min((getattr(layer, "max_equal_rows", 0) for layer in layers), default=sys.maxsize)
 
 
-def _pairs(routing_map: Tensor, counts: Tensor, each: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `kernels.cuda.mlp_rows`. The number of pairs need not be read from a device."""
+def _pairs(routing_map: Tensor, each: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """As `kernels.cuda.mlp_rows`; the ends only on CUDA. The number of pairs need not be read from a device."""
     if device.has_cuda():
         from megarl.mcore.kernels.cuda.mlp_rows import expert_pairs  # needs Triton
 
-        places, tokens, order = expert_pairs(routing_map, counts, each)
-        return places, tokens, order
+        places, tokens, order, ends = expert_pairs(routing_map, each)
+        return places, tokens, order, ends
     count, experts = routing_map.shape
     pairs = torch.nonzero_static(routing_map.t().reshape(-1), size=count * each).squeeze(1)  # of [E, T]
     tokens = pairs.remainder(count)
-    return tokens * experts + pairs.div(count, rounding_mode="floor"), tokens, tokens.argsort(stable=True)
+    places = tokens * experts + pairs.div(count, rounding_mode="floor")
+    return places, tokens, tokens.argsort(stable=True), None
 
 
 def _sum_pairs(values: Tensor, order: Tensor, tokens: int) -> Tensor:

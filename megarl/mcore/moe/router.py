@@ -23,8 +23,9 @@ from torch.nn.functional import pad
 
 from megarl.mcore import device
 from megarl.mcore.config.layout_rules import as_list
+from megarl.mcore.kernels import with_gradient
 from megarl.mcore.kernels.batch_invariance import VECTOR, is_exact
-from megarl.mcore.kernels.linear import at_least_rows, forward_product, linear
+from megarl.mcore.kernels.linear import at_least_rows, forward_product, linear, wide_linear
 from megarl.mcore.moe.routes import RoutedTokens, Routing
 
 
@@ -51,12 +52,34 @@ class RouteRecorder(RouterReplay):
         """Scores [R, E] -> (values, experts), both [R, k]; the values are the live scores of the chosen experts."""
         compute_topk = topk_of_best_groups if self._is_group_max else default_compute_topk
         _, experts = compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
-        experts = experts.sort(dim=-1).values
+        experts = self.chosen(experts.sort(dim=-1).values)
+        return scores.gather(1, experts), experts
+
+    def chosen(self, experts: Tensor) -> Tensor:
+        """Records the live experts [R, k] of tokens, in ascending order; returns them, or those that are replayed."""
         if self.router_replay_action == RouterReplayAction.RECORD:
             self.record_indices(experts)
         elif self.routing is not None:
-            experts = self.routing.choose(self.layer_number, experts)
-        return scores.gather(1, experts), experts
+            return self.routing.choose(self.layer_number, experts)
+        return experts
+
+
+def _route_gradient(ctx, grad, *_):
+    from megarl.mcore.kernels.cuda.mlp_rows import route_backward  # needs Triton
+
+    return route_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options), None, None, None, None, None
+
+
+@with_gradient(_route_gradient)
+def _route(ctx, logits, bias, given, each, kind, scale):
+    from megarl.mcore.kernels.cuda.mlp_rows import route  # needs Triton
+
+    probs, routing_map, experts = route(logits, bias, given, each, kind, scale)
+    ctx.save_for_backward(logits, routing_map)
+    ctx.options = each, kind, scale
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(routing_map, experts)
+    return probs, routing_map, experts
 
 
 class Router(TopKRouter):
@@ -108,7 +131,9 @@ class Router(TopKRouter):
             dtype = torch.float32 if self.config.moe_router_dtype == "fp32" else input.dtype
             return self._product(input.to(dtype))
         if device.has_cuda():
-            return super().gating(input)
+            is_wide = self.config.moe_router_dtype == "fp32" and self.bias is None
+            scores = wide_linear(input, self.weight) if is_wide else None
+            return super().gating(input) if scores is None else scores
         is_single = self.config.moe_router_dtype == "fp32" or input.dtype is torch.float32
         is_double = self.config.moe_router_dtype == "fp64"
         logits = self._product(input.float()) if is_single and not is_double else super().gating(input)
@@ -128,6 +153,30 @@ class Router(TopKRouter):
             return super().forward(input, padding_mask)
         finally:
             self.router_replay.routing = None
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None):
+        """Scores [R, 1, E] -> (gates, routing map), both [R, E]; on CUDA by one kernel, except for what it does not
+        compute."""
+        if padding_mask is not None or not self._has_kernel(logits):
+            return super().routing(logits, padding_mask)
+        c, bias, experts = self.config, self.expert_bias, logits.shape[-1]
+        is_first = c.moe_router_pre_softmax and self.score_function == "softmax"
+        kind, scale = "softmax_first" if is_first else self.score_function, c.moe_router_topk_scaling_factor or 1.0
+        logits = self.apply_z_loss(logits.reshape(-1, experts))
+        probs, routing_map, live = _route(logits, bias, None, self.topk, kind, scale)
+        chosen = self.router_replay.chosen(live)
+        if chosen is not live:
+            probs, routing_map, _ = _route(logits, bias, chosen, self.topk, kind, scale)
+        self._apply_expert_bias(routing_map)
+        return probs, routing_map
+
+    def _has_kernel(self, logits: Tensor) -> bool:
+        """Whether `mlp_rows.route` does what Megatron does: without groups of experts, losses of scores, capacities."""
+        c = self.config
+        if not logits.is_cuda or logits.dtype is torch.float64:
+            return False
+        is_plain = not (c.moe_router_num_groups or c.moe_expert_capacity_factor or self.is_aux_loss_enabled())
+        return is_plain and self.score_function in ("softmax", "sigmoid") and not is_exact(c)
 
     # -- balancing -----------------------------------------------------------------------------------------------------
 

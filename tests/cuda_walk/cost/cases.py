@@ -54,9 +54,9 @@ class Ceiling(NamedTuple):
 UPDATE, STEP = "the last of an update of 4096", "decode step"
 CEILINGS = [
     Ceiling(28, "dense", UPDATE, 896),
-    Ceiling(48, "128 experts", UPDATE, 3866),
-    Ceiling(28, "dense", STEP, 325),
-    Ceiling(12, "128 experts", STEP, 453),
+    Ceiling(48, "128 experts", UPDATE, 2234),
+    Ceiling(28, "dense", STEP, 264),
+    Ceiling(12, "128 experts", STEP, 180),
 ]
 REAL = (
     f"{COMMON} --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 16 --num-query-groups 8"

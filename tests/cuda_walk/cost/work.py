@@ -16,7 +16,12 @@ FREE = {  # no kernel, besides views
 OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"}
 PICKS = {"embedding", "index_select", "gather", "index", "take"}  # they read of their first argument what they return
 PUTS = {"index_put_", "index_copy_", "index_add_", "scatter_", "scatter_add_"}  # they touch what they write
-KERNELS = {"paged_decode": 2, "_varlen_attn_backward": 3, "sort": 4, "nonzero_static": 2}  # others have one
+KERNELS = {
+    "swiglu_gated_backward": 2,
+    "_varlen_attn_backward": 3,
+    "sort": 4,
+    "nonzero_static": 2,
+}  # others have one
 PASSES = {"sample_rows": 3, "row_logprobs": 2}  # over rows of logits
 BACKWARD = 2.5  # FLOPs of attention's backward over those of its forward: five products for two
 
@@ -118,10 +123,10 @@ def _paged_decode(args, requests: int, keys: int) -> tuple[float, float]:
     from megarl.mcore.kernels.cuda.segment_attention import split_of
 
     query, cache, table = args[:3]
-    window, in_parts = [*args[5:], *(None, True)[len(args) - 5 :]][:2]
+    window, arrived = [*args[5:], *(None, None)[len(args) - 5 :]][:2]
     rows, groups, heads, channels = query.shape
     keys = min(rows, requests) * min(keys, window or keys)
-    parts = keys / split_of(table.shape[1] * cache.shape[1]) if in_parts else 0
+    parts = keys / split_of(table.shape[1] * cache.shape[1]) if arrived is not None else 0
     moved = keys * groups * 2 * channels * cache.itemsize + 2 * size(query)
     return moved + 2 * parts * groups * heads * (channels + 2) * 4, 4.0 * groups * heads * channels * keys
 

@@ -20,11 +20,10 @@ from megarl.mcore.kernels.cuda import (
     recurrent_rows,
     rotate_heads,
     segment_attention,
-    sum_norm,
 )
 
 TENSORS = dict.fromkeys(("query", "key", "value", "out"), "*bf16") | {"log_sums": "*fp32"}
-TENSORS |= {"table": "*i32", "segments": "*i32"}
+TENSORS |= {"table": "*i32", "segments": "*i32", "arrived": "*i32"}
 PARTS = {"sums": "*fp32", "maxima": "*fp32", "parts": "*fp32"}
 STRIDES = ("query_row", "query_head", "key_row", "key_group", "value_row", "value_group", "total")
 READS = TENSORS | PARTS | dict.fromkeys(STRIDES, "i32") | {"scale": "fp32", "window": "i32"}
@@ -51,11 +50,14 @@ cases = [
     )
     for page, splits, flag in ((64, 4, False), (1, 1, False), (64, 1, True))
 ]
-JOIN = dict(CHANNELS=128, CHANNEL_TILE=128, SPLIT=512, SPLITS=4)
-cases += [(segment_attention._join_parts, PARTS | {"out": "*bf16", "lengths": "*i32"}, JOIN)]
 cases += [
     (kernel, ROW, dict(TILE=head_rows.SAMPLED_TILE)) for kernel in (head_rows._sample_row, head_rows._logprob_row)
 ]
+NUMBERS = {"keys": "*i64", "positions": "*i64", "numbers": "*fp64", "count": "i32"}
+cases += [(head_rows._uniform_tile, NUMBERS, dict(TILE=head_rows.NUMBER_TILE))]
+BEGUN = dict.fromkeys(("sent_tokens", "sent_positions", "blocks", "lengths"), "*i32")
+BEGUN |= dict.fromkeys(("tokens", "positions", "slots"), "*i64") | dict.fromkeys(("count", "table_row", "size"), "i32")
+cases += [(rotate_heads._begin_tile, BEGUN, dict(TILE=rotate_heads.STEP_TILE))]
 cases += [(exact_rows._norm_row, NORM, dict(TILE=2048, HAS_MEAN=flag, HAS_BIAS=flag)) for flag in (False, True)]
 cases += [(rotate_heads._rotate_and_store, PLACES, HEADS | dict(ROTATED=rotated)) for rotated in (0, 64, 128)]
 TURNED = dict.fromkeys(("query", "key", "query_out", "key_out", "cosines", "sines"), "*bf16")
@@ -78,10 +80,15 @@ SUMS = dict.fromkeys(("x", "added", "weight", "total", "out", "grad_total", "gra
 SUMS |= {"scales": "*fp32", "grad_weight": "*fp32", "epsilon": "fp32"} | dict.fromkeys(
     ("rows", "columns", "tiles"), "i32"
 )
-OF_ROWS = dict(TILE=2048, ROW_TILE=sum_norm.ROW_TILE, COLUMN_TILE=sum_norm.COLUMN_TILE)
-cases += [(sum_norm._sum_norm_row, SUMS, dict(TILE=16384)), (sum_norm._sum_norm_gradients, SUMS, OF_ROWS)]
+OF_ROWS = dict(TILE=2048, ROW_TILE=exact_rows.ROW_TILE, COLUMN_TILE=exact_rows.COLUMN_TILE)
+cases += [(exact_rows._sum_norm_row, SUMS, dict(TILE=16384)), (exact_rows._sum_norm_gradients, SUMS, OF_ROWS)]
 HALVES = dict.fromkeys(("x", "out", "grad", "grad_x"), "*bf16") | {"columns": "i32"}
 cases += [(kernel, HALVES, dict(TILE=mlp_rows.TILE)) for kernel in (mlp_rows._swiglu, mlp_rows._swiglu_backward)]
+GATED = HALVES | {"gates": "*fp32", "grad_gates": "*fp32", "gated": "*bf16", "places": "*i64"}
+cases += [
+    (kernel, GATED, dict(TILE=mlp_rows.TILE, HAS_PLACES=True))
+    for kernel in (mlp_rows._swiglu_gated, mlp_rows._swiglu_gated_backward)
+]
 OPTIONS = {
     matmul_kernel_persistent: {"num_warps": 8, "num_stages": 3},
     rotate_heads._rotate_and_store: rotate_heads.OPTIONS,
@@ -96,13 +103,23 @@ cases += [
     (kernel, HEAD_ROWS, dict(TILE=head_rows.TILE, HAS_TEMPERATURES=flag))
     for kernel, flag in ((head_rows._sum_row, False), (head_rows._grad_row, True))
 ]
-OPTIONS |= {kernel: {"num_warps": sum_norm.WARPS} for kernel in (sum_norm._sum_norm_row, sum_norm._sum_norm_gradients)}
+SUM_KERNELS = exact_rows._sum_norm_row, exact_rows._sum_norm_gradients
+OPTIONS |= {kernel: {"num_warps": exact_rows.WARPS} for kernel in SUM_KERNELS}
 OPTIONS |= {kernel: {"num_warps": head_rows.WARPS} for kernel in (head_rows._sum_row, head_rows._grad_row)}
-PAIRS = dict.fromkeys(("routing_map",), "*i1") | dict.fromkeys(("counts", "gates", "tokens", "places", "order"), "*i64")
+ROUTES = dict.fromkeys(("logits", "bias", "probs", "grad_probs", "grad_logits"), "*fp32")
+ROUTES |= {"given": "*i64", "chosen_experts": "*i64", "routing_map": "*i1", "experts": "i32", "scale": "fp32"}
+PAIRS = {"routing_map": "*i1", "ends": "*i32"} | dict.fromkeys(("counts", "gates", "tokens", "places", "order"), "*i64")
 PAIRS |= dict.fromkeys(("count", "experts", "each", "columns"), "i32") | dict.fromkeys(("values", "out"), "*bf16")
 cases += [
-    (mlp_rows._pairs_of_expert, PAIRS, dict(EXPERT_TILE=128, TOKEN_TILE=mlp_rows.TOKEN_TILE)),
-    (mlp_rows._pairs_of_token, PAIRS, dict(EXPERT_TILE=128)),
+    (mlp_rows._route_token, ROUTES, dict(EACH=8, KIND=kind, EXPERT_TILE=128, HAS_BIAS=flag, HAS_GIVEN=not flag))
+    for kind, flag in (("softmax", False), ("softmax_first", True), ("sigmoid", True))
+]
+cases += [
+    (mlp_rows._route_gradient, ROUTES, dict(EACH=8, KIND=kind, EXPERT_TILE=128))
+    for kind in ("softmax", "softmax_first", "sigmoid")
+]
+cases += [
+    (mlp_rows._pairs_of_expert, PAIRS, dict(EXPERT_TILE=128, TOKEN_TILE=mlp_rows.PAIR_TILE // 128)),
     (mlp_rows._sum_of_token, PAIRS, dict(TILE=mlp_rows.CHANNEL_TILE)),
 ]
 TOKENS = dict.fromkeys(("x", "weight", "bias", "inputs", "out", "mixed", "a", "b", "steps"), "*fp32")

@@ -2,7 +2,7 @@
 
 import torch
 
-from megarl.algorithms.token_sampling import SamplingSettings, sample_tokens
+from megarl.algorithms.token_sampling import SamplingSettings, sample_tokens, uniforms
 from megarl.mcore.attention.backends import varlen
 
 
@@ -13,7 +13,7 @@ def flash(query, key, value, plan, scale):
     return torch.cat(parts).to(query.dtype)
 
 
-def paged_decode(query, cache, table, lengths, scale, window=None, in_parts=True):
+def paged_decode(query, cache, table, lengths, scale, window=None, arrived=None):
     """As `kernels.cuda.paged_decode`."""
     out = torch.zeros(query.shape, dtype=torch.float64)
     for row, length in enumerate(lengths.tolist()):
@@ -34,6 +34,11 @@ def sample_rows(logits, numbers, temperatures, greedy, columns):
                       for is_greedy in (False, True))  # fmt: skip
     tokens = largest.where(greedy.bool(), drawn)
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1).float()
+
+
+def uniform_rows(keys, positions):
+    """As `kernels.cuda.head_rows.uniform_rows`."""
+    return uniforms(keys, positions)
 
 
 def head_sums(sums, logits, temperatures, temperature, targets, count):
@@ -67,6 +72,15 @@ def _attend(query, key, value, scale, window):
     seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     out = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen, scale=scale, enable_gqa=True)
     return out.transpose(0, 1)
+
+
+def begin_rows(tokens, positions, lengths, slots, sent_tokens, sent_positions, blocks, size):
+    """As that of `kernels.cuda.rotate_heads`."""
+    tokens.copy_(sent_tokens)
+    positions.copy_(sent_positions.clamp(min=0))
+    lengths.copy_(sent_positions + 1)
+    block = blocks.gather(1, (positions // size).unsqueeze(1)).squeeze(1)
+    slots.copy_(block.long() * size + positions % size)
 
 
 def rotate_and_store(heads, cosines, sines, cache, slots):
@@ -103,14 +117,14 @@ def join_heads(query, key, value, cosines, sines):
 
 
 def sum_norm(x, added, weight, eps):
-    """As that of `kernels.cuda.sum_norm`, in fp32."""
+    """As that of `kernels.cuda.exact_rows`, in fp32."""
     total = x + added
     scales = (total.float().square().mean(-1, keepdim=True) + eps).rsqrt()
     return [total, (total.float() * scales * weight.float()).to(x.dtype), scales]
 
 
 def sum_norm_backward(grad_x, grad_weight, grad_total, grad, total, weight, scales):
-    """As that of `kernels.cuda.sum_norm`, in fp32."""
+    """As that of `kernels.cuda.exact_rows`, in fp32."""
     grad, normed = grad.float(), total.float() * scales
     scaled = grad * weight.float()
     grad_weight += (grad * normed).flatten(0, -2).sum(0)
@@ -118,11 +132,60 @@ def sum_norm_backward(grad_x, grad_weight, grad_total, grad, total, weight, scal
     grad_x.copy_(own.to(total.dtype) + grad_total)
 
 
-def expert_pairs(routing_map, counts, each):
+def expert_pairs(routing_map, each):
     """As that of `kernels.cuda.mlp_rows`."""
     pairs = routing_map.t().nonzero()  # expert, token
     tokens = pairs[:, 1]
-    return [tokens * routing_map.shape[1] + pairs[:, 0], tokens.clone(), tokens.argsort(stable=True)]
+    places = tokens * routing_map.shape[1] + pairs[:, 0]
+    return [places, tokens.clone(), tokens.argsort(stable=True), routing_map.sum(0).cumsum(0).int()]
+
+
+def swiglu_gated(x, gates, places):
+    """As that of `kernels.cuda.mlp_rows`."""
+    gate, up = x.float().chunk(2, -1)
+    activated = (torch.nn.functional.silu(gate) * up).to(x.dtype)
+    own = gates if places is None else gates[places]
+    return (activated.float() * own.float().unsqueeze(1)).to(x.dtype)
+
+
+def swiglu_gated_backward(grad, x, gates, places):
+    """As that of `kernels.cuda.mlp_rows`."""
+    places = torch.arange(len(x)) if places is None else places
+    (gate, up), column, wide = x.float().chunk(2, -1), gates[places].float().unsqueeze(1), grad.float()
+    sigmoid, scaled = gate.sigmoid(), wide * column
+    grads = scaled * up * sigmoid * (1 + gate * (1 - sigmoid)), scaled * gate * sigmoid
+    grad_gates = torch.zeros_like(gates)
+    grad_gates[places] = (wide * gate * sigmoid * up).sum(1).to(gates.dtype)
+    return [torch.cat(grads, -1).to(x.dtype), grad_gates, swiglu_gated(x, gates, places)]
+
+
+def route(logits, bias, given, each, kind, scale):
+    """As that of `kernels.cuda.mlp_rows`."""
+    wide = logits.float()
+    scores = {"softmax": wide, "softmax_first": wide.softmax(-1), "sigmoid": wide.sigmoid()}[kind]
+    keys = scores if bias is None else scores + bias
+    experts = keys.sort(dim=-1, descending=True, stable=True).indices[:, :each] if given is None else given
+    experts = experts.sort(-1).values
+    probs = torch.zeros_like(logits).scatter(1, experts, (gates_of(wide, experts, kind) * scale).to(logits.dtype))
+    return [probs, torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True), experts]
+
+
+def gates_of(logits, experts, kind):
+    """The gates [T, k] of a token's experts, as `route` has them, without a scale; differentiable."""
+    if kind == "softmax":
+        return logits.gather(1, experts).softmax(-1)
+    scores = (logits.softmax(-1) if kind == "softmax_first" else logits.sigmoid()).gather(1, experts)
+    is_shared = kind == "sigmoid" and experts.shape[1] > 1
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20) if is_shared else scores
+
+
+def route_backward(grad, logits, routing_map, each, kind, scale):
+    """As that of `kernels.cuda.mlp_rows`."""
+    experts = routing_map.nonzero()[:, 1].view(-1, each)
+    with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+        wide = logits.detach().float().requires_grad_()
+        gates = gates_of(wide, experts, kind) * scale
+        return torch.autograd.grad(gates, wide, grad.float().gather(1, experts))[0].to(logits.dtype)
 
 
 def sum_pairs(values, order, tokens):
@@ -186,6 +249,8 @@ def use_them():
     varlen.flash_kernel = lambda: flash  # type: ignore[assignment]
     segment_attention.paged_decode = paged_decode  # type: ignore[assignment]
     rotation.rotate_and_store = rotate_and_store  # type: ignore[assignment]
+    rotation.begin_rows = begin_rows  # type: ignore[assignment]
     head_rows.sample_rows = sample_rows  # type: ignore[assignment]
+    head_rows.uniform_rows = uniform_rows  # type: ignore[assignment]
     for own in (convolve_rows, delta_rows, space_rows):
         setattr(recurrent_rows, own.__name__, own)

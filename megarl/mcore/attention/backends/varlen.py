@@ -126,6 +126,7 @@ class DecodeTable(NamedTuple):
     pages: Tensor  # [n', P] int32 cache blocks
     lengths: Tensor  # [n'] int32 keys that each token sees
     window: int | None
+    arrived: Tensor  # [≥ n'·G] int32 zeros between the calls of `paged_decode`
 
 
 def plan_cache_reads(requests: StepRequests) -> CacheReads:
@@ -141,7 +142,8 @@ def plan_cache_reads(requests: StepRequests) -> CacheReads:
         arrays += [first[prompts].numpy()[segment] + position, *packed]
     tokens, lengths, table, *sent = device.to_device(arrays)
     own = tokens if len(tokens) < total else slice(0, total)
-    decoding = [DecodeTable(own, table.int(), lengths.int(), window)] if len(decodes) else []
+    arrived = torch.zeros(len(lengths) * cache.shape[2], dtype=torch.int32, device=lengths.device)
+    decoding = [DecodeTable(own, table.int(), lengths.int(), window, arrived)] if len(decodes) else []
     return CacheReads(decoding, [(sent[0], build(sent[1:]))] if build else [], total)
 
 
@@ -164,9 +166,10 @@ def _plan_prompts(queries: np.ndarray, keys: np.ndarray, pages: np.ndarray, bloc
     return plan_segments(queries, keys, np.pad(rows, (0, unread)), window)
 
 
-def reads_of_table(blocks: Tensor, lengths: Tensor, window: int | None) -> CacheReads:
-    """The reads of a decode step on the device: blocks [B, P] int32 and keys [B] int32 of each row."""
-    return CacheReads([DecodeTable(slice(0, len(lengths)), blocks, lengths, window)], [], len(lengths))
+def reads_of_table(blocks: Tensor, lengths: Tensor, window: int | None, arrived: Tensor) -> CacheReads:
+    """The reads of a decode step on the device: blocks [B, P] int32 and keys [B] int32 of each row; `arrived`: as of
+    `DecodeTable`, for [B·G]."""
+    return CacheReads([DecodeTable(slice(0, len(lengths)), blocks, lengths, window, arrived)], [], len(lengths))
 
 
 def _filled(rows: Tensor, count: int) -> Tensor:
@@ -198,7 +201,8 @@ class VarlenPagedAttention(CacheAttention):
         from megarl.mcore.kernels.cuda.segment_attention import paged_decode  # needs Triton
 
         own, scale = _filled(query, len(reads.lengths)), softmax_scale(query.shape[-1], scale)
-        out = paged_decode(own, cache, reads.pages, reads.lengths, scale, window=reads.window, in_parts=self._in_parts)
+        arrived = reads.arrived if self._in_parts else None
+        out = paged_decode(own, cache, reads.pages, reads.lengths, scale, window=reads.window, arrived=arrived)
         return out[: len(query)]
 
 

@@ -1,5 +1,5 @@
 """Rows of logits, one program a row: sums for the softmax and the gradient of scores, one pass each; a token by inverse
-CDF with its log-probability, or that of a known token.
+CDF with its log-probability, or that of a known token; and the random numbers that tokens are drawn by.
 
 In single operators they take some twenty passes over fp32 logits. A row's sums run over tiles of fixed size, one after
 another, so they, and the row's token, do not depend on other rows. A deterministic run needs no cumulative sum of
@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megarl.algorithms.token_sampling import GOLDEN_GAMMA, MULTIPLIERS
 from megarl.mcore.kernels.cuda import operator
 
 TILE, WARPS = 4096, 8  # columns that a program reads at a time
@@ -132,6 +133,31 @@ def head_gradient(
 
 
 SAMPLED_TILE = 2048  # columns that a program of sampling reads at a time
+NUMBER_TILE = 128  # numbers of a program
+_GAMMA, _FIRST, _SECOND = (tl.constexpr(value) for value in (GOLDEN_GAMMA, *MULTIPLIERS))
+
+
+@triton.jit
+def _uniform_tile(keys, positions, numbers, count, TILE: tl.constexpr):
+    """SplitMix64, as `algorithms.token_sampling.uniforms`."""
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    is_row = row < count
+    steps = (tl.load(positions + row, mask=is_row, other=0) + 1).to(tl.uint64, bitcast=True)
+    state = tl.load(keys + row, mask=is_row, other=0).to(tl.uint64, bitcast=True) + steps * _GAMMA
+    state = (state ^ (state >> 30)) * _FIRST
+    state = (state ^ (state >> 27)) * _SECOND
+    state = state ^ (state >> 31)
+    number = ((state >> 12).to(tl.int64, bitcast=True).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2^−52
+    tl.store(numbers + row, number, mask=is_row)
+
+
+@operator("uniform_rows", lambda keys, positions: keys.new_empty(keys.shape, dtype=torch.float64))
+def uniform_rows(keys: Tensor, positions: Tensor) -> Tensor:
+    """[n] float64: the number of each stream, by keys [n] int64, at its position [n] int64."""
+    numbers = keys.new_empty(keys.shape, dtype=torch.float64)
+    if count := len(keys):
+        _uniform_tile[triton.cdiv(count, NUMBER_TILE),](keys, positions, numbers, count, TILE=NUMBER_TILE)
+    return numbers
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """Rotary embeddings of queries and keys (2104.09864 §3.4.2): of training, with their gradients, also of heads as their
-product gives them; and of decode steps, which also write new keys and values into the cache. One launch each.
+product gives them; and of decode steps, which also write new keys and values into the cache. One launch each. Before
+the layers of a decode step one more finds where in the cache they go.
 
 They round as the single operators that they replace, Megatron's, `Rotation.apply_` and a copy: the bits are the same.
 Shapes: T tokens, H query heads, G key/value groups of R query heads each, D channels per head, r of them rotated.
@@ -98,9 +99,18 @@ def rotate_heads(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, is_
 
 @triton.jit
 def _turn(
-    source, target, cosines, sines, token, head, heads,
-    CHANNELS: tl.constexpr, CHANNEL_TILE: tl.constexpr, ROTATED: tl.constexpr, IS_BACKWARD: tl.constexpr,
-):  # fmt: skip
+    source,
+    target,
+    cosines,
+    sines,
+    token,
+    head,
+    heads,
+    CHANNELS: tl.constexpr,
+    CHANNEL_TILE: tl.constexpr,
+    ROTATED: tl.constexpr,
+    IS_BACKWARD: tl.constexpr,
+):
     """Some heads of one token, turned or copied; `source` and `target`: where each begins."""
     channel = tl.arange(0, CHANNEL_TILE)[None, :]
     is_there = (head < heads) & (channel < CHANNELS)
@@ -114,9 +124,19 @@ def _turn(
 
 @triton.jit
 def _split_group(
-    heads, query, key, cosines, sines, token_stride, group_stride, QUERIES: tl.constexpr, HEAD_TILE: tl.constexpr,
-    CHANNELS: tl.constexpr, CHANNEL_TILE: tl.constexpr, ROTATED: tl.constexpr,
-):  # fmt: skip
+    heads,
+    query,
+    key,
+    cosines,
+    sines,
+    token_stride,
+    group_stride,
+    QUERIES: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    CHANNEL_TILE: tl.constexpr,
+    ROTATED: tl.constexpr,
+):
     """One token's queries and key of one group."""
     token, group, groups = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     head, number = tl.arange(0, HEAD_TILE)[:, None], token * groups + group
@@ -129,11 +149,24 @@ def _split_group(
 
 @triton.jit
 def _join_group(
-    query, key, value, heads, cosines, sines,
-    query_token, query_head, key_token, key_group, value_token, value_group,
-    QUERIES: tl.constexpr, HEAD_TILE: tl.constexpr, CHANNELS: tl.constexpr, CHANNEL_TILE: tl.constexpr,
+    query,
+    key,
+    value,
+    heads,
+    cosines,
+    sines,
+    query_token,
+    query_head,
+    key_token,
+    key_group,
+    value_token,
+    value_group,
+    QUERIES: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    CHANNEL_TILE: tl.constexpr,
     ROTATED: tl.constexpr,
-):  # fmt: skip
+):
     """The gradients of one token's heads of one group, turned back."""
     token, group, groups = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     head = tl.arange(0, HEAD_TILE)[:, None]
@@ -162,21 +195,34 @@ def split_heads(heads: Tensor, cosines: Tensor | None, sines: Tensor | None) -> 
     """
     out = _split_empty(heads)
     if out[0].numel():
-        _split_group[heads.shape[:2]](heads, *out, cosines, sines, *heads.stride()[:2], **_sizes(heads, cosines))
+        _split_group[heads.shape[:2]](
+            heads, out[0], out[1], cosines, sines, *heads.stride()[:2], **_sizes(heads, cosines)
+        )
     return out
 
 
-@operator("join_heads", lambda query, key, *_: query.new_empty(
-    *key.shape[:2], query.shape[1] // key.shape[1] + 2, key.shape[2]
-))  # fmt: skip
+@operator(
+    "join_heads",
+    lambda query, key, *_: query.new_empty(*key.shape[:2], query.shape[1] // key.shape[1] + 2, key.shape[2]),
+)
 def join_heads(query: Tensor, key: Tensor, value: Tensor, cosines: Tensor | None, sines: Tensor | None) -> Tensor:
     """The gradient [T, G, R + 2, D] of the heads of `split_heads`, from those of queries, keys and values [T, G, D]."""
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     (tokens, groups, channels), each = key.shape, query.shape[1] // key.shape[1] + 2
     heads = query.new_empty(tokens, groups, each, channels)
     if heads.numel():
-        strides = [stride for x in (query, key, value) for stride in x.stride()[:2]]
-        _join_group[tokens, groups](query, key, value, heads, cosines, sines, *strides, **_sizes(heads, cosines))
+        _join_group[tokens, groups](
+            query,
+            key,
+            value,
+            heads,
+            cosines,
+            sines,
+            *query.stride()[:2],
+            *key.stride()[:2],
+            *value.stride()[:2],
+            **_sizes(heads, cosines),
+        )
     return heads
 
 
@@ -188,6 +234,60 @@ def _sizes(heads: Tensor, cosines: Tensor | None) -> dict:
 
 
 # -- decode steps --------------------------------------------------------------------------------------------------
+
+
+STEP_TILE = 64  # rows of a program
+
+
+@triton.jit
+def _begin_tile(
+    sent_tokens, sent_positions, blocks, tokens, positions, lengths, slots, count, table_row, size, TILE: tl.constexpr
+):
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    is_row = row < count
+    sent = tl.load(sent_positions + row, mask=is_row, other=0)
+    position = tl.maximum(sent, 0)
+    block = tl.load(blocks + row * table_row + position // size, mask=is_row, other=0).to(tl.int64)
+    tl.store(tokens + row, tl.load(sent_tokens + row, mask=is_row, other=0).to(tl.int64), mask=is_row)
+    tl.store(positions + row, position.to(tl.int64), mask=is_row)
+    tl.store(lengths + row, sent + 1, mask=is_row)
+    tl.store(slots + row, block * size + position % size, mask=is_row)
+
+
+@operator("begin_rows", lambda *_: None, mutates=("tokens", "positions", "lengths", "slots"))
+def begin_rows(
+    tokens: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    slots: Tensor,
+    sent_tokens: Tensor,
+    sent_positions: Tensor,
+    blocks: Tensor,
+    size: int,
+) -> None:
+    """Writes what the layers of a decode step of B rows read of each.
+
+    Args:
+        tokens, positions: [B] int64; positions of padding are 0.
+        lengths: [B] int32 keys that a token sees; 0 in padding.
+        slots: [B] int64 rows of the flattened cache for its key and value.
+        sent_tokens, sent_positions: [B] int32; −1: padding.
+        blocks: [B, P] int32 blocks of the cache, of `size` tokens each.
+    """
+    rows = len(sent_tokens)
+    _begin_tile[triton.cdiv(rows, STEP_TILE),](
+        sent_tokens,
+        sent_positions,
+        blocks,
+        tokens,
+        positions,
+        lengths,
+        slots,
+        rows,
+        blocks.stride(0),
+        size,
+        TILE=STEP_TILE,
+    )
 
 
 @triton.jit

@@ -47,33 +47,63 @@ def _key_range(part, keys, queries, first_query, window, QUERIES: tl.constexpr, 
 
 
 @triton.jit
+def _join_parts(
+    out, sums, maxima, parts, index, count, is_row, is_channel, channel, CHANNELS: tl.constexpr, SPLITS: tl.constexpr
+):
+    """The outputs of some queries and heads: their parts, added in the order of the keys. Without keys they are 0."""
+    is_out, sum_ = is_row[:, None] & is_channel[None, :], tl.zeros(is_row.shape, tl.float32)
+    top, weighted = sum_ - float("inf"), tl.zeros(is_out.shape, tl.float32)
+    for part in range(0, count):
+        place = index * SPLITS + part
+        # Written by other programs: not from a cache of this one's.
+        own_top = tl.load(maxima + place, mask=is_row, other=-float("inf"), cache_modifier=".cg")
+        own_sum = tl.load(sums + place, mask=is_row, other=0.0, cache_modifier=".cg")
+        own_place = parts + place[:, None] * CHANNELS + channel[None, :]
+        own = tl.load(own_place, mask=is_out, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(top, own_top)
+        shift = tl.where(higher == -float("inf"), 0.0, higher)
+        factor, own_factor = tl.exp(top - shift), tl.exp(own_top - shift)
+        weighted = weighted * factor[:, None] + own * own_factor[:, None]
+        sum_, top = sum_ * factor + own_sum * own_factor, higher
+    result = weighted / tl.where(sum_ == 0.0, 1.0, sum_)[:, None]
+    tl.store(out + index[:, None] * CHANNELS + channel[None, :], result.to(out.dtype.element_ty), mask=is_out)
+
+
+@triton.jit
 def _write_part(
-    out, log_sums, sums, maxima, parts, sum_, top, weighted, token, head, heads, part, total, is_row, is_channel,
-    channel, CHANNELS: tl.constexpr, SPLITS: tl.constexpr,
+    out, log_sums, sums, maxima, parts, arrived, sum_, top, weighted, token, head, part, keys, total, is_row,
+    is_channel, channel, HEADS: tl.constexpr, CHANNELS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
+    """Writes the outputs or, of several parts, this one; the last to be there writes the outputs from all of them."""
     is_out = is_row[:, None] & is_channel[None, :]
-    index = token * heads + head
+    index = token * (tl.num_programs(1) * HEADS) + head
     if SPLITS == 1:
         result = weighted / tl.where(sum_ == 0.0, 1.0, sum_)[:, None]
         tl.store(out + index[:, None] * CHANNELS + channel[None, :], result.to(out.dtype.element_ty), mask=is_out)
         tl.store(log_sums + head * total + token, top + tl.log(sum_), mask=is_row)
     else:
-        index = index * SPLITS + part
-        tl.store(sums + index, sum_, mask=is_row)
-        tl.store(maxima + index, top, mask=is_row)
-        tl.store(parts + index[:, None] * CHANNELS + channel[None, :], weighted, mask=is_out)
+        place, number = index * SPLITS + part, arrived + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        tl.store(sums + place, sum_, mask=is_row)
+        tl.store(maxima + place, top, mask=is_row)
+        tl.store(parts + place[:, None] * CHANNELS + channel[None, :], weighted, mask=is_out)
+        tl.debug_barrier()  # all threads have written
+        count = tl.cdiv(tl.maximum(keys, 1), SPLIT)
+        if tl.atomic_add(number, 1) == count - 1:
+            tl.store(number, 0)  # for the next layer
+            _join_parts(out, sums, maxima, parts, index, count, is_row, is_channel, channel, CHANNELS, SPLITS)
 
 
 @triton.jit
 def _attend_part(
-    query, key, value, table, segments, out, log_sums, sums, maxima, parts,
+    query, key, value, table, segments, out, log_sums, sums, maxima, parts, arrived,
     query_row, query_head, key_row, key_group, value_row, value_group, total, scale, window,
     HEADS: tl.constexpr, HEAD_TILE: tl.constexpr, QUERIES: tl.constexpr, CHANNELS: tl.constexpr,
     CHANNEL_TILE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, TABLE_ROW: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys of one tile of queries. With one part it writes outputs [T, G·R, D] and log-sums [G·R, T],
-    else softmax sums, maxima and weighted values of the part.
+    else softmax sums, maxima and weighted values of the part; the last part to be there, by the count `arrived` [n·G],
+    writes the outputs from all.
 
     `segments` [4, n]: first query, queries, keys, first entry of the table. With `TABLE_ROW` > 0, the entries of a row
     of the table, segment i is the i-th query alone, and `segments` [n] are its keys.
@@ -86,8 +116,8 @@ def _attend_part(
         token, queries = keys, tl.load(segments + count + segment)
         keys = tl.load(segments + 2 * count + segment)
         pages = table + tl.load(segments + 3 * count + segment)
-    if (first_query >= queries) | ((SPLITS > 1) & (part * SPLIT >= keys)):
-        return  # `_join_parts` does not read parts without keys
+    if (first_query >= queries) | ((SPLITS > 1) & (part * SPLIT >= tl.maximum(keys, 1))):
+        return  # `_join_parts` reads no part without keys but the first
     row, channel, column = tl.arange(0, QUERIES * HEAD_TILE), tl.arange(0, CHANNEL_TILE), tl.arange(0, TILE)
     number, head = first_query + row // HEAD_TILE, group * HEADS + row % HEAD_TILE
     is_row, is_channel = (number < queries) & (row % HEAD_TILE < HEADS), channel < CHANNELS
@@ -113,45 +143,23 @@ def _attend_part(
         weighted = tl.dot(weight.to(v.dtype), v, weighted * factor[:, None], input_precision="ieee")
         sum_, top = sum_ * factor + tl.sum(weight, 1), higher
     _write_part(
-        out, log_sums, sums, maxima, parts, sum_, top, weighted, token, head, tl.num_programs(1) * HEADS, part, total,
-        is_row, is_channel, channel, CHANNELS, SPLITS,
+        out, log_sums, sums, maxima, parts, arrived, sum_, top, weighted, token, head, part, keys, total,
+        is_row, is_channel, channel, HEADS, CHANNELS, SPLIT, SPLITS,
     )  # fmt: skip
 
 
-@triton.jit
-def _join_parts(
-    out, sums, maxima, parts, lengths,
-    CHANNELS: tl.constexpr, CHANNEL_TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """The output [D] of one query and head: its parts, added in the order of the keys. Without keys it is 0."""
-    token, head, channel = tl.program_id(0), tl.program_id(1), tl.arange(0, CHANNEL_TILE)
-    is_channel, row = channel < CHANNELS, token * tl.num_programs(1) + head
-    top, sum_ = tl.full([], -float("inf"), tl.float32), tl.full([], 0.0, tl.float32)
-    weighted = tl.zeros([CHANNEL_TILE], tl.float32)
-    for part in range(0, tl.cdiv(tl.load(lengths + token), SPLIT)):
-        index = row * SPLITS + part
-        own_top, own_sum = tl.load(maxima + index), tl.load(sums + index)
-        own = tl.load(parts + index * CHANNELS + channel, mask=is_channel, other=0.0)
-        higher = tl.maximum(top, own_top)
-        shift = tl.where(higher == -float("inf"), 0.0, higher)
-        factor, own_factor = tl.exp(top - shift), tl.exp(own_top - shift)
-        sum_, weighted, top = sum_ * factor + own_sum * own_factor, weighted * factor + own * own_factor, higher
-    result = weighted / tl.where(sum_ == 0.0, 1.0, sum_)
-    tl.store(out + row * CHANNELS + channel, result.to(out.dtype.element_ty), mask=is_channel)
-
-
-def _launch(query, keys_values, table, segments, scale, window, max_queries=1, cut=(2**30, 1)):
-    """Runs `_attend_part`; returns (outputs [T, G·R, D], log-sums [G·R, T], sums, maxima, weighted values of parts).
+def _launch(query, keys_values, table, segments, scale, window, max_queries=1, cut=(2**30, 1, None)):
+    """Runs `_attend_part`; returns (outputs [T, G·R, D], log-sums [G·R, T]).
 
     Args:
         query: [T, G·R, D] with contiguous channels.
         keys_values: both [rows, G, D] with contiguous channels.
         table: of pages or rows, in which segments find their keys; how many rows a page has; `TABLE_ROW`.
         max_queries: of a segment.
-        cut: keys of a part, and how many parts.
+        cut: keys of a part, how many parts, and for several `arrived` of `paged_decode`.
     """
     (total, heads, channels), (key, value), (pages, page, table_row) = query.shape, keys_values, table
-    (split, splits), groups = cut, key.shape[1]
+    (split, splits, arrived), groups = cut, key.shape[1]
     each = heads // groups
     head_tile = triton.next_power_of_2(each)
     queries = max(1, MIN_ROWS // head_tile)
@@ -160,7 +168,7 @@ def _launch(query, keys_values, table, segments, scale, window, max_queries=1, c
     sums, maxima = query.new_empty(2, size, dtype=torch.float32)
     parts = query.new_empty(size, channels, dtype=torch.float32)
     _attend_part[segments.shape[-1], groups, triton.cdiv(max_queries, queries) * splits](
-        query, key, value, pages, segments, out, log_sums, sums, maxima, parts,
+        query, key, value, pages, segments, out, log_sums, sums, maxima, parts, arrived,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), total,
         scale, window or 0,
         HEADS=each, HEAD_TILE=head_tile, QUERIES=queries, CHANNELS=channels,
@@ -168,7 +176,7 @@ def _launch(query, keys_values, table, segments, scale, window, max_queries=1, c
         SPLIT=split if splits > 1 else 2**30, SPLITS=splits, TABLE_ROW=table_row,
         HAS_WINDOW=window is not None,
     )  # fmt: skip
-    return out, log_sums, sums, maxima, parts
+    return out, log_sums
 
 
 def split_of(max_keys: int) -> int:
@@ -176,7 +184,7 @@ def split_of(max_keys: int) -> int:
     return max(SPLIT_KEYS, triton.cdiv(max_keys, MAX_SPLITS * TILE_KEYS) * TILE_KEYS)
 
 
-@operator("paged_decode", lambda query, *_, **__: query.new_empty(query.shape))
+@operator("paged_decode", lambda query, *_, **__: query.new_empty(query.shape), mutates=("arrived",))
 def paged_decode(
     query: Tensor,
     cache: Tensor,
@@ -184,7 +192,7 @@ def paged_decode(
     lengths: Tensor,
     scale: float,
     window: int | None = None,
-    in_parts: bool = True,
+    arrived: Tensor | None = None,
 ) -> Tensor:
     """Returns the attention [N, G, R, D] of one token of each request over its keys in the cache.
 
@@ -195,21 +203,15 @@ def paged_decode(
         lengths: [N] int32 keys that each token sees, its own included; 0: the result is 0.
         scale: factor of the scores.
         window: keys that a query sees, the last ones; None: all.
-        in_parts: divide the keys of long requests into parts; without, the bits are those of `packed_attention`.
+        arrived: [≥ N·G] int32 zeros, which it leaves so, for one call at a time: it divides the keys of long requests
+            into parts. None: it does not, and the bits are those of `packed_attention`.
     """
-    count, groups, heads, channels = query.shape
     block, max_keys = cache.shape[1], table.shape[1] * cache.shape[1]
     split = split_of(max_keys)
-    splits = triton.cdiv(max_keys, split) if in_parts else 1
+    splits = 1 if arrived is None else triton.cdiv(max_keys, split)
     keys_values, tables = cache.flatten(0, 1).unbind(2), (table, block, table.stride(0))
-    out, _, sums, maxima, parts = _launch(
-        query.flatten(1, 2), keys_values, tables, lengths, scale, window, cut=(split, splits)
-    )
-    if splits > 1:
-        tile = triton.next_power_of_2(channels)
-        _join_parts[count, groups * heads](
-            out, sums, maxima, parts, lengths, CHANNELS=channels, CHANNEL_TILE=tile, SPLIT=split, SPLITS=splits
-        )
+    cut, flat = (split, splits, arrived), query.flatten(1, 2)
+    out, _ = _launch(flat, keys_values, tables, lengths, scale, window, cut=cut)
     return out.view(query.shape)
 
 
@@ -231,5 +233,4 @@ def packed_attention(
         max_queries: maximum queries of a segment.
         scale, window: as of `paged_decode`.
     """
-    out, log_sums, *_ = _launch(query, (key, value), (rows, 1, 0), segments, scale, window, max_queries)
-    return out, log_sums
+    return _launch(query, (key, value), (rows, 1, 0), segments, scale, window, max_queries)

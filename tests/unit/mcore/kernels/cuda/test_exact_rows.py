@@ -1,5 +1,5 @@
 """Products and norms of exact rollouts, run by Triton's interpreter: rows independent of their number, layers,
-gradients; norms have results and gradients of PyTorch's."""
+gradients; norms have results and gradients of PyTorch's. Sums with their norms, against PyTorch in fp64."""
 
 import functools
 import types
@@ -9,11 +9,13 @@ import torch
 from megatron.core.tensor_parallel import layers
 
 from megarl.mcore.kernels import linear
+from megarl.mcore.kernels import norm as norm_module
+from megarl.mcore.kernels.cuda import exact_rows
 from megarl.mcore.kernels.cuda.exact_rows import MAX_TILE, ROWS, product
 from megarl.mcore.kernels.norm import BY_ROWS, KINDS, AllHeadsRMSNorm, build_norm
 from megarl.mcore.kernels.swiglu import grouped_swiglu
 from megarl.mcore.lora.adapted_linear import LowRankProduct
-from tests.helpers.models import interpreted_kernels
+from tests.helpers.models import interpreted_kernels, reference_kernels
 
 INNER, OUTER = 72, 70  # fill no whole tile
 OPTIONS = (False, False, False, None)  # of Megatron's layers: no fusion, no collective, no group
@@ -164,3 +166,70 @@ def test_all_heads_together_are_a_row():
     )
     torch.testing.assert_close(exact, other)
     assert exact.grad_fn is not None
+
+
+# -- sums with their norms ---------------------------------------------------------------------------------------------
+
+EPSILON = 1e-5
+
+
+def drawn(rows: int, columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Two summands, gradients of the sum and of its norm, and a weight."""
+    generator = torch.Generator().manual_seed(rows * columns)
+    tensors = [torch.randn(rows, 1, columns, generator=generator).to(dtype) for _ in range(4)]
+    return [*tensors, (1 + 0.2 * torch.randn(columns, generator=generator)).to(dtype)]
+
+
+# The interpreter cuts numbers to bf16.
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.float16, 2**-11)])
+@pytest.mark.parametrize("rows, columns", [(3, 20), (70, 64), (1, 100)])
+def test_sums_have_the_bits_of_operators_and_norms_are_rounded_once(rows, columns, dtype, bound):
+    x, added, grad_total, grad, weight = drawn(rows, columns, dtype)
+    total, out, scales = exact_rows.sum_norm(x, added, weight, EPSILON)
+    assert torch.equal(total, x + added) and out.dtype is total.dtype is dtype and scales.dtype is torch.float32
+    wide, gain = total.double().requires_grad_(), weight.double().requires_grad_()
+    wanted = torch.nn.functional.rms_norm(wide, (columns,), gain, EPSILON)
+    assert bool(((out.double() - wanted).abs() <= 1.01 * bound * wanted.abs() + 1e-6).all())
+    of_norm, of_weight = torch.autograd.grad(wanted, (wide, gain), grad.double())
+    grad_x, before = torch.empty_like(x), torch.randn(columns)
+    grad_weight = before.clone()
+    exact_rows.sum_norm_backward(grad_x, grad_weight, grad_total, grad, total, weight, scales)
+    assert torch.allclose(grad_weight.double(), before + of_weight, rtol=1e-5, atol=2e-5)  # added, not rounded
+    # Rounded as a gradient of the norm, then as the sum of it and the other.
+    error = (grad_x.double() - (of_norm + grad_total)).abs()
+    assert bool((error <= bound * (of_norm.abs() + (of_norm + grad_total).abs()) * 1.01 + 2e-6).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_they_are_what_the_emulated_device_computes(dtype):
+    x, added, grad_total, grad, weight = drawn(5, 32, dtype)
+    results = []
+    for module in (exact_rows, reference_kernels):
+        total, out, scales = module.sum_norm(x, added, weight, EPSILON)
+        grad_x, grad_weight = torch.empty_like(x), torch.zeros(32)
+        module.sum_norm_backward(grad_x, grad_weight, grad_total, grad, total, weight, scales)
+        results.append((total, out, scales, grad_x, grad_weight))
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one.double(), other.double(), rtol=2**-10 if dtype is torch.float16 else 1e-5, atol=1e-5)
+
+
+def test_a_norm_that_nobody_reads_gives_its_weight_no_gradient():
+    """Its reader may have another path, which adds the whole gradient to the buffer."""
+    x, added, _, grad, weight = drawn(3, 20, torch.float32)
+    total, normed = norm_module._sum_norm(x.requires_grad_(), added, weight.requires_grad_(), EPSILON)
+    total.backward(grad, retain_graph=True)
+    assert weight.grad is None and torch.equal(x.grad, grad)
+    inputs = [each.detach().double().requires_grad_() for each in (x, weight)]
+    exact = torch.nn.functional.rms_norm(inputs[0] + added, (20,), inputs[1], EPSILON)
+    found = torch.autograd.grad(normed, (x, weight), grad)
+    for one, other in zip(found, torch.autograd.grad(exact, inputs, grad.double()), strict=True):
+        assert torch.allclose(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
+def test_no_sums():
+    x, weight = torch.empty(0, 1, 8), torch.ones(8)
+    total, out, scales = exact_rows.sum_norm(x, x, weight, EPSILON)
+    assert total.shape == out.shape == (0, 1, 8) and scales.shape == (0, 1, 1)
+    grad_weight = torch.ones(8)
+    exact_rows.sum_norm_backward(torch.empty_like(x), grad_weight, x, x, total, weight, scales)
+    assert torch.equal(grad_weight, torch.ones(8))

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
+from megarl.algorithms.token_sampling import uniforms
 from megarl.mcore.kernels import head_scores as kernel
 from megarl.mcore.kernels.cuda.head_rows import (
     SAMPLED_TILE,
@@ -15,6 +16,7 @@ from megarl.mcore.kernels.cuda.head_rows import (
     head_sums,
     row_logprobs,
     sample_rows,
+    uniform_rows,
 )
 from megarl.mcore.kernels.head import HeadOptions
 from megarl.mcore.kernels.head_scores import head_scores
@@ -102,6 +104,15 @@ def settings(temperature: float, odd: int):
     """(temperatures [n], greedy [n]): every other row is greedy, from row `odd` on, and has another temperature."""
     is_greedy = torch.arange(SAMPLED) % 2 == odd
     return torch.tensor([temperature, 1.1 * temperature])[is_greedy.long()], is_greedy.int()
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_random_numbers_are_those_of_a_cpu_to_the_bit():
+    keys = torch.tensor([0, -1, 2**63 - 1, -(2**63), 12345]).repeat(60)
+    positions = torch.arange(300) % 7 * 1001
+    found = uniform_rows(keys, positions)
+    assert torch.equal(found, uniforms(keys, positions)) and len(found.unique()) > 30
+    assert uniform_rows(keys[:0], positions[:0]).shape == (0,)
 
 
 @pytest.mark.parametrize("odd", [0, 1])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megarl.mcore.attention.rotary_embeddings import Rotation
-from megarl.mcore.kernels.cuda.rotate_heads import join_heads, rotate_and_store, rotate_heads, split_heads
+from megarl.mcore.kernels.cuda.rotate_heads import begin_rows, join_heads, rotate_and_store, rotate_heads, split_heads
 from tests.helpers.models import reference_kernels
 
 
@@ -42,6 +42,18 @@ def test_groups_have_the_bits_of_single_operators_and_their_gradients_are_exact(
     outputs = [*reference_kernels.split_heads(exact, *wide), exact[:, :, -1]]
     (wanted,) = torch.autograd.grad(outputs, exact, [grad.double() for grad in grads])
     assert torch.allclose(joined.double(), wanted, rtol=0, atol=1e-5 if dtype is torch.float32 else 1e-2)
+
+
+def test_a_step_begins_with_its_places_in_the_cache():
+    sent, size = torch.tensor([5, 9, 7, 0], dtype=torch.int32), 4
+    positions = torch.tensor([0, 7, 12, -1], dtype=torch.int32)  # the last row is padding
+    blocks = torch.tensor([[3, 2, 1, 0], [8, 9, 0, 0], [4, 5, 6, 7], [11, 11, 11, 11]], dtype=torch.int32)
+    made = [torch.full((4,), -5, dtype=kind) for kind in (torch.int64, torch.int64, torch.int32, torch.int64)]
+    begin_rows(*made, sent, positions, blocks, size)
+    assert [each.tolist() for each in made] == [[5, 9, 7, 0], [0, 7, 12, 0], [1, 8, 13, 0], [12, 39, 28, 44]]
+    expected = [torch.empty_like(each) for each in made]
+    reference_kernels.begin_rows(*expected, sent, positions, blocks, size)
+    assert all(map(torch.equal, made, expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

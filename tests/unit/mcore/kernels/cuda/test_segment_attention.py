@@ -11,8 +11,14 @@ SHAPES = {  # (G, R, D, block), keys of each request
     "groups": ((2, 4, 32, 16), (5, 33, SPLIT_KEYS + 70)),
     "odd heads and channels": ((1, 7, 80, 16), (0, 1, SPLIT_KEYS, SPLIT_KEYS + 1)),
     "a head of its own": ((3, 1, 16, 64), (64, 65)),
+    "three parts": ((1, 2, 16, 64), (SPLIT_KEYS, 2 * SPLIT_KEYS + 5)),
 }
 WINDOWS = [None, 100, long(700)]
+
+
+def nobody(query) -> torch.Tensor:
+    """The count of parts that are there, before a call and after it."""
+    return torch.zeros(query.shape[0] * query.shape[1], dtype=torch.int32)
 
 
 def inputs(shape: str, dtype=torch.float32):
@@ -34,17 +40,18 @@ def inputs(shape: str, dtype=torch.float32):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_attends_as_in_float64_whatever_else_is_in_the_batch(shape, window):
     query, cache, table, lengths = inputs(shape)
-    case = {"window": window}
+    case = {"window": window, "arrived": nobody(query)}
     found = paged_decode(query, cache, table, lengths, 0.3, **case)
     expected = reference_kernels.paged_decode(query.double(), cache.nan_to_num().double(), table, lengths, 0.3, **case)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+    assert not case["arrived"].any()
     last = slice(len(lengths) - 1, None)
     assert torch.equal(paged_decode(query[last], cache, table[last], lengths[last], 0.3, **case), found[last])
 
 
 def test_in_16_bits_weights_and_results_are_rounded():
     query, cache, table, lengths = inputs("groups", torch.float16)  # the interpreter multiplies no bf16
-    found = paged_decode(query, cache, table, lengths, 0.3)
+    found = paged_decode(query, cache, table, lengths, 0.3, arrived=nobody(query))
     expected = reference_kernels.paged_decode(query.double(), cache.nan_to_num().double(), table, lengths, 0.3)
     assert found.dtype is torch.float16
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2**-8)
@@ -53,9 +60,8 @@ def test_in_16_bits_weights_and_results_are_rounded():
 def test_queries_may_be_views():
     query, cache, table, lengths = inputs("groups")
     wide = torch.cat([query, query], dim=2)
-    assert torch.equal(
-        paged_decode(wide[:, :, :4], cache, table, lengths, 0.3), paged_decode(query, cache, table, lengths, 0.3)
-    )
+    views, own = (paged_decode(x, cache, table, lengths, 0.3, arrived=nobody(x)) for x in (wide[:, :, :4], query))
+    assert torch.equal(views, own)
 
 
 @pytest.fixture
@@ -85,7 +91,7 @@ def test_a_decoded_token_has_the_bits_of_the_same_token_in_a_packed_sequence(win
     out, log_sums = packed_attention(
         torch.cat(queries), key, value, torch.cat(rows).int(), columns, 11, 0.3, **case,
     )  # fmt: skip
-    decoded = paged_decode(query, cache, table, lengths, 0.3, in_parts=False, **case)
+    decoded = paged_decode(query, cache, table, lengths, 0.3, **case)
     last = [start + count - 1 for start, count, *_ in segments]
     assert torch.equal(out[last].view(query.shape), decoded)
     for (start, count, length, offset), own in zip(segments, queries, strict=True):
