@@ -47,24 +47,6 @@ def _key_range(part, keys, queries, first_query, window, QUERIES: tl.constexpr, 
 
 
 @triton.jit
-def _write_part(
-    out, log_sums, sums, maxima, parts, sum_, top, weighted, token, head, heads, part, total, is_row, is_channel,
-    channel, CHANNELS: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    is_out = is_row[:, None] & is_channel[None, :]
-    index = token * heads + head
-    if SPLITS == 1:
-        result = weighted / tl.where(sum_ == 0.0, 1.0, sum_)[:, None]
-        tl.store(out + index[:, None] * CHANNELS + channel[None, :], result.to(out.dtype.element_ty), mask=is_out)
-        tl.store(log_sums + head * total + token, top + tl.log(sum_), mask=is_row)
-    else:
-        index = index * SPLITS + part
-        tl.store(sums + index, sum_, mask=is_row)
-        tl.store(maxima + index, top, mask=is_row)
-        tl.store(parts + index[:, None] * CHANNELS + channel[None, :], weighted, mask=is_out)
-
-
-@triton.jit
 def _join_parts(
     out, sums, maxima, parts, index, count, is_row, is_channel, channel, CHANNELS: tl.constexpr, SPLITS: tl.constexpr
 ):
@@ -85,6 +67,30 @@ def _join_parts(
         sum_, top = sum_ * factor + own_sum * own_factor, higher
     result = weighted / tl.where(sum_ == 0.0, 1.0, sum_)[:, None]
     tl.store(out + index[:, None] * CHANNELS + channel[None, :], result.to(out.dtype.element_ty), mask=is_out)
+
+
+@triton.jit
+def _write_part(
+    out, log_sums, sums, maxima, parts, arrived, sum_, top, weighted, token, head, part, keys, total, is_row,
+    is_channel, channel, HEADS: tl.constexpr, CHANNELS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Writes the outputs or, of several parts, this one; the last to be there writes the outputs from all of them."""
+    is_out = is_row[:, None] & is_channel[None, :]
+    index = token * (tl.num_programs(1) * HEADS) + head
+    if SPLITS == 1:
+        result = weighted / tl.where(sum_ == 0.0, 1.0, sum_)[:, None]
+        tl.store(out + index[:, None] * CHANNELS + channel[None, :], result.to(out.dtype.element_ty), mask=is_out)
+        tl.store(log_sums + head * total + token, top + tl.log(sum_), mask=is_row)
+    else:
+        place, number = index * SPLITS + part, arrived + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        tl.store(sums + place, sum_, mask=is_row)
+        tl.store(maxima + place, top, mask=is_row)
+        tl.store(parts + place[:, None] * CHANNELS + channel[None, :], weighted, mask=is_out)
+        tl.debug_barrier()  # all threads have written
+        count = tl.cdiv(tl.maximum(keys, 1), SPLIT)
+        if tl.atomic_add(number, 1) == count - 1:
+            tl.store(number, 0)  # for the next layer
+            _join_parts(out, sums, maxima, parts, index, count, is_row, is_channel, channel, CHANNELS, SPLITS)
 
 
 @triton.jit
@@ -136,19 +142,10 @@ def _attend_part(
         v = tl.load(value + entry * value_row + group * value_group + channel[None, :], mask=is_read, other=0.0)
         weighted = tl.dot(weight.to(v.dtype), v, weighted * factor[:, None], input_precision="ieee")
         sum_, top = sum_ * factor + tl.sum(weight, 1), higher
-    heads = tl.num_programs(1) * HEADS
     _write_part(
-        out, log_sums, sums, maxima, parts, sum_, top, weighted, token, head, heads, part, total,
-        is_row, is_channel, channel, CHANNELS, SPLITS,
+        out, log_sums, sums, maxima, parts, arrived, sum_, top, weighted, token, head, part, keys, total,
+        is_row, is_channel, channel, HEADS, CHANNELS, SPLIT, SPLITS,
     )  # fmt: skip
-    if SPLITS > 1:
-        number, count = arrived + segment * tl.num_programs(1) + group, tl.cdiv(tl.maximum(keys, 1), SPLIT)
-        tl.debug_barrier()  # all threads have written
-        if tl.atomic_add(number, 1) == count - 1:
-            tl.store(number, 0)  # for the next layer
-            _join_parts(
-                out, sums, maxima, parts, token * heads + head, count, is_row, is_channel, channel, CHANNELS, SPLITS
-            )
 
 
 def _launch(query, keys_values, table, segments, scale, window, max_queries=1, cut=(2**30, 1, None)):
