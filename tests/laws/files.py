@@ -113,15 +113,16 @@ def save_type(rank: int, kind: str, path: Path):
 OF_TRANSFORMERS = "gemma2", "gemma4_text", "qwen3_moe", "lfm2_moe", "bamba"
 
 
-def _pictures() -> str:
+def _pictures(family: str) -> str:
     """Flags of a model with a vision tower and of prompts with pictures, made as of `_of_transformers`."""
     from tests.helpers.folders import vision_folders
 
-    if not (folder() / "pictures").exists():
-        run_world(vision_folders.write_program_folder, 1, folder() / "pictures")
-    model = folder() / "pictures" / "model"
-    tokens = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}"
-    return f"--hf-model {model} {tokens} --prompts {folder() / 'pictures' / 'pictures.jsonl'}"
+    place = folder() / f"pictures-{family}"
+    if not place.exists():
+        run_world(vision_folders.write_program_folder, 1, place, family)
+    tokens = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {place / 'model'}"
+    flags = f"--hf-model {place / 'model'} {tokens} --prompts {place / 'pictures.jsonl'}"
+    return f"{flags} {vision_folders.source_of(family)}"
 
 
 MAKERS: dict[str, Callable[[], Path | str]] = {
@@ -138,7 +139,8 @@ MAKERS: dict[str, Callable[[], Path | str]] = {
     "eight": lambda: _mixture("eight", many=f"{inputs()}/train.jsonl", few=f"{_few(6)}\n  samples-per-prompt: 8"),
     "rewards": _rewards, "labelled": _labelled, "hinted": _hinted, "teacher": _teacher, "teachers": _teachers,
     **{kind: functools.partial(_of_transformers, kind) for kind in OF_TRANSFORMERS},
-    "pictures": _pictures,
+    "pictures": lambda: _pictures("qwen3_vl"),
+    "module_pictures": lambda: _pictures("llava"),  # read by a module of transformers
     "judge": _judge, "template": _template, "thinkers": thinkers,
 }  # fmt: skip
 
