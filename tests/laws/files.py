@@ -81,15 +81,16 @@ def save_type(rank: int, kind: str, path: Path):
 OF_TRANSFORMERS = "gemma2", "gemma4_text", "qwen3_moe", "lfm2_moe", "bamba"
 
 
-def _pictures() -> str:
+def _pictures(family: str) -> str:
     """Flags of a model with a vision tower and of prompts with pictures, made as of `_of_transformers`."""
     from tests.helpers.folders import vision_folders
 
-    if not (folder() / "pictures").exists():
-        run_world(vision_folders.write_program_folder, 1, folder() / "pictures")
-    model = folder() / "pictures" / "model"
-    tokens = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}"
-    return f"--hf-model {model} {tokens} --prompts {folder() / 'pictures' / 'pictures.jsonl'}"
+    place = folder() / f"pictures-{family}"
+    if not place.exists():
+        run_world(vision_folders.write_program_folder, 1, place, family)
+    tokens = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {place / 'model'}"
+    flags = f"--hf-model {place / 'model'} {tokens} --prompts {place / 'pictures.jsonl'}"
+    return f"{flags} {vision_folders.source_of(family)}"
 
 
 MAKERS: dict[str, Callable[[], Path | str]] = {
@@ -109,7 +110,8 @@ MAKERS: dict[str, Callable[[], Path | str]] = {
     "teachers": lambda: f"--prompts {prompts_of_teachers('math', None, 'default')}"
                         f" {teachers(math='math', default='code')}",
     **{kind: functools.partial(_of_transformers, kind) for kind in OF_TRANSFORMERS},
-    "pictures": _pictures,
+    "pictures": lambda: _pictures("qwen3_vl"),
+    "module_pictures": lambda: _pictures("llava"),  # read by a module of transformers
     "judge": functools.partial(_judge, "pair", "{first}{second}="), "judge_alone": functools.partial(_judge, "", ""),
     "judge_of_groups": functools.partial(_judge, "group", "{responses}="), "template": _template, "thinkers": thinkers,
 }  # fmt: skip

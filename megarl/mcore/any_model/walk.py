@@ -26,6 +26,7 @@ from megarl.mcore.any_model import attention, rows, source
 from megarl.mcore.any_model.attention import FirstPass, Slot
 from megarl.mcore.any_model.recurrence import functions_of
 from megarl.mcore.any_model.source import Source
+from megarl.mcore.config.optimizer_flags import matches
 
 # Operators that sum many terms, which a GPU does in an order that the number of rows may change.
 PRODUCTS = {"addmm", "baddbmm", "bmm", "mm", "mv"}
@@ -143,7 +144,8 @@ def reach(module: PreTrainedModel) -> Reach:
         for hook in hooks:
             hook.remove()
     shapes: Any = module.state_shapes
-    return Reach(module, slots, _linears(module, called), experts, _untrained(module, read), shapes)
+    untrained = _untrained(module, read)
+    return Reach(module, slots, _linears(module, called, untrained), experts, untrained, shapes)
 
 
 def _own_experts(module: PreTrainedModel, reads: Reads) -> dict[str, tuple[int, int]]:
@@ -157,15 +159,19 @@ def _own_experts(module: PreTrainedModel, reads: Reads) -> dict[str, tuple[int, 
     return found
 
 
-def _linears(module: PreTrainedModel, called: Collection[str]) -> dict[str, tuple[int, int]]:
-    """(rows, columns) by name: of the layers of PEFT's `all-linear`, without the head, and without those that a part
-    uses but does not call, which PEFT's factors do not reach either."""
+def _linears(
+    module: PreTrainedModel, called: Collection[str], untrained: Collection[str]
+) -> dict[str, tuple[int, int]]:
+    """(rows, columns) by name: of the layers of PEFT's `all-linear`, without the head, without those that no role
+    trains, as of a tower of images, and without those that a part uses but does not call, which PEFT's factors do not
+    reach either."""
     return {
         name: (each.weight.shape[0], each.weight.shape[1])
         for name, each in module.named_modules()
         if isinstance(each, nn.Linear) and type(each).forward is nn.Linear.forward
         if each is not module.get_output_embeddings()
         if name in called or name.rpartition(".")[0] not in called
+        if not matches(f"{name}.weight", untrained)
     }
 
 

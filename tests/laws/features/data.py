@@ -50,16 +50,16 @@ def _of_sizes(flags: str, ranks: int = 1, layout: Layout = TWO, **more) -> Featu
 
 
 # Each prompt of `{pictures}` has a picture; a policy of few layers on a folder with a vision tower.
-PICTURES = (f"{{pictures}} {GRPO} {GRADED} --lr 1e-4 --kl-coefficient 0.05 --max-prompt-length 80"
+PICTURES = (f"{GRPO} {GRADED} --lr 1e-4 --kl-coefficient 0.05 --max-prompt-length 80"
             " --max-tokens-per-microbatch 200 --rollout-buffer-gb 0.01 --prompts-per-step 4")  # fmt: skip
 
 
 AGENT_SHOWS = "--environment tests.helpers.envs.agents:pictured_sums"
 
 
-def _of_pictures(flags: str = "", ranks: int = 1, **more) -> Feature:
+def _of_pictures(flags: str = "", ranks: int = 1, made: str = "{pictures}", **more) -> Feature:
     more = {"check": plug_ins.check_pictures} | more
-    return Feature(f"{PICTURES} {flags}", ranks, warm_start=False, **more)
+    return Feature(f"{made} {PICTURES} {flags}", ranks, warm_start=False, **more)
 
 
 REWARD_OF_STAGES = "--role-map actor=0;critic=0;reference=0;reward=1-2 --reward-pipeline-model-parallel-size 2"
@@ -105,6 +105,10 @@ DATA = {
                  (3, "--role-map actor=0-1;reference=0;reward=2;rollout=2 --actor-tensor-model-parallel-size 2"
                   " --rollout-tensor-model-parallel-size 1")),
         moved=(TWO, TP2_SEQUENCE)),
+    "pictures, FSDP": _of_pictures("--use-torch-fsdp2", 2, layouts=((4, f"{TP2[1]} --use-torch-fsdp2"),)),
+    "pictures of modules": _of_pictures(f"--advantage gae --critic-lr 1e-3 {FACTORS}", made="{module_pictures}",
+                                        layouts=(TWO, TP2, CP2)),
+    "pictures of modules, FSDP": _of_pictures("--use-torch-fsdp2", 2, made="{module_pictures}", layouts=(TWO,)),
     "pictures, partial": _of_pictures(PARTIAL), "pictures, a lag": _of_pictures(f"{ALL_AHEAD} --kl-coefficient 0", 2),
     "pictures, a critic": _of_pictures("--advantage gae --critic-lr 1e-3", layouts=(TWO,)),
     "pictures, a full cache": _of_pictures("--image-cache-gb 0 --rollout-prefix-caching --speculative-rollout"),
