@@ -196,7 +196,7 @@ class DeviceDecode:
         c = self.context
         if rows not in self._steps:
             blocks, spare = c.request_to_kv_block_ids.shape[1], c.kv_block_allocator.dummy_block_idx
-            groups = c.layer_caches()[0].shape[2]
+            groups = max((cache.shape[2] for cache in c.layer_caches()), default=0)
             self._steps[rows] = DeviceStep(rows, blocks, spare, groups, self.stages.input_memory(rows))
         return self._steps[rows]
 

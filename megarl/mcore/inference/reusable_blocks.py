@@ -142,8 +142,10 @@ class ReusableBlocks(KVBlockAllocator):
         blocks, and reused memory may contain NaN."""
         blocks = super().allocate_memory_blocks(num_blocks)
         if blocks is not None and num_blocks:
-            for cache in self.context.layer_caches():
-                cache.index_fill_(0, blocks.long().to(cache.device), 0)  # the allocator's blocks are the host's
+            caches, rows = self.context.layer_caches(), blocks.long()
+            rows = rows.to(caches[0].device) if caches else rows  # once: the allocator's blocks are the host's
+            for cache in caches:
+                cache.index_fill_(0, rows, 0)
             if self.is_recording:
                 self.routes[blocks.long()] = NO_ROUTE
         return blocks

@@ -126,7 +126,7 @@ class DecodeTable(NamedTuple):
     pages: Tensor  # [n', P] int32 cache blocks
     lengths: Tensor  # [n'] int32 keys that each token sees
     window: int | None
-    arrived: Tensor  # [≥ n'·G] int32 zeros between the calls of `paged_decode`
+    arrived: Tensor  # [n'·G] of a layer: int32 zeros between the calls of `paged_decode`
 
 
 def plan_cache_reads(requests: StepRequests) -> CacheReads:
@@ -201,7 +201,10 @@ class VarlenPagedAttention(CacheAttention):
         from megarl.mcore.kernels.cuda.segment_attention import paged_decode  # needs Triton
 
         own, scale = _filled(query, len(reads.lengths)), softmax_scale(query.shape[-1], scale)
-        arrived = reads.arrived if self._in_parts else None
+        arrived, counts = reads.arrived, len(own) * cache.shape[2]
+        if len(arrived) < counts:  # layers of some models of transformers have more groups than others
+            arrived = arrived.new_zeros(counts)
+        arrived = arrived if self._in_parts else None
         out = paged_decode(own, cache, reads.pages, reads.lengths, scale, window=reads.window, arrived=arrived)
         return out[: len(query)]
 
