@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tools import convert
 from tools.bench import common
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -27,3 +28,13 @@ def run_tool(name, *arguments, **environment):
     return subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root, **environment}
     )
+
+
+def converted(rank: int, *argv) -> int:
+    """The exit status of the converter on a rank of a running world; `argv`: after the program's name."""
+    sys.argv = ["convert.py", *map(str, argv)]
+    try:
+        convert.main()
+    except SystemExit as ended:
+        return ended.code or 0
+    return 0

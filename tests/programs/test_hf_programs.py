@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers.converter import converted
 from tests.helpers.evaluation import run_evaluate
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.folders import any_measures, any_types, hf_folders
@@ -21,6 +20,7 @@ from tests.helpers.folders.hf_quantized import fp8, mxfp4, widen_experts
 from tests.helpers.models.attention_inputs import needs_kernels
 from tests.helpers.programs import metrics, train, write_lines
 from tests.helpers.rollout import long_prompts
+from tests.helpers.tools import converted
 from tests.helpers.worlds import run_world
 
 LENGTHS = "--max-prompt-length 48 --max-response-length 8 --max-tokens-per-microbatch 256"

@@ -9,7 +9,6 @@ import torch
 
 from megarl.checkpoint import folders
 from tests.helpers.checkpoints import stored_weights
-from tests.helpers.converter import converted
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.programs import (
     GRADED,
@@ -27,6 +26,7 @@ from tests.helpers.programs import (
     train,
 )
 from tests.helpers.tiers import by_default
+from tests.helpers.tools import converted
 from tests.helpers.worlds import run_world
 
 STEPS, DECAY = 4, 0.7

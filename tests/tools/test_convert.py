@@ -7,9 +7,9 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.converter import converted
 from tests.helpers.folders import hf_folders
 from tests.helpers.folders.hf_damage import SECOND, config, in_order, index, tensors
+from tests.helpers.tools import converted
 from tests.helpers.worlds import run_world
 
 ENORM = "model.layers.4.enorm.weight"
