@@ -75,7 +75,7 @@ class GenerationSession:
 
     def add(self, number: int, request: GenerationRequest):
         """Adds a request under a number of the caller's; the engine must have room for one more."""
-        share(self.owner.model, torch.tensor(request.prompt), self.owner.tensor_group)
+        share(self.owner.model, request.prompt, self.owner.tensor_group)
         request_id = self._free_ids.popleft()
         self._numbers[request_id] = number
         self._prompt_lengths[request_id] = len(request.prompt)

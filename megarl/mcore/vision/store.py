@@ -129,8 +129,8 @@ class ImageStore(OrderedDict[int, Image]):
     def share(self, tokens: Tensor, group: dist.ProcessGroup):
         """Has the images of tokens [T] on all ranks of a group, each computed by one of them. A collective of the group
         if it has several ranks: all call it with the same tokens."""
-        keys, ranks = keys_of(tokens), dist.get_world_size(group)
-        if not keys or ranks == 1:
+        ranks = dist.get_world_size(group)
+        if ranks == 1 or not (keys := keys_of(tokens)):
             return
         for key in keys:
             self._used.setdefault(key, key in self)
@@ -346,13 +346,13 @@ def attach(chunk, store: ImageStore):
             layer.register_forward_hook(_adder(chunk, layer.layer_number - 1), with_kwargs=True)
 
 
-def share(chunk, tokens: Tensor, group: dist.ProcessGroup):
+def share(chunk, tokens: Tensor | Sequence[int], group: dist.ProcessGroup):
     """As `ImageStore.share`, for a model's chunk; nothing on pipeline stages that read no rows."""
     store: ImageStore | None = chunk.images
     if store is None:
         return
     if chunk.pre_process or any(layer.layer_number <= store.layers for layer in chunk.decoder.layers):
-        store.share(tokens, group)
+        store.share(torch.as_tensor(tokens), group)
 
 
 def _replacer(chunk):
