@@ -149,7 +149,7 @@ class AnyChunk(MegatronModule):
             self.output_layer = value_head
         else:
             head.tp_group = pg_collection.tp
-            vars(self)["output_layer"] = head  # not a second name of its weights
+            self.__dict__["output_layer"] = head  # not a second name of its weights
         self._has_value_head = value_head is not None
         self._backend, self._product = backends.load(config), rows.product_of(config)
         if is_exact(config):
