@@ -74,7 +74,8 @@ class HeadInputs:
 
     def __call__(self, tokens: Tensor, positions: Tensor, of_logits: bool = True) -> Tensor:
         """Tokens and positions [1, T] -> [T, H]."""
-        module, kwargs = self._module, {"input_ids": tokens, "position_ids": positions + self._first}
+        module = self._module
+        kwargs: dict[str, Any] = {"input_ids": tokens, "position_ids": positions + self._first}
         if self._counts_cached:  # a mask of ones keeps classes from making one for as many tokens as are cached
             kwargs |= {"cache": positions_seen(positions), "attention_mask": torch.ones_like(tokens)}
         if not of_logits:
@@ -101,6 +102,7 @@ class AnyChunk(MegatronModule):
     model_type = vp_stage = None
     mtp_process = False
     images: ImageStore | None = None
+    output_layer: Any
     replaces_rows = True  # of images, by itself
 
     def __init__(self, config, args, pg_collection, value_head: nn.Module | None = None):
@@ -147,7 +149,7 @@ class AnyChunk(MegatronModule):
             self.output_layer = value_head
         else:
             head.tp_group = pg_collection.tp
-            vars(self)["output_layer"] = head  # not a second name of its weights
+            self.__dict__["output_layer"] = head  # not a second name of its weights
         self._has_value_head = value_head is not None
         self._backend, self._product = backends.load(config), rows.product_of(config)
         if is_exact(config):

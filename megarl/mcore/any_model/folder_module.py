@@ -132,7 +132,8 @@ class FolderModule(str):
         """The parameters, of elements of so many bytes, that each of so many tensor-parallel ranks holds."""
         module, tensors = self._tensors(value_head)
         splits = tensor_parallel.splits_of(module, ranks) if ranks > 1 else {}
-        experts, found, layers = self.reach().experts, [], collections.defaultdict(list)
+        experts, found = self.reach().experts, []
+        layers: dict[int, list[int]] = collections.defaultdict(list)
         for number, layer in enumerate(source.layers_of(module)):
             for parameter in layer.parameters():
                 layers[id(parameter)].append(number)

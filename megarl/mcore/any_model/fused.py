@@ -175,7 +175,8 @@ class Layer:
             return self._own(hidden_states, position_embeddings=position_embeddings, **others)
         out, decodes, empty = hidden_states.clone(), reads.decodes[0], hidden_states.new_empty(0)
         turned = rotation(position_embeddings) if self.attention.rotates else (empty, empty)
-        layers, cosines, sines = [self], *(x[: each.tokens] for x in turned)
+        cosines, sines = (x[: each.tokens] for x in turned)
+        layers = [self]
         if all(following := [layer._weights() for layer in self.following]):
             layers, weights = layers + self.following, [*weights, *itertools.chain(*following)]
             each.computed.update(self.following)

@@ -179,8 +179,10 @@ def _surround(part: nn.Module, before: Change | None, after: Change | None, shar
     Args:
         adds_bias: a bias is added once, after the output is changed.
     """
-    changes: dict[str, Callable] = shared | ({"bias": lambda bias: None} if adds_bias else {})
-    held = {}
+    changes: dict[str, Callable] = dict(shared)
+    held: dict[str, nn.Parameter] = {}
+    if adds_bias:
+        changes["bias"] = lambda bias: None
 
     def enter(part, args):
         held.update({name: each for name, each in part._parameters.items() if name in changes and each is not None})
