@@ -21,11 +21,11 @@ LONG = 48  # words of a sentence that tires
 
 # What the tree may have at most.
 LIMITS = {
-    "files": 449,
-    "files below 60 lines": 62,
+    "files": 450,
+    "files below 60 lines": 60,
     "classes": 678,
-    "fmt: skip": 102,
-    "star-passed local tuples": 59,
+    "fmt: skip": 100,
+    "star-passed local tuples": 57,
     "functions with 9 and more parameters": 1,
     "file names that occur twice": 0,
     "modules of 60 lines and more without a test of their name": 0,
