@@ -252,20 +252,25 @@ def assert_resumed_and_close(feature: Feature, found: Path, expected: Path, limi
 
 
 @pytest.mark.parametrize("name, phase", [
-    *itertools.product(KILLED, ["rollout", "update"]),
-    *((name, "update, memory") for name in KILLED if name != "waiting groups"),  # which has no update in this step
+    (name, phase) for name, phase in itertools.product(KILLED, ["rollout", "update", "update, memory"])
+    if phase == "rollout" or name != "waiting groups"  # which has no update in this step
 ])  # fmt: skip
 @pytest.mark.long  # by default tests/programs/test_faults.py
 def test_a_killed_run_is_started_again_and_is_the_whole_one(name, phase, tmp_path, capfd):
     """The rollout's rank, or the actor's, is killed in the second step; with `memory` the disk has no checkpoint."""
     feature, where = FEATURES[name], ("rollout", "rollout") if phase == "rollout" else ("actor", "update")
     more = "--save-memory --save-interval 0" if "memory" in phase else ""
+    killed = tmp_path.with_name(f"{tmp_path.name}_killed")
+
+    def kill():
+        killed.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def prepare():
         if faults.attempt() == 0:
-            faults.in_phase(where, min(2, feature.steps), lambda: os.kill(os.getpid(), signal.SIGKILL))
+            faults.in_phase(where, min(2, feature.steps), kill)
 
-    assert faults.run(argv(feature, tmp_path, more), feature.ranks, prepare, restarts=1) == 0
+    assert faults.run(argv(feature, tmp_path, more), feature.ranks, prepare, restarts=1) == 0 and killed.exists()
     assert not more or "resumes from step 1 in host memory" in capfd.readouterr().err
     # What is read of images: responses that were kept are not generated again.
     assert_same(tmp_path, whole(name), range(1, feature.steps + 1), but="images/")

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import re
 import secrets
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
@@ -82,8 +83,11 @@ class Session:
         content = message.get("content")
         if message["role"] == "assistant" or not isinstance(content, str) or MARK not in content:
             return message
-        genuine = lambda found: found[0] if found[1] in self._images else found[0].replace(MARK, "\ufffd")  # noqa: E731
-        return {**message, "content": PATTERN.sub(genuine, content)}
+
+        def kept(mark: re.Match[str]) -> str:
+            return mark[0] if mark[1] in self._images else mark[0].replace(MARK, "\ufffd")
+
+        return {**message, "content": PATTERN.sub(kept, content)}
 
     async def ask(self, ask: Ask) -> Reply:
         """The policy's next turn. A client that went away and asks the same again gets what it has missed."""
