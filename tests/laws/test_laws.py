@@ -258,8 +258,8 @@ def assert_resumed_and_close(feature: Feature, found: Path, expected: Path, limi
 @pytest.mark.long  # by default tests/programs/test_faults.py
 def test_a_killed_run_is_started_again_and_is_the_whole_one(name, phase, tmp_path, capfd):
     """The rollout's rank, or the actor's, is killed in the second step; with `memory` the disk has no checkpoint."""
-    feature, where = FEATURES[name], ("rollout", "rollout") if phase == "rollout" else ("actor", "update")
-    more = "--save-memory --save-interval 0" if "memory" in phase else ""
+    feature, more = FEATURES[name], "--save-memory --save-interval 0" if "memory" in phase else ""
+    places = [("rollout", "rollout"), ("actor", "rollout")] if phase == "rollout" else [("actor", "update")]
     killed = tmp_path.with_name(f"{tmp_path.name}_killed")
 
     def kill():
@@ -267,8 +267,8 @@ def test_a_killed_run_is_started_again_and_is_the_whole_one(name, phase, tmp_pat
         os.kill(os.getpid(), signal.SIGKILL)
 
     def prepare():
-        if faults.attempt() == 0:
-            faults.in_phase(where, min(2, feature.steps), kill)
+        for place in places if faults.attempt() == 0 else ():  # the actor's, where it is the rollout
+            faults.in_phase(place, min(2, feature.steps), kill)
 
     assert faults.run(argv(feature, tmp_path, more), feature.ranks, prepare, restarts=1) == 0 and killed.exists()
     assert not more or "resumes from step 1 in host memory" in capfd.readouterr().err

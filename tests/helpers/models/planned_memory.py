@@ -43,7 +43,7 @@ def check_weights(args, pg_collection, stages, value_head: bool, rank: int, rank
             (n, tuple(p.shape), p.element_size(), not getattr(p, "allreduce", True), hasattr(p, "shared_embedding"))
             for n, p in chunk.named_parameters()
         ]
-        assert [tuple(w[:-1]) for w in weights] == real
+        assert [tuple(w[: len(real[0])]) for w in weights] == real
     trained = [parameters.trained_and_frozen(weights, args, None, value_head)[0] for weights in planned]
     parts = [memory.trained_bytes(weights, args, stage == 0) for weights in trained]
     states, each = np.sum([part[2] for part in parts], axis=0), ranks // dist.get_world_size(pg_collection.pp)
