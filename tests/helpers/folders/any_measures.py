@@ -172,6 +172,7 @@ def gradients(rank: int, folder: Path, flags: str) -> Gradients:
         {
             name: gathered_whole(whole(parameter.main_grad), splits.get(name[prefix:]), pg.tp).clone()
             for name, parameter in stages[0].named_parameters()
+            if parameter.requires_grad
         },
     )
 
