@@ -24,10 +24,8 @@ from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.checkpoint_files import PlannedSave, plan_save
 from megarl.observe.files import write_atomically
 
-_COMPLETE, _WAIT = "complete", "wait"
-
-
 KEY = "megarl/checkpoint"  # prefix of entries in the process group's store
+_COMPLETE, _WAIT = "complete", "wait"
 
 
 class SaveError(RuntimeError):

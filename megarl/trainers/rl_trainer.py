@@ -301,8 +301,9 @@ class RLTrainer(Trainer):
             interval, saved, self._saved = self.settings.reference_update_interval, self._saved, self.step
             if interval and self.step // interval > saved // interval:  # it was refreshed after the last checkpoint
                 self.checkpoints.forget_frozen("reference")
+            states = self._states(loading=False)
             for writer in writers:
-                writer.save(self.step, self._states(loading=False), manifest, files, self._frozen_states())
+                writer.save(self.step, states, manifest, files, self._frozen_states())
             if self.checkpoints not in writers:
                 return
             if self.rollout.bank:

@@ -215,8 +215,9 @@ class SupervisedTrainer(Trainer, abc.ABC):
             return
         manifest = self.manifest_entries(self.program, self.vocab_size, is_due)
         manifest["prompt_order"] = self.order.state_dict()
+        states, files = {self.trained_role: self.trainable_model.state({})}, self.files()
         for writer in writers:
-            writer.save(step, {self.trained_role: self.trainable_model.state({})}, manifest, self.files())
+            writer.save(step, states, manifest, files)
         if self.checkpoints in writers:
             export(self.trainable_model, self.inputs.encoder, self.folder, self.events.exports, step)
 
