@@ -12,6 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl import launcher, train_rl, train_sft
+from megarl.checkpoint import host_memory
 from megarl.extras import report
 from megarl.faults import heartbeat, stop
 from megarl.observe.timers import Timers
@@ -67,6 +68,23 @@ def in_phase(where: tuple[str, str], step: int, fault: Callable[[], None]):
     Timers.phase = faulty
     if where == EVALUATE:
         Evaluator.evaluate = faulty_evaluate
+
+
+def as_nodes(memory: Path):
+    """Makes each rank a node of its own, with its own folder in host memory."""
+    folder = memory / f"node-{rank()}"
+    folder.mkdir(exist_ok=True)
+    os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", host_memory.ROOT: str(folder)}
+
+
+def damage(*folders: Path):
+    """Changes a byte of the first rank's file of each checkpoint in these folders."""
+    files = [path for folder in folders for path in folder.rglob("step_*/__0_0.distcp")]
+    assert len(files) == len(folders)
+    for file in files:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
 
 
 _scored: list = []

@@ -1,8 +1,9 @@
-"""The processes that descend from one, signals to all of them, and limits of this one."""
+"""The processes that descend from one, signals to all of them, and limits and ports of this one."""
 
 import contextlib
 import os
 import resource
+import socket
 import threading
 from pathlib import Path
 
@@ -51,3 +52,9 @@ def max_file_size(count: int):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def free_port() -> int:
+    """A port of this machine on which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

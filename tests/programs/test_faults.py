@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from megarl.faults import last_line
 from megarl.observe import activity
 from megarl.trainers import launch, setup
 from tests.helpers import faults
+from tests.helpers.processes import free_port
 from tests.helpers.programs import (
     GRADED,
     environment,
@@ -300,23 +300,6 @@ def test_a_run_with_killed_ranks_is_started_again_and_gives_the_same_numbers(und
     assert_same_run(tmp_path, undisturbed)
 
 
-def as_nodes(memory: Path):
-    """Makes each rank a node of its own, with its own folder in host memory."""
-    folder = memory / f"node-{faults.rank()}"
-    folder.mkdir(exist_ok=True)
-    os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", host_memory.ROOT: str(folder)}
-
-
-def damage(*folders: Path):
-    """Changes a byte of the first rank's file of each checkpoint in these folders."""
-    files = [path for folder in folders for path in folder.rglob("step_*/__0_0.distcp")]
-    assert len(files) == len(folders)
-    for file in files:
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
-
-
 IN_MEMORY, ON_DISK = "resumes from step 2 in host memory", "resumes from step 1 on the disk"
 DAMAGED = "__0_0.distcp is damaged (its content does not have its checksum)"
 AFTER_A_KILL = {  # what happens before the second start, nodes, what it says
@@ -325,9 +308,9 @@ AFTER_A_KILL = {  # what happens before the second start, nodes, what it says
     "nothing, nodes": (lambda memory: None, 3, [IN_MEMORY]),
     "a lost node": (lambda memory: shutil.rmtree(memory / "node-1"), 2, [IN_MEMORY]),
     "the first node lost": (lambda memory: shutil.rmtree(memory / "node-0"), 3, [IN_MEMORY]),
-    "a damaged copy of two": (lambda memory: damage(memory / "node-0"), 3, [DAMAGED, IN_MEMORY]),
-    "a damaged copy": (damage, 1, [f"{DAMAGED}; step_00000001 is used", ON_DISK]),
-    "both copies damaged": (lambda memory: damage(memory / "node-0", memory / "node-2"), 3,
+    "a damaged copy of two": (lambda memory: faults.damage(memory / "node-0"), 3, [DAMAGED, IN_MEMORY]),
+    "a damaged copy": (faults.damage, 1, [f"{DAMAGED}; step_00000001 is used", ON_DISK]),
+    "both copies damaged": (lambda memory: faults.damage(memory / "node-0", memory / "node-2"), 3,
                             ["no node has __0_0.distcp whole; an earlier checkpoint is used", ON_DISK]),
     "two lost nodes": (lambda memory: [shutil.rmtree(memory / f"node-{node}") for node in (0, 2)], 3, [ON_DISK]),
 }  # fmt: skip
@@ -342,7 +325,7 @@ def test_a_killed_run_goes_on_from_host_memory(case, request, tmp_path, memory, 
 
     def prepare():
         if nodes > 1:
-            as_nodes(memory)
+            faults.as_nodes(memory)
         if faults.attempt() == 0 and faults.rank() == 1:
             faults.in_phase(("actor", "update"), 3, kill)
 
@@ -362,9 +345,7 @@ def test_a_killed_run_goes_on_from_host_memory(case, request, tmp_path, memory, 
 def test_launchers_of_two_nodes_go_on_from_host_memory(undisturbed, tmp_path, memory):
     """Long: pytest -m long tests/programs/test_faults.py"""
     flags = "--train-iters 3 --save-interval 3 --save-memory --reward tests.helpers.faults:late_graded_reward"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    started = []
+    port, started = str(free_port()), []
     for node in ("0", "1"):
         (memory / node).mkdir()
         nodes = ["--nnodes", "2", "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", port]

@@ -4,7 +4,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +18,8 @@ import torch.distributed as dist
 from megarl import launcher
 from megarl.child_process import STOP_SIGNALS
 from megarl.cluster import rendezvous
-from megarl.errors import CHECKS_FIRST, UsageError
+from megarl.errors import CHECKS_FIRST
+from tests.helpers.processes import free_port
 from tests.helpers.programs import environment
 from tests.helpers.tiers import long
 from tests.helpers.waiting import SAFETY_SECONDS
@@ -191,11 +191,6 @@ def test_failed_ranks_are_started_again_with_a_store_of_their_own(tmp_path, capf
     assert launcher.ATTEMPT not in os.environ
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 def of_node(*flags: str):
     """A node's flags."""
     return launcher._parser().parse_args(["--nnodes", "2", *flags, "train_sft"])
@@ -283,27 +278,6 @@ def test_a_lost_node_is_replaced_by_a_new_launcher(tmp_path, monkeypatch):
         process.join(SAFETY_SECONDS)
     assert (first.exitcode, new.exitcode) == (0, 0)
     assert {int((tmp_path / f"1-{number}").read_text().split()[0]) for number in (2, 3)} == {new.pid}
-
-
-@pytest.mark.parametrize(("flags", "problem"), [
-    ("--node-rank 2 --master-addr here --master-port 29", "--node-rank 2: allowed are 0 to 1"),
-    ("--node-rank x --master-addr here --master-port 29", "--node-rank x: allowed are 0 to 1"),
-    ("--node-rank 0 --master-addr here --master-port 65536", "--master-port 65536: allowed is PORT"),
-    ("--node-rank 0", "--master-port None: allowed is PORT"),
-    ("--rdzv-endpoint here", "--rdzv-endpoint here: allowed is HOST:PORT"),
-    ("--node-rank 0 --master-addr 127.0.0.1 --master-port {taken}", "127.0.0.1:{taken}: Address already in use"),
-])  # fmt: skip
-def test_nodes_that_cannot_meet_are_refused(flags, problem):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        taken = server.getsockname()[1]
-        with pytest.raises(UsageError, match=f"^{problem.format(taken=taken)}"):
-            launcher.run_ranks(lambda: 0, 1, nodes=of_node(*flags.format(taken=taken).split()))
-
-
-def test_a_launcher_without_a_first_node_says_so(monkeypatch):
-    monkeypatch.setattr(rendezvous, "MEETING", 0.0)
-    with pytest.raises(UsageError, match="--nnodes 2: no start with a place for this node at 127.0.0.1:"):
-        launcher.run_ranks(lambda: 0, 1, nodes=static(free_port())[1])
 
 
 def test_ranks_end_with_their_launcher(tmp_path):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from megarl.confine.agent_sandbox import ProgramSandbox
 from megarl.environments.agents.program import ProgramEnvironment
-from tests.helpers.envs import odd_agents
-from tests.helpers.envs.odd_agents import MARK
+from tests.helpers.envs import odd_programs
+from tests.helpers.envs.odd_programs import MARK
 
 PORT = "MEGARL_TEST_PORT"  # a variable: a port of the machine on which somebody listens
 
@@ -19,8 +19,8 @@ def _confined(source: str, reward, **limits) -> ProgramEnvironment:
 
 
 def asks() -> ProgramEnvironment:
-    """As `odd_agents.asks`: OpenAI's client, and files that its reward sees."""
-    made = odd_agents.asks()
+    """As `odd_programs.asks`: OpenAI's client, and files that its reward sees."""
+    made = odd_programs.asks()
     return ProgramEnvironment(made._command, made._reward, workspace=made._prepare, sandbox=True)
 
 

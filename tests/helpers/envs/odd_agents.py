@@ -4,16 +4,12 @@ import asyncio
 import base64
 import contextlib
 import json
-import os
 import re
 import socket
-import sys
-from pathlib import Path
 
 import httpx
 from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI
 
-from megarl.environments.agents.program import ProgramEnvironment
 from megarl.environments.calls import CONTEXT_LENGTH, Asked, Reply
 from megarl.environments.pool import EnvironmentPool, PoolOptions
 from megarl.environments.protocol import Task, parse_turn
@@ -23,7 +19,6 @@ from tests.helpers.waiting import SAFETY_SECONDS
 
 HERE = "tests.helpers.envs.odd_agents"
 CALL = '<think>so</think>42 <tool_call>{"name": "add", "arguments": {"x": [1, "ä"]}}</tool_call>'
-MARK = "MEGARL_TEST_MARK"  # a variable by which a test finds the processes of its agents
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 USER = [{"role": "user", "content": "12"}]
 
@@ -71,21 +66,6 @@ def _reply(number: int, texts, turns: int) -> Reply:
         return Reply(None, error="This model's maximum context length is exceeded", code=CONTEXT_LENGTH, is_budget=True)
     text = texts[number] if number < len(texts) else "42"
     return Reply(parse_turn(text, number), "stop", [1, 2, 3], [4, 5], [-0.1, -0.2])
-
-
-def marked(mark: str) -> list[int]:
-    """The processes that have the mark in their environment."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and int(folder.name) != os.getpid():
-            try:
-                variables = (folder / "environ").read_bytes()
-                command = (folder / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if f"{MARK}={mark}".encode() in variables and b"megarl.environments.worker" not in command:
-                found.append(int(folder.name))
-    return found
 
 
 # -- agents that do what they should ------------------------------------------------------------------------------
@@ -344,79 +324,3 @@ async def is_impatient(task, client) -> float:
     await asyncio.sleep(0)
     first.cancel()
     return float((await client.chat.completions.create(**request)).choices[0].message.content == "42")
-
-
-# -- programs ------------------------------------------------------------------------------------------------------
-
-
-def _program(source: str, reward=lambda run: 1.0, **fields) -> ProgramEnvironment:
-    return ProgramEnvironment([sys.executable, "-c", source, "{prompt}", "{task}"], reward, **fields)
-
-
-ASKS = (
-    "import os, sys, json; from openai import OpenAI; task = json.load(open(sys.argv[2]));"
-    "assert sys.argv[1] == '12+30=' and 'answer' not in task;"
-    "print(OpenAI().chat.completions.create(model='m', messages=task['messages']).choices[0].message.content);"
-)
-
-
-def asks() -> ProgramEnvironment:
-    """A program with files of its own; its reward sees what it has left."""
-
-    def prepare(task, folder: Path):
-        (folder / "given").write_text(task.answer)
-
-    def reward(run) -> float:
-        assert run.status == 0 and run.output == "42\n", run
-        assert run.answer == "42" and [message["role"] for message in run.conversations[0]] == ["user", "assistant"]
-        return float((run.workspace / "left").read_text())
-
-    copies = "open('left', 'w').write(open('given').read())"
-    return _program(ASKS + copies, reward, workspace=prepare)
-
-
-def ends_at_once() -> ProgramEnvironment:
-    """It asks nothing."""
-    return _program("raise SystemExit(3)", lambda run: float(run.status == 3 and not run.conversations))
-
-
-def is_killed() -> ProgramEnvironment:
-    """It ends by a signal."""
-    return _program("import os; os.kill(os.getpid(), 9)", lambda run: float(run.status == -9))
-
-
-def leaves_daemons() -> ProgramEnvironment:
-    """It starts processes that outlive it, in sessions of their own."""
-    source = (
-        "import os, time\n"
-        "for _ in range(3):\n"
-        "    if os.fork() == 0:\n"
-        "        os.setsid()\n"
-        "        if os.fork() == 0:\n"
-        "            time.sleep(600)\n"
-        "        os._exit(0)\n"
-    )
-    return _program(source, variables={MARK: os.environ[MARK]})
-
-
-def hangs_with_daemons() -> ProgramEnvironment:
-    """It starts a process and works for ever."""
-    source = "import os, time\nif os.fork() == 0: os.setsid()\ntime.sleep(600)"
-    return _program(source, variables={MARK: os.environ[MARK]})
-
-
-def fills_the_disk() -> ProgramEnvironment:
-    """It writes a file without end."""
-    source = "file = open('huge', 'wb')\nwhile True: file.write(b'0' * 2**20)"
-    return _program(source, lambda run: float(run.status != 0 and (run.workspace / "huge").stat().st_size <= 2**20),
-                    max_file_mb=1)  # fmt: skip
-
-
-def prints_much() -> ProgramEnvironment:
-    """It prints 20 MB."""
-    return _program("print('0' * 20_000_000 + 'end')", lambda run: float(
-        run.status == 0 and run.output.endswith("end\n") and len(run.output) <= 2**16))  # fmt: skip
-
-
-def missing() -> ProgramEnvironment:
-    return ProgramEnvironment(["no-such-program"], lambda run: 1.0)

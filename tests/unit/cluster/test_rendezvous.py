@@ -1,5 +1,6 @@
 """Ranks of a Slurm step find their store, whatever else listens on the ports that they ask."""
 
+import argparse
 import socket
 import threading
 import time
@@ -8,8 +9,10 @@ from datetime import timedelta
 
 import pytest
 
+from megarl import launcher
 from megarl.cluster import rendezvous
 from megarl.errors import UsageError
+from tests.helpers.processes import free_port
 from tests.helpers.waiting import SAFETY_SECONDS
 
 LIMIT = timedelta(seconds=SAFETY_SECONDS)
@@ -118,3 +121,33 @@ def test_the_interface_is_chosen_for_several_nodes_only(monkeypatch):
             monkeypatch.setenv(name, value)
         rendezvous.choose_interface()
         assert rendezvous.os.environ.get(rendezvous.INTERFACE) == wanted
+
+
+# -- launchers of several nodes --------------------------------------------------------------------------------------
+
+
+def of_node(flags: str) -> argparse.Namespace:
+    """What the launcher knows of its node."""
+    return launcher._parser().parse_args(["--nnodes", "2", *flags.split(), "train_sft"])
+
+
+@pytest.mark.parametrize(("flags", "problem"), [
+    ("--node-rank 2 --master-addr here --master-port 29", "--node-rank 2: allowed are 0 to 1"),
+    ("--node-rank x --master-addr here --master-port 29", "--node-rank x: allowed are 0 to 1"),
+    ("--node-rank 0 --master-addr here --master-port 65536", "--master-port 65536: allowed is PORT"),
+    ("--node-rank 0", "--master-port None: allowed is PORT"),
+    ("--rdzv-endpoint here", "--rdzv-endpoint here: allowed is HOST:PORT"),
+    ("--node-rank 0 --master-addr 127.0.0.1 --master-port {taken}", "127.0.0.1:{taken}: Address already in use"),
+])  # fmt: skip
+def test_nodes_that_cannot_meet_are_refused(flags, problem):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        with pytest.raises(UsageError, match=f"^{problem.format(taken=taken)}"):
+            launcher.run_ranks(lambda: 0, 1, nodes=of_node(flags.format(taken=taken)))
+
+
+def test_a_launcher_without_a_first_node_says_so(monkeypatch):
+    monkeypatch.setattr(rendezvous, "MEETING", 0.0)
+    nodes = of_node(f"--node-rank 1 --master-addr {HOST} --master-port {free_port()}")
+    with pytest.raises(UsageError, match="--nnodes 2: no start with a place for this node at 127.0.0.1:"):
+        launcher.run_ranks(lambda: 0, 1, nodes=nodes)

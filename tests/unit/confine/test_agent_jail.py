@@ -5,7 +5,8 @@ import socket
 import pytest
 
 from tests.helpers.envs.confined_agents import PORT
-from tests.helpers.envs.odd_agents import MARK, marked, play, pool_of
+from tests.helpers.envs.odd_agents import play, pool_of
+from tests.helpers.envs.odd_programs import MARK, marked
 from tests.helpers.tiers import long
 from tests.helpers.waiting import wait_until
 

@@ -6,7 +6,8 @@ import signal
 import pytest
 
 from megarl.environments.protocol import Task
-from tests.helpers.envs.odd_agents import HERE, MARK, USER, marked, play, pool_of
+from tests.helpers.envs.odd_agents import USER, play, pool_of
+from tests.helpers.envs.odd_programs import HERE, MARK, marked
 from tests.helpers.tiers import long
 from tests.helpers.waiting import SAFETY_SECONDS, wait_until
 
@@ -16,7 +17,7 @@ def test_nothing_of_a_program_is_left(name, tmp_path, monkeypatch):
     monkeypatch.setenv(MARK, str(tmp_path))
     pool = pool_of(timeout=1.0 if name == "hangs_with_daemons" else SAFETY_SECONDS)
     try:
-        event, _ = play(pool, name)
+        event, _ = play(pool, f"{HERE}:{name}")
         assert (event.failure is None) == (name == "leaves_daemons")
         assert wait_until(lambda: not marked(str(tmp_path)))
     finally:

@@ -4,12 +4,13 @@ import pytest
 
 from megarl.environments.loading import check_factories
 from megarl.errors import UsageError
-from tests.helpers.envs.odd_agents import HERE, play
+from tests.helpers.envs.odd_agents import play
+from tests.helpers.envs.odd_programs import HERE
 
 
 @pytest.mark.parametrize("name", ["ends_at_once", "is_killed", "fills_the_disk", "prints_much"])
 def test_a_program_is_scored_however_it_ends(name, pool):
-    event, asks = play(pool, name)
+    event, asks = play(pool, f"{HERE}:{name}")
     assert event.failure is None and event.observation.reward == 1.0 and not asks
 
 
