@@ -287,12 +287,12 @@ Kept = OrderedDict[int, int]
 
 @dataclass
 class SentImages:
-    """What a rank knows of images at other ranks: of those that it has sent, and of its own."""
+    """Which images other replicas hold after this rank's sends, and which ones this rank has to keep for its senders."""
 
-    share: float = 0.0  # bytes that each replica keeps of what this rank sends
+    share: float = 0.0  # bytes that each replica keeps of this rank's images
     kept: dict[tuple[int, ...], Kept] = field(default_factory=dict)  # by the ranks of a replica
-    in_step: dict[tuple[int, ...], set[int]] = field(default_factory=dict)  # all that they have in this step
-    to_keep: dict[tuple, list[int]] = field(default_factory=dict)  # what this rank keeps, by sender and replica
+    in_step: dict[tuple[int, ...], set[int]] = field(default_factory=dict)  # by the same: images in this step
+    to_keep: dict[tuple, list[int]] = field(default_factory=dict)  # by sender and replica
 
     @property
     def all_to_keep(self) -> set[int]:
