@@ -287,7 +287,7 @@ Kept = OrderedDict[int, int]
 
 @dataclass
 class SentImages:
-    """Which images other replicas hold after this rank's sends, and which ones this rank has to keep for its senders."""
+    """The images that other replicas hold after this rank's sends, and those that this rank keeps for its senders."""
 
     share: float = 0.0  # bytes that each replica keeps of this rank's images
     kept: dict[tuple[int, ...], Kept] = field(default_factory=dict)  # by the ranks of a replica
