@@ -92,7 +92,7 @@ def megarl_flags(folder: Path, case: Case, steps: int, model: list[str] | None =
         f" --reward tools.bench.step:reward --prompts-per-step {PROMPTS} --samples-per-prompt {SAMPLES}"
         f" --max-prompt-length 32 --max-response-length {case.new_tokens} --advantage grpo --kl-coefficient 0"
         f" --lr {RATE} --lr-decay-style constant --weight-decay 0 --clip-grad 1"
-        f" --train-iters {steps} --save {folder}/run"
+        f" --train-iters {steps} --save {folder}/run --overwrite"
     )
     return [*(case.shape.flags() if model is None else model), *text.split()]
 
