@@ -149,6 +149,19 @@ def test_a_tied_head_may_be_stored(is_stored, tmp_path):
     assert {name for group in found.groups for name in group.sources} == tensors.keys()
 
 
+# A folder may hold keys and values of layers that take those of others: transformers' classes ignore them by name.
+@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text"])
+def test_tensors_that_transformers_does_not_read_are_kept(kind, tmp_path):
+    any_types.save(kind, tmp_path / kind)
+    tensors = read(tmp_path / kind)
+    names = [f"model.layers.5.self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm")]
+    assert "model.layers.3.self_attn.k_proj.weight" in tensors and not tensors.keys() & {*names}
+    found = conversions_of(tmp_path / kind, tensors | dict.fromkeys(names, torch.zeros(32, 64)))
+    assert found.missing == found.unknown == [] and found.unused == {*names}
+    of_another = names[0].replace(".5.", ".3.").replace("k_proj", "g_proj")
+    assert conversions_of(tmp_path / kind, tensors | {of_another: torch.zeros(1)}).unknown == [of_another]
+
+
 def test_missing_and_unknown_tensors_are_named(tmp_path):
     any_types.save("gemma2", tmp_path / "wrong")
     tensors = read(tmp_path / "wrong")
