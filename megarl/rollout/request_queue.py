@@ -25,21 +25,24 @@ class StoreEntry:
     access it. Every replica calls `close` when its engine has stopped."""
 
     def __init__(self, role_groups: RoleGroups):
-        self.role_groups = role_groups
+        self.role_groups, self.leases = role_groups, list[str]()  # `leases`: keys of further entries of the call
         self.store, self.key = dist.distributed_c10d._get_default_store(), f"megarl/rollout/{next(_calls)}"
 
     def close(self):
-        """Deletes the entry after the last replica has called this."""
-        if self.role_groups.is_leader and self.store.add(f"{self.key}/done", 1) == len(self.role_groups.replicas):
-            self.store.delete_key(self.key)
-            self.store.delete_key(f"{self.key}/done")
+        """Deletes the entries after the last replica has called this."""
+        done = f"{self.key}/done"
+        if self.role_groups.is_leader and self.store.add(done, 1) == len(self.role_groups.replicas):
+            for key in (self.key, done, *self.leases):
+                self.store.delete_key(key)
 
 
 class SharedRequestQueue(StoreEntry):
     """The requests of all replicas, longest prompt first. A `RequestSource` of the engine, one object on each rank.
 
-    A replica draws its next requests by one atomic addition to a counter, without waiting. Its leader draws for all of
-    its ranks.
+    Each request, or group, has a lease in the store: the replica that has set it first. A replica takes the first free
+    ones, without waiting; its leader does so for all of its ranks. So each is free or someone's at any instant, also
+    when a leader dies: nothing is drawn that no lease names. The store's entry of the queue is only a hint: all leases
+    before that number are taken, and others may be.
     """
 
     def __init__(self, requests: RoundRequests, whole_groups: bool, role_groups: RoleGroups):
@@ -52,7 +55,8 @@ class SharedRequestQueue(StoreEntry):
         self._order = sorted((ids for ids in units if self._owner(ids) is None), key=self._longest_first)
         own = [ids for ids in units if self._owner(ids) == role_groups.dp_rank]
         self._drawn = deque(itertools.chain.from_iterable(own))  # by this replica, not yet taken by its engine
-        self._is_exhausted = not self._order
+        self.leases = [f"{self.key}/{number}" for number in range(len(self._order))]
+        self._next = 0  # of the order; all before it are leased
         self._largest = int(requests.groups.sizes.max()) if whole_groups and len(requests) else 1
         # Limit on the requests that a replica runs at a time, so that the first replica cannot draw all of them.
         self.share = -(-len(units) // len(role_groups.replicas)) * self._largest
@@ -65,23 +69,34 @@ class SharedRequestQueue(StoreEntry):
 
     def take(self, room: int) -> list[tuple[int, GenerationRequest]]:
         """`room` requests, each with its index in the list; fewer only if there are no more."""
-        while (missing := room - len(self._drawn)) > 0 and not self._is_exhausted:
+        while (missing := room - len(self._drawn)) > 0 and self._next < len(self._order):
             self._draw(-(-missing // self._largest))  # smaller groups leave room for more
         ids = [self._drawn.popleft() for _ in range(min(room, len(self._drawn)))]
         return list(zip(ids, self.requests.build(ids), strict=True))
 
     def is_empty(self) -> bool:
         """Whether all requests were taken, as far as this replica knows."""
-        return self._is_exhausted and not self._drawn
+        return self._next == len(self._order) and not self._drawn
 
     def wait(self):
         """There is nothing to wait for: the queue is known from the start."""
 
     def _draw(self, units: int):
-        first = self.store.add(self.key, units) - units if self.role_groups.is_leader else 0
-        first = self.role_groups.broadcast_number(first)
-        self._is_exhausted = first + units >= len(self._order)
-        self._drawn.extend(itertools.chain.from_iterable(self._order[first : first + units]))
+        drawn = self._lease(units) if self.role_groups.is_leader else []
+        self._next, drawn = self.role_groups.broadcast_object((self._next, drawn))
+        self._drawn.extend(itertools.chain.from_iterable(self._order[number] for number in drawn))
+
+    def _lease(self, units: int) -> list[int]:
+        """The first free ones of the order, at most `units`, from now on this replica's. For leaders."""
+        own, drawn = str(self.role_groups.dp_rank), []
+        hint = self.store.compare_set(self.key, "", "0").decode()
+        self._next = max(self._next, int(hint))
+        while len(drawn) < units and self._next < len(self._order):
+            if self.store.compare_set(self.leases[self._next], "", own).decode() == own:
+                drawn.append(self._next)
+            self._next += 1
+        self.store.compare_set(self.key, hint, str(self._next))
+        return drawn
 
 
 class GroupEarlyStop(StoreEntry):
