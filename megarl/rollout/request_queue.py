@@ -4,8 +4,8 @@ Response lengths are not known in advance, so replicas with equally many request
 do not depend on the replica that generates them, because every request has its own random stream.
 """
 
-import array
 import itertools
+import json
 from collections import deque
 
 import torch
@@ -16,7 +16,6 @@ from megarl.mcore.inference.generation import GenerationRequest
 from megarl.rollout.requests import RoundRequests
 
 UNFINISHED = 1 << 40  # stands for the length of an unfinished response
-_NO_LIMIT = -1
 _calls = itertools.count()  # numbers the calls; all ranks of the rollout make the same calls in the same order
 
 
@@ -52,20 +51,16 @@ class SharedRequestQueue(StoreEntry):
         self.requests = requests
         groups = [[i for i in requests.ids_of(n) if requests.is_open(i)] for n in range(len(requests.prompts))]
         units = [ids for ids in groups if ids] if whole_groups else [[i] for ids in groups for i in ids]
-        self._order = sorted((ids for ids in units if self._owner(ids) is None), key=self._longest_first)
-        own = [ids for ids in units if self._owner(ids) == role_groups.dp_rank]
+        owned = [(requests.prompt_of(ids[0]).dp_rank, ids) for ids in units]
+        free = (ids for owner, ids in owned if owner is None)
+        self._order = sorted(free, key=lambda ids: (-len(requests.prompt_of(ids[0]).tokens), ids[0]))
+        own = (ids for owner, ids in owned if owner == role_groups.dp_rank)
         self._drawn = deque(itertools.chain.from_iterable(own))  # by this replica, not yet taken by its engine
         self.leases = [f"{self.key}/{number}" for number in range(len(self._order))]
         self._next = 0  # of the order; all before it are leased
         self._largest = int(requests.groups.sizes.max()) if whole_groups and len(requests) else 1
         # Limit on the requests that a replica runs at a time, so that the first replica cannot draw all of them.
         self.share = -(-len(units) // len(role_groups.replicas)) * self._largest
-
-    def _owner(self, ids: list[int]) -> int | None:
-        return self.requests.prompt_of(ids[0]).dp_rank
-
-    def _longest_first(self, ids: list[int]) -> tuple[int, int]:
-        return -len(self.requests.prompt_of(ids[0]).tokens), ids[0]
 
     def take(self, room: int) -> list[tuple[int, GenerationRequest]]:
         """`room` requests, each with its index in the list; fewer only if there are no more."""
@@ -115,8 +110,8 @@ class GroupEarlyStop(StoreEntry):
         super().__init__(role_groups)
         self._requests, self._limits, self._by_clock = requests, requests.limits, by_clock
         self._ended: dict[int, list[int]] = {}  # lengths of the responses that ended here, by group
-        groups = range(len(requests.prompts))
-        self.wanted = wanted - sum(not any(self._limits_of(group)) for group in groups)
+        self._before = [group for group in range(len(requests.prompts)) if not any(self._limits_of(group))]
+        self.wanted = wanted - len(self._before)
 
     def _limits_of(self, group: int) -> list[int]:
         return [self._limits[i] for i in self._requests.ids_of(group)]
@@ -133,8 +128,8 @@ class GroupEarlyStop(StoreEntry):
     def longest(self) -> int | None:
         """Limit on the new tokens of a response, None until enough groups are finished. A collective of the replica."""
         best = self._best_results() if self.role_groups.is_leader else []
-        found = self.role_groups.broadcast_number(best[-1] >> 32 if len(best) == self.wanted else _NO_LIMIT)
-        return None if found == _NO_LIMIT else found
+        found = self.role_groups.broadcast_number(best[-1] >> 32 if len(best) == self.wanted else -1)
+        return None if found < 0 else found
 
     def is_enough(self) -> bool:
         """Whether enough groups are finished. For leaders."""
@@ -144,21 +139,20 @@ class GroupEarlyStop(StoreEntry):
         """The groups `by_clock`, ascending, with those finished before; once all replicas have stopped. A collective of
         the replica."""
         first = self._best_results() if self.role_groups.is_leader else []
-        before = [group for group in range(len(self._requests.prompts)) if not any(self._limits_of(group))]
-        return sorted([*before, *self.role_groups.broadcast_object(first)])
+        return sorted([*self._before, *self.role_groups.broadcast_object(first)])
 
     def _best_results(self) -> list[int]:
         """What the entry holds. For leaders."""
-        return _decoded(self.store.get(self.key)) if self.store.check([self.key]) else []
-
-    def _with(self, known: list[int], result: int) -> list[int]:
-        results = [*known, result]
-        return (results if self._by_clock else sorted(results))[: self.wanted]
+        return json.loads(self.store.compare_set(self.key, "", "[]"))
 
     def _publish(self, result: int):
         known = self._best_results()
-        while result in (best := self._with(known, result)):
-            stored = _decoded(self.store.compare_set(self.key, _encoded(known), _encoded(best)))
+        while True:
+            results = [*known, result]
+            best = (results if self._by_clock else sorted(results))[: self.wanted]
+            if result not in best:
+                return
+            stored = json.loads(self.store.compare_set(self.key, json.dumps(known), json.dumps(best)))
             if stored == best:
                 return
             known = stored  # another replica was faster
@@ -174,11 +168,3 @@ def shortest_groups(lengths: torch.Tensor, wanted: int) -> torch.Tensor:
     if len(order) < wanted:
         raise RuntimeError(f"rollout: {len(order)} groups are finished, {wanted} are wanted")
     return torch.tensor(sorted(group for _, group in order[:wanted]), dtype=torch.int64)
-
-
-def _encoded(groups: list[int]) -> str:
-    return array.array("q", groups).tobytes().hex()
-
-
-def _decoded(stored: bytes) -> list[int]:
-    return array.array("q", bytes.fromhex(stored.decode())).tolist()
