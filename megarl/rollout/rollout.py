@@ -276,7 +276,8 @@ class Rollout:
         """Generates this replica's responses, or runs its episodes, to their ends, or as far as the earliest groups
         decide. `weights`: may change meanwhile; None: they stay. `version`: of the policy now."""
         requests, stream = round_.requests, self._stream(round_)
-        source, queue = self._source(requests, whole_groups=round_.wanted is not None)
+        source = self._source(requests, whole_groups=round_.wanted is not None)
+        queue = source if isinstance(source, SharedRequestQueue) else None
         early_stop: GroupEarlyStop | None = None
         if round_.wanted is not None:
             early_stop = GroupEarlyStop(round_.wanted, requests, self.role_groups, by_clock=weights is not None)
@@ -322,15 +323,13 @@ class Rollout:
     def _open_here(self, requests: RoundRequests) -> list[int]:
         return [i for i in self._assigned_here(requests) if requests.is_open(i)]
 
-    def _source(self, requests: RoundRequests, whole_groups: bool) -> tuple[RequestSource, SharedRequestQueue | None]:
-        """What the engine takes its requests from, and the same if the replicas share it."""
+    def _source(self, requests: RoundRequests, whole_groups: bool) -> RequestSource:
         if self.is_static:
             mine = self._open_here(requests)
-            return RequestList(zip(mine, requests.build(mine), strict=True)), None
+            return RequestList(zip(mine, requests.build(mine), strict=True))
         # A prompt's samples stay together to share its KV cache or turns, or for the early stop, which counts groups.
         stay_together = self.settings.rollout_prefix_caching or self.settings.branch_turns > 0 or whole_groups
-        queue = SharedRequestQueue(requests, stay_together, self.role_groups)
-        return queue, queue
+        return SharedRequestQueue(requests, stay_together, self.role_groups)
 
     def _assigned_here(self, requests: RoundRequests) -> list[int]:
         return requests.assigned_to(self.role_groups.dp_rank, len(self.role_groups.replicas))

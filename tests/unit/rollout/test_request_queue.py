@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import types
 
 import pytest
 import torch
@@ -50,7 +51,9 @@ def taken(rank: int, flags: str, unit: int, slow: bool = False, caching: bool = 
             store.set(f"step {number}", b"")
     source.close()
     dist.barrier()
-    return place.dp_rank, done, [key for key in (source.key, f"{source.key}/done") if source.store.check([key])]
+    keys = [source.key, f"{source.key}/done", *source.leases]
+    assert len(keys) == 2 + COUNT // unit
+    return place.dp_rank, done, [key for key in keys if source.store.check([key])]
 
 
 def merged(results: list) -> dict:
@@ -114,6 +117,100 @@ def queued(rank: int, room: int) -> tuple[list[int], bool]:
 def test_groups_of_unequal_sizes_fill_the_room(room, left):
     """A round that a clock ends takes all that is left at once: a group that stays behind would be lost."""
     assert run_world(queued, 1, room) == [([*range(9)][:room], left)]
+
+
+class Dies(Exception):
+    """A replica's leader that ends where it stands."""
+
+
+class Interrupted:
+    """A store, but for what happens instead of its `number`-th `compare_set`."""
+
+    def __init__(self, store, number, instead):
+        self.store, self.left, self.instead = store, number, instead
+
+    def compare_set(self, *entry):
+        self.left -= 1
+        call = functools.partial(self.store.compare_set, *entry)
+        return self.instead(call) if self.left == 0 else call()
+
+
+def pair_of_queues(monkeypatch) -> list:
+    """Those of two replicas of one rank each, with 11 requests in 7 groups and a real store."""
+    from megarl.rollout import request_queue
+    from megarl.rollout.requests import PromptRequest, RoundRequests
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SAFETY)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(request_queue, "_calls", itertools.repeat(0))
+    prompts = [
+        PromptRequest(n, [1] * (1 + n % 3), samples, LIMIT, 0) for n, samples in enumerate((3, 1, 2, 1, 1, 2, 1))
+    ]
+    places = [
+        types.SimpleNamespace(dp_rank=n, replicas=((0,), (1,)), is_leader=True, broadcast_object=lambda item: item)
+        for n in range(2)
+    ]
+    return [request_queue.SharedRequestQueue(RoundRequests(prompts, 1, 0), True, place) for place in places]
+
+
+def drained(queue, room: int = 2) -> list[int]:
+    found = []
+    while not queue.is_empty():
+        found += [number for number, _ in queue.take(room)]
+    return found
+
+
+def owners(queue) -> list[str]:
+    return [queue.store.get(key).decode() if queue.store.check([key]) else "" for key in queue.leases]
+
+
+def requests_of(queue, owned: list[str], replica: str) -> list[int]:
+    return [n for ids, owner in zip(queue._order, owned, strict=True) if owner == replica for n in ids]
+
+
+REQUESTS_TO_THE_STORE = 12  # of a replica that draws all alone: more than its seven leases
+
+
+@pytest.mark.parametrize("number", range(1, REQUESTS_TO_THE_STORE + 1))
+def test_a_replica_that_is_interrupted_at_any_request_to_the_store_shares_none(number, monkeypatch):
+    """Another one draws between what this one has seen and what it does."""
+    one, other = pair_of_queues(monkeypatch)
+    between = []
+
+    def late(call):
+        between.extend(n for n, _ in other.take(3))
+        return call()
+
+    one.store = Interrupted(one.store, number, late)
+    drawn = drained(one)
+    assert one.store.left <= 0 and between, "it was interrupted"
+    drawn_by_other = between + drained(other)
+    assert sorted(drawn + drawn_by_other) == [*range(11)]
+    owned = owners(other)
+    assert sorted(requests_of(other, owned, "0")) == sorted(drawn)
+    assert sorted(requests_of(other, owned, "1")) == sorted(drawn_by_other)
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["before it", "after it"])
+@pytest.mark.parametrize("number", range(1, REQUESTS_TO_THE_STORE + 1))
+def test_a_leader_that_dies_at_any_request_to_the_store_leaves_each_request_free_or_leased(
+    number, is_done, monkeypatch
+):
+    one, other = pair_of_queues(monkeypatch)
+    store = one.store
+
+    def die(call):
+        if is_done:
+            call()
+        raise Dies
+
+    one.store = Interrupted(store, number, die)
+    with pytest.raises(Dies):
+        drained(one)
+    before = owners(other)
+    drawn = drained(other)
+    assert len(drawn) == len(set(drawn)) and sorted(drawn) == sorted(requests_of(other, before, "")), "all free ones"
+    assert owners(other) == [owner or "1" for owner in before], "what the dead one has stays its own"
 
 
 # -- what samples share -----------------------------------------------------------------------------------------
