@@ -1,4 +1,4 @@
-"""Benchmarks of drafts, of decode steps of recurrent layers and of slow tools: the figures of small runs."""
+"""Benchmarks of drafts, of decode steps of recurrent layers, of slow tools and of routes: the figures of small runs."""
 
 import json
 
@@ -8,7 +8,7 @@ from tests.helpers.models.attention_inputs import needs_kernels
 from tests.helpers.programs import inputs, metrics, rl_argv
 from tests.helpers.tools import run_tool
 from tests.helpers.worlds import run_world
-from tools.bench import recurrent_step
+from tools.bench import recurrent_step, router_replay
 
 FLAGS = "--advantage grpo --kl-coefficient 0 --temperature 0.05 --eval-interval 1 --train-iters 3"
 
@@ -67,3 +67,13 @@ def test_all_sides_generate_the_same(tmp_path):
         f"{side}, {pace}" for side in ("environment", "agent", "program") for pace in ("awake", "asleep")
     }
     assert "program: asleep" in result.stdout
+
+
+@pytest.mark.long
+def test_runs_of_one_folder_follow_each_other(tmp_path):
+    """Each run begins anew where an earlier one was."""
+    file = tmp_path / "figures.json"
+    result = run_tool("bench/router_replay", "--steps", 1, "--rounds", 2, "--json", file, OMP_NUM_THREADS="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = json.loads(file.read_text())["rounds_s"]
+    assert {kind: len(seconds) for kind, seconds in found.items()} == dict.fromkeys(router_replay.KINDS, 2)

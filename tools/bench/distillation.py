@@ -52,7 +52,7 @@ def run_megarl(folder: Path, case: str, steps: int) -> tuple[list[float], list[f
         f" --tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder} --max-prompt-length {PROMPT}"
         f" --teacher-tokenizer-model {folder} --teacher-tokenizer-type HuggingFaceTokenizer"
         f" --lr {RATE} --lr-decay-style constant --weight-decay 0 --clip-grad 1 --train-iters {steps} --distill loss"
-        f" --save {folder}/run"
+        f" --save {folder}/run --overwrite"
     )
     if case == "own":
         flags += f" --max-response-length {NEW} --prompts-per-step {OWN} --samples-per-prompt 1"

@@ -52,7 +52,7 @@ def megarl_flags(folder: Path, model: Path, steps: int) -> list[str]:
         f" --prompts-per-step {step.PROMPTS} --samples-per-prompt {step.SAMPLES} --max-prompt-length 64"
         f" --max-response-length {NEW_TOKENS} --advantage grpo --kl-coefficient 0 --lr {step.RATE}"
         f" --lr-decay-style constant --weight-decay 0 --clip-grad 1 --lora-rank {RANK} --lora-alpha {ALPHA}"
-        f" --train-iters {steps} --save {folder}/run"
+        f" --train-iters {steps} --save {folder}/run --overwrite"
     )
     return text.split()
 

@@ -49,7 +49,7 @@ def run_megarl(folder: Path, case: str, steps: int) -> tuple[list[float], list[f
         f"--prompts {folder}/pairs.jsonl --tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}"
         f" --max-prompt-length {PROMPT} --max-response-length {LONGEST + 1} --global-batch-size {PAIRS}"
         f" --preference-beta {BETA} --lr {RATE} --lr-decay-style constant --weight-decay 0 --clip-grad 1"
-        f" --train-iters {steps} --save {folder}/run"
+        f" --train-iters {steps} --save {folder}/run --overwrite"
     )
     parsed = arguments.parse([*SHAPE.flags(), *flags.split()], 1, "preference")
     train_preference.train(parsed, Timers())

@@ -48,7 +48,7 @@ def step_seconds(folder: Path, kind: str, args: argparse.Namespace) -> list[floa
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks), "-m",
         "megarl.train_rl", *FLAGS.split(), "--prompts", str(folder / "train.jsonl"), "--tokenizer-model",
         str(folder / "tokenizer.model"), "--reward", "reasoning-gym", "--train-iters", str(WARM_UP + args.steps),
-        "--save", str(save), "--router-replay", kind, *args.flags,
+        "--save", str(save), "--overwrite", "--router-replay", kind, *args.flags,
     ]  # fmt: skip
     threads = str(max(1, (os.cpu_count() or 1) // args.ranks))
     done = subprocess.run(command, env={"OMP_NUM_THREADS": threads, **os.environ}, capture_output=True, text=True)
