@@ -75,7 +75,7 @@ def test_the_family_of_the_page_computes_what_transformers_computes(example, fol
 
 
 def test_the_mistake_that_the_page_names_is_seen(example, folder_of_families, tmp_path):
-    (folder_of_families / "helium.py").write_text(example.replace("NeighbourHeads", "Heads"))
+    (folder_of_families / "helium.py").write_text(example.replace(", turned_in_pairs=1.0", ""))
     (found,) = run_world(difference, 1, tmp_path / "model")
     assert found > 1e-2
 

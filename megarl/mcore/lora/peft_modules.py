@@ -15,7 +15,7 @@ from megarl.mcore.config.model_flags import is_gated
 from megarl.mcore.lora.targets import IN_PROJ_TARGETS, TARGETS, LoRASettings, factor_shapes
 from megarl.mcore.model.projections import MAMBA_LINEARS, HeadLayout, linears_of, projections_by_part
 from megarl.mcore.weights.hf.family import Family
-from megarl.mcore.weights.hf.mapping import GatedHeads, Mapping, NeighbourHeads, RecurrentPart, Rows, StackedExperts
+from megarl.mcore.weights.hf.mapping import Heads, Mapping, RecurrentPart, Rows, StackedExperts
 
 KEY = re.compile(r"lora\.decoder\.layers\.(\d+)\.(.+)\.(\w+)\.lora_A")
 
@@ -126,7 +126,7 @@ def _outputs(mappings: dict[Mapping, int], name: str, heads: HeadLayout, before:
         before: members of the module in front of this one.
     """
     mapping, rows = next(iter(mappings.items()))
-    if isinstance(mapping, GatedHeads | NeighbourHeads | RecurrentPart):  # heads take turns, or their channels
+    if isinstance(mapping, RecurrentPart) or isinstance(mapping, Heads) and not mapping.are_in_order:
         ranges = [each for part, size in mappings.items() for each in part.ranges(size, heads, None)]
         ranges = [each for each in ranges if each.name == f"{name}.weight"]
         return torch.cat([each.source_row + each.step * torch.arange(each.rows) for each in ranges])

@@ -68,7 +68,7 @@ class HFModel(NamedTuple):
 
     def check_adapters(self, flag: str):
         """UsageError if PEFT's adapters of the model cannot be read and written. `flag`: that asks for one."""
-        if any(isinstance(mapping, Heads) and mapping.has_gates for mapping in self.family.layers.values()):
+        if any(isinstance(mapping, Heads) and len(mapping.names) > 3 for mapping in self.family.layers.values()):
             raise self.folder.error(f"gates of attention in tensors of their own; {flag} needs them beside the queries")
 
     def is_unused(self, name: str) -> bool:

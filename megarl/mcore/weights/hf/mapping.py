@@ -76,76 +76,55 @@ class StackedExperts(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Separate tensors of queries, their gates if there are any, keys and values; or one of queries, keys, values."""
+    """Separate tensors of queries, their gates if these have one, keys and values; or one of queries, keys, values.
+
+    Megatron has for each group all queries, all gates, its key, its value. It turns channels i and i + r/2 of the first
+    r; of tensors that turn 2i and 2i + 1 it has the even channels first, then the odd ones.
+    """
 
     names: tuple[str, ...]
+    gates_follow: bool = False  # in the tensor of queries each head's gate is after it
+    turned_in_pairs: float = 0.0  # share of a head's channels, of queries and keys, that neighbours turn together
 
     @property
-    def has_gates(self) -> bool:
-        """Whether a tensor has the gates of the queries' heads."""
-        return len(self.names) > 3
+    def are_in_order(self) -> bool:
+        """Whether each tensor has its rows in Megatron's order."""
+        return not self.gates_follow and not self.turned_in_pairs
 
     def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
         """The ranges of a weight of `rows` rows."""
-        if len(self.names) > 1:
-            return _by_group(self.names, (0,) * len(self.names), heads)
-        keys = heads.groups * heads.queries * heads.channels
-        return _by_group(self.names * 3, (0, keys, keys + heads.groups * heads.channels), heads)
-
-
-def _by_group(names: tuple[str, ...], starts: tuple[int, ...], heads: HeadLayout) -> list[RowRange]:
-    found, row = [], 0
-    for group in range(heads.groups):
-        counts = (heads.queries,) * (len(names) - 2) + (1, 1)  # of a group's heads: queries, gates, its key, its value
-        for name, start, count in zip(names, starts, counts, strict=True):
-            size = count * heads.channels
-            found.append(RowRange(name, row, start + group * size, size))
-            row += size
-    return found
-
-
-class NeighbourHeads(NamedTuple):
-    """Separate tensors of queries, keys and values, whose rotary positions turn channels 2i and 2i + 1 together.
-
-    Megatron turns channels i and i + r/2 of the first r: it has the even ones first, then the odd ones.
-    """
-
-    names: tuple[str, ...]
-    rotated: float = 1.0  # share of a head's channels
-
-    def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
-        """The ranges of a weight of `rows` rows."""
-        size, half = heads.channels, int(heads.channels * self.rotated) // 2
-        found = []
-        for each in _by_group(self.names, (0, 0, 0), heads):
-            if each.name == self.names[2]:
-                found.append(each)
-                continue
-            for at in range(0, each.rows, size):
-                row, source = each.row + at, each.source_row + at
-                found += [RowRange(each.name, row + i * half, source + i, half, 2) for i in (0, 1)]
-                if rest := size - 2 * half:
-                    found.append(RowRange(each.name, row + 2 * half, source + 2 * half, rest))
+        found, row = [], 0
+        for group in range(heads.groups):
+            for name, source, count in self._of_group(group, heads):
+                part = RowRange(name, row, source, count)
+                has_pairs = self.turned_in_pairs and name != self.names[-1]
+                found += self._pairs(part, heads.channels) if has_pairs else [part]
+                row += count
         return found
 
+    def _of_group(self, group: int, heads: HeadLayout) -> list[tuple[str, int, int]]:
+        """(tensor, its first row, rows) of a group's parts."""
+        queries, size = heads.queries, heads.channels
+        if self.gates_follow:
+            numbers = range(group * queries, (group + 1) * queries)
+            found = [(self.names[0], (2 * query + part) * size, size) for part in (0, 1) for query in numbers]
+            return found + [(name, group * size, size) for name in self.names[1:]]
+        names, starts = self.names, [0] * len(self.names)
+        if len(names) == 1:
+            keys = heads.groups * queries * size
+            names, starts = names * 3, [0, keys, keys + heads.groups * size]
+        sizes = [queries * size] * (len(names) - 2) + [size, size]  # of queries, gates, a key, a value
+        return [(name, start + group * n, n) for name, start, n in zip(names, starts, sizes, strict=True)]
 
-class GatedHeads(NamedTuple):
-    """Separate tensors of queries, keys and values; each query head's rows are followed by those of its gate.
-
-    Megatron has for each group all queries, all gates, its key, its value.
-    """
-
-    names: tuple[str, ...]
-
-    def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
-        """The ranges of a weight of `rows` rows."""
-        size, found = heads.channels, []
-        for group in range(heads.groups):
-            queries = range(group * heads.queries, (group + 1) * heads.queries)
-            places = [(self.names[0], 2 * query + part) for part in (0, 1) for query in queries]
-            places += [(name, group) for name in self.names[1:]]
-            found += [(name, place * size) for name, place in places]
-        return [RowRange(name, i * size, source, size) for i, (name, source) in enumerate(found)]
+    def _pairs(self, part: RowRange, size: int) -> list[RowRange]:
+        """The rows of whole heads of `size` channels, of which neighbours turn together."""
+        half, found = int(size * self.turned_in_pairs) // 2, []
+        for at in range(0, part.rows, size):
+            row, source = part.row + at, part.source_row + at
+            found += [RowRange(part.name, row + i * half, source + i, half, 2) for i in (0, 1)]
+            if rest := size - 2 * half:
+                found.append(RowRange(part.name, row + 2 * half, source + 2 * half, rest))
+        return found
 
 
 class RecurrentPart(NamedTuple):
@@ -169,7 +148,7 @@ class RecurrentPart(NamedTuple):
         return [RowRange(self.names[0], i * size, i * period + start, size) for i in range(blocks)]
 
 
-Mapping = Rows | StackedExperts | Heads | NeighbourHeads | GatedHeads | RecurrentPart
+Mapping = Rows | StackedExperts | Heads | RecurrentPart
 
 
 def rows(*names: str) -> Rows:

@@ -30,7 +30,7 @@ from megarl.mcore.weights.hf.family import (
     Family,
     Prediction,
 )
-from megarl.mcore.weights.hf.mapping import Heads, NeighbourHeads, rows
+from megarl.mcore.weights.hf.mapping import Heads, rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
 
@@ -66,7 +66,7 @@ CWM = Family("cwm", LAYERS, flags_of(requires(mlp_bias=False), model_flags, wind
 # ERNIE 4.5, dense: rotary positions of neighbouring channels.
 ERNIE_4_5 = Family(
     model_type="ernie4_5",
-    layers=LAYERS | {"self_attention.linear_qkv.weight": NeighbourHeads(QKV_NAMES)},
+    layers=LAYERS | {"self_attention.linear_qkv.weight": Heads(QKV_NAMES, turned_in_pairs=1.0)},
     flags=flags_of(requires(use_bias=False), model_flags),
 )
 
@@ -135,8 +135,10 @@ GLM = Family(
     layers=LAYERS
     | _FUSED_GATES
     | {
-        f"self_attention.linear_qkv.{name}": NeighbourHeads(tuple(f"self_attn.{x}_proj.{name}" for x in "qkv"), ROTATED)
-        for name in ("weight", "bias")
+        f"self_attention.linear_qkv.{x}": Heads(
+            tuple(f"self_attn.{y}_proj.{x}" for y in "qkv"), turned_in_pairs=ROTATED
+        )
+        for x in ("weight", "bias")
     },
     flags=flags_of(_check_rotated, model_flags, QKV_BIASES),
 )

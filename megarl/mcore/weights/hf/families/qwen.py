@@ -29,7 +29,7 @@ from megarl.mcore.weights.hf.family import (
     Prediction,
     expert_layers,
 )
-from megarl.mcore.weights.hf.mapping import GatedHeads, Mapping, StackedExperts, recurrent_parts, rows
+from megarl.mcore.weights.hf.mapping import Heads, Mapping, StackedExperts, recurrent_parts, rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
 _NO_BIASES = requires(attention_bias=(False, None))
@@ -100,7 +100,7 @@ def _layers(projections: dict[str, Mapping]) -> dict[str, Mapping]:
     convolution = recurrent_parts("linear_attn.conv1d.weight", "query", "key", "value")
     return {
         **LAYERS,
-        "self_attention.linear_qkv.weight": GatedHeads(QKV_NAMES),
+        "self_attention.linear_qkv.weight": Heads(QKV_NAMES, gates_follow=True),
         "self_attention.in_proj.layer_norm_weight": rows("input_layernorm.weight"),
         **{f"self_attention.in_proj.weight.{part}": mapping for part, mapping in projections.items()},
         **{f"self_attention.conv1d.weight.{part}": mapping for part, mapping in convolution.items()},
