@@ -120,7 +120,7 @@ def changed_versions(manifest: dict) -> str | None:
 
 def _changes(stored: dict, now: dict) -> str | None:
     changed = [name for name in sorted(stored.keys() & now.keys()) if stored[name] != now[name]]
-    return ", ".join(f"{name} {now[name]} (before: {stored[name]})" for name in changed) or None
+    return ", ".join(change(name, stored[name], now[name]) for name in changed) or None
 
 
 def changed_data(manifest: dict, data: dict[str, dict[str, str]]) -> list[str]:
@@ -220,13 +220,14 @@ def _other_schedules(manifest: dict, config: RunConfig) -> Iterator[tuple[RoleSe
         # A flag that only one of them has goes with the style of the decay, which then differs, too.
         changed = [name for name in found.keys() & saved.keys() if found[name] != saved[name]]
         if changed:
-            yield role, saved, ", ".join(_change(name, saved[name], found[name]) for name in sorted(changed))
+            yield role, saved, ", ".join(change(flag_of(name), saved[name], found[name]) for name in sorted(changed))
 
 
-def _change(name: str, before: object, after: object) -> str:
+def change(name: str, before: object, after: object) -> str:
+    """What a warning or an error says about a value that is not the checkpoint's."""
     before, after = (" ".join(value) if isinstance(value, list) else value for value in (before, after))
-    before, after = ("not set" if value is None else value for value in (before, after))
-    return f"{flag_of(name)} {after} (before: {before})"
+    before, after = ("none" if value is None else value for value in (before, after))
+    return f"{name} {after} (before: {before})"
 
 
 def check_schedules(manifest: dict, config: RunConfig):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megarl.arguments import RoleSettings, RunConfig, Settings
 from megarl.batch import Batch
-from megarl.checkpoint.resume import IMAGES
+from megarl.checkpoint.resume import IMAGES, change
 from megarl.comm import exchange
 from megarl.comm.role_mesh import RoleGroups, RoleMesh
 from megarl.comm.step_batch import ROLLOUT, StepBatch
@@ -213,7 +213,7 @@ class RunImages:
             )
         changed = [name for name in now if now[name] != before.get(name)]
         if changed:
-            values = ", ".join(f"{name} {now[name]} (before: {before.get(name)})" for name in changed)
+            values = ", ".join(change(name, before.get(name), now[name]) for name in changed)
             warn_as_first([f"--load {load}: images are made by another processor: {values}"])
 
     def take_metrics(self, role_groups: RoleGroups) -> dict[str, float]:

@@ -47,7 +47,7 @@ def outcome(values: list[str], save: Path) -> str:
         train("rl", argv, size)
     except RankFailed as error:
         last = [line for line in str(error).splitlines() if line.strip()][-1]
-        if "UsageError" in last or ALONE in last:
+        if "UsageError" in last or "RunStopped" in last or ALONE in last:
             return "refused"
         return f"failed: {re.sub('[0-9]+', 'N', last.strip())[:200]}"
     return "ran"

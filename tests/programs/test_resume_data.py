@@ -117,10 +117,12 @@ def test_other_settings_and_libraries_are_named_and_a_layout_is_not(run, tmp_pat
     before = manifest.versions()
     assert folders.read_manifest(folders.step_folder(run, 3), "--load")["versions"] == before and before["torch"]
     monkeypatch.setattr(manifest, "versions", lambda: {**before, "megarl": "9", "torch": "9.1", "transformers": None})
-    train("sft", sft_argv(tmp_path / "b", f"{resumed} --clip-grad 0.5 --bf16 --use-distributed-optimizer"))
+    changes = "--clip-grad 0.5 --bf16 --use-distributed-optimizer --ema-decay 0.5"
+    train("sft", sft_argv(tmp_path / "b", f"{resumed} {changes}"))
     said, line = capfd.readouterr().err, f"megarl: warning: --load {folders.step_folder(run, 3)}: resumes with other"
-    assert f"{line} settings: --actor-bf16 True (before: False), --actor-clip-grad 0.5 (before: 1.0)\n" in said
-    libraries = f"torch 9.1 (before: {before['torch']}), transformers None (before: {before['transformers']})"
+    settings = "--actor-bf16 True (before: False), --actor-clip-grad 0.5 (before: 1.0), --ema-decay 0.5 (before: none)"
+    assert f"{line} settings: {settings}\n" in said
+    libraries = f"torch 9.1 (before: {before['torch']}), transformers none (before: {before['transformers']})"
     assert said.count(f"{line} libraries: {libraries}\n") == 1
 
 

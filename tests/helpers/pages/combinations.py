@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.helpers import programs
 from tests.helpers.pages.flag_cases import ONLINE
-from tests.helpers.rollout.thinkers import thinkers
+from tests.laws.files import named
 
 BASE = "--train-iters 1 --kl-coefficient 0 --prompts-per-step 4 --minibatch-size 4 --ppo-epochs 1"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
@@ -21,6 +21,7 @@ MAMBA = (
 LATENT = (
     "--multi-latent-attention --kv-lora-rank 16 --q-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8"
 )
+CHOICE = f"{LATENT} --dsa-indexer-topk 3 --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16"
 _CHANNELS = (  # beside latents
     f"{LATENT} --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-channel-decay"
     " --linear-num-key-heads 2 --linear-num-value-heads 2 --linear-key-head-dim 16 --linear-value-head-dim 16"
@@ -97,9 +98,13 @@ AXES = {
     "attention": ["--qk-layernorm", "--window-size 3,0", "--softmax-type off-by-one", "--softmax-type learnable",
                   "--attn-logit-softcapping 5", "--position-embedding-type learned_absolute", "--kv-channels 16",
                   "--position-embedding-type yarn --rotary-scaling-factor 4", RECURRENT,
-                  MAMBA],
+                  MAMBA, LATENT, CHOICE, *CHANNELS],
     "model": ["--untie-embeddings-and-output-weights", "--normalization LayerNorm", "--apply-layernorm-1p",
               "--layernorm-position sandwich", "--num-layers 3", "--final-logit-softcapping 5"],
+    "source": [f"--hf-model {{{kind}}} --model-source transformers"
+               for kind in ("gemma2", "gemma4_text", "qwen3_moe", "lfm2_moe", "bamba")],
+    "pictures": [f"{{{kind}}} --max-prompt-length 80 --max-tokens-per-microbatch 200 --rollout-buffer-gb 0.01"
+                 for kind in ("pictures", "module_pictures")],
     "precision": ["--bf16", "--fp16 --initial-loss-scale 1024", "--bf16 --accumulate-allreduce-grads-in-fp32"],
     "optimizer": ["--adam-beta2 0.9", "--use-distributed-optimizer", "--clip-grad 0", "--weight-decay 0.1",
                   "--use-distributed-optimizer --overlap-grad-reduce", "--lr-decay-style cosine --lr-warmup-iters 0",
@@ -143,24 +148,15 @@ def mixtures() -> dict[str, Path]:
 
 def argv_of(values: list[str], save: Path) -> list[str]:
     """Command line of a case: a small run of one step, without a warm start."""
-    folder = programs.inputs()
-    files = {
-        "heldout": folder / "heldout.jsonl",
-        "sft": folder / "sft",
-        "save": save,
-        "thinkers": thinkers(),
-        **mixtures(),
-    }
-    flags = " ".join([BASE, *values]).format(**files)
+    flags = named(" ".join([BASE, *values]), sft=programs.inputs() / "sft", save=save, **mixtures())
     has_critic = "--advantage" not in flags or "--advantage gae" in flags
-    return programs.rl_argv(
-        save, flags + " --critic-lr 1e-3" * (has_critic and "--advantage" in flags), warm_start=False
-    )
+    critic = " --critic-lr 1e-3" * (has_critic and "--advantage" in flags)
+    return with_groups_that_fit(programs.rl_argv(save, flags + critic, warm_start=False))
 
 
 def with_groups_that_fit(argv: list[str]) -> list[str]:
     """A command line without the query groups of all small runs if its attention is latent, which has none."""
-    if "--multi-latent-attention" not in argv:
+    if "--multi-latent-attention" not in argv or "--group-query-attention" not in argv:
         return argv
     place = argv.index("--group-query-attention")
     return argv[:place] + argv[place + 3 :]

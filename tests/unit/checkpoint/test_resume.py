@@ -30,7 +30,7 @@ RESUMES = [
     ("sft", f"{CONSTANT} --train-iters 4", f"{CONSTANT} --train-iters 9", None),
     ("sft", CONSTANT, f"{CONSTANT} --min-lr 1e-3", None),
     ("sft", CONSTANT, "--lr 1e-3 --lr-decay-style constant", r"--lr 0.001 \(before: 0.01\): .* actor"),
-    ("sft", CONSTANT, f"{CONSTANT} --decoupled-lr 1e-3", r"--decoupled-lr 0.001 \(before: not set\)"),
+    ("sft", CONSTANT, f"{CONSTANT} --decoupled-lr 1e-3", r"--decoupled-lr 0.001 \(before: none\)"),
     ("reward", f"{CONSTANT} --lr-warmup-iters 1 --lr-warmup-init 0", f"{CONSTANT} --lr-warmup-iters 1",
      r"--lr-warmup-init not set \(before: 0.0\)"),
     ("sft", CONSTANT, f"{CONSTANT} --weight-decay 0.3", r"--weight-decay 0.3 \(before: 0.01\)"),
@@ -120,7 +120,7 @@ def test_other_multipliers_are_another_schedule(tmp_path):
     rates = "--lr-multipliers embedding.*=2 *.mlp.*=3"
     first, second = (program("sft", sft_argv(tmp_path, flags), 1) for flags in ("", f"{rates} --load {tmp_path}"))
     before = json.loads(json.dumps(resume.manifest_entries(first)))
-    said = r"--lr-multipliers embedding.*=2 *.mlp.*=3 (before: not set): not the schedule of the actor"
+    said = r"--lr-multipliers embedding.*=2 *.mlp.*=3 (before: none): not the schedule of the actor"
     with pytest.raises(UsageError, match=re.escape(said)):
         resume.check_schedules(before, second)
     resume.check_schedules(json.loads(json.dumps(resume.manifest_entries(second))), second)
