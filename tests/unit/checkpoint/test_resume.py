@@ -32,7 +32,7 @@ RESUMES = [
     ("sft", CONSTANT, "--lr 1e-3 --lr-decay-style constant", r"--lr 0.001 \(before: 0.01\): .* actor"),
     ("sft", CONSTANT, f"{CONSTANT} --decoupled-lr 1e-3", r"--decoupled-lr 0.001 \(before: none\)"),
     ("reward", f"{CONSTANT} --lr-warmup-iters 1 --lr-warmup-init 0", f"{CONSTANT} --lr-warmup-iters 1",
-     r"--lr-warmup-init not set \(before: 0.0\)"),
+     r"--lr-warmup-init none \(before: 0.0\)"),
     ("sft", CONSTANT, f"{CONSTANT} --weight-decay 0.3", r"--weight-decay 0.3 \(before: 0.01\)"),
     ("rl", f"{CONSTANT} --lr-warmup-fraction 0.1 --train-iters 20",
      f"{CONSTANT} --lr-warmup-fraction 0.1 --train-iters 40", "--lr-decay-iters 40"),
