@@ -97,7 +97,8 @@ def uses_of(layout: PackedLayout, tokens: Tensor) -> Tensor:
     stream = layout.token_indices[tokens]
     if layout.source is None:
         return stream < layout.tokens
-    return torch.bincount(layout.source, minlength=layout.tokens + layout.padding)[stream]
+    uses = layout.source.new_zeros(layout.tokens + layout.padding)  # `bincount` would read its size from a device
+    return uses.index_add_(0, layout.source, torch.ones_like(layout.source))[stream]
 
 
 def _of_decodes(reads: NativeDecodes, total: int, count: int) -> tuple[list[DenseReads], list[LongSegment]]:

@@ -217,7 +217,8 @@ def sizes() -> list:
 
 
 def sums() -> list:
-    """`orders` of attention by pages of a cache and by rows, and of sampled and known tokens, aligned or not."""
+    """`orders` of attention by pages of a cache and by rows, of sampled and known tokens, and of attention to latents,
+    aligned or not."""
     whole = [name for name, kind in READS.items() if kind != "fp32" and name != "segments"]
     attention = [
         orders(
@@ -238,7 +239,13 @@ def sums() -> list:
         ]
         for aligned in (["logits", "row_stride"], [])
     ]
-    return [attention, rows]
+    whole = [name for name, kind in CHOICE.items() if kind != "fp32"]
+    latents = [
+        orders(compiled(key_choice._attend_rows, CHOICE | {"rows": kind}, LISTED, aligned))
+        for kind in ("*i64", "*i32")  # all that a query sees, or chosen ones
+        for aligned in (whole, [])
+    ]
+    return [attention, rows, latents]
 
 
 def fused() -> list:
