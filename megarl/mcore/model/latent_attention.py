@@ -140,18 +140,27 @@ class LatentAttention(Attention):
         return plan.key_reads[0]
 
     def step(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
-        """As that of `PagedSelfAttention`, over a cache of latents [blocks, block, L + r]."""
-        core, cache = self.core_attention, plan.caches[self._layer]
-        rotation = None if plan.rotations is None else plan.rotations[core.kind]
-        query, latents = self._query(self._query_latent(hidden), rotation), self._latents(hidden, rotation)
+        """As that of `PagedSelfAttention`, over a cache of latents [blocks, block, L + r, or more]."""
+        rotation = None if plan.rotations is None else plan.rotations[self.core_attention.kind]
+        latent = self._query_latent(hidden)
+        query, latents = self._query(latent, rotation), self._cached(hidden, rotation)
         latents = latents if plan.dedup is None else latents.index_select(0, plan.dedup.inverse)
-        cache.flatten(0, 1).index_copy_(0, plan.slot_mapping, latents)
-        if is_exact(self.config):
-            attended = self._attend_rows(query, cache.flatten(0, 1), self._row_reads_of_step(plan))
-            return apply_linear(self.linear_proj, self._values(attended, hidden))
-        reads, cached = plan.reads[core.kind], Latents(cache, self.expand, self.widths[1])
-        attended = plan.attend(query.unsqueeze(2), cached, reads, core.softmax_scale, **core.options)
+        rows = plan.caches[self._layer].flatten(0, 1)
+        rows[:, : latents.shape[1]].index_copy_(0, plan.slot_mapping, latents)
+        attended = self._attend_cache(query, rows, plan, (hidden, latent, rotation))
         return apply_linear(self.linear_proj, self._values(attended, hidden))
+
+    def _cached(self, hidden: Tensor, rotation: Rotation) -> Tensor:
+        """What is cached of tokens."""
+        return self._latents(hidden, rotation)
+
+    def _attend_cache(self, query: Tensor, rows: Tensor, plan: StepPlan, tokens: tuple) -> Tensor:
+        """Queries [T, A, D] and rows of the cache -> attended values [T, A·V]; `tokens`: hidden states, latents of
+        queries, rotation."""
+        if is_exact(self.config):
+            return self._attend_rows(query, rows, self._row_reads_of_step(plan))
+        core, cached = self.core_attention, Latents(plan.caches[self._layer], self.expand, self.widths[1])
+        return plan.attend(query.unsqueeze(2), cached, plan.reads[core.kind], core.softmax_scale, **core.options)
 
     def _query_latent(self, hidden: Tensor) -> Tensor:
         """[T, 1, H] -> normed latents of queries; the hidden states themselves in models without such latents."""

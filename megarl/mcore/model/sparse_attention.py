@@ -118,7 +118,7 @@ class SparseLatentAttention(LatentAttention):
             keys = self._indexer.keys(hidden, rotation)
             if layout.order is not None:
                 keys = gather_for_attention(keys, layout.order, layout.cp_group)
-        choice = self._choice(layout.key_reads, keys, hidden, latent, rotation)
+        choice = self._choice(layout.key_reads, keys, (hidden, latent, rotation))
 
         def attend(query: Tensor, latents: Tensor) -> Tensor:
             return self._attend(query, latents, layout.key_reads, choice, layout)
@@ -132,12 +132,13 @@ class SparseLatentAttention(LatentAttention):
     def _indexer(self) -> Indexer | None:
         return getattr(self.core_attention, "indexer", None)
 
-    def _choice(self, reads: KeyReads | RowReads, keys: Tensor | None, hidden, latent, rotation):
+    def _choice(self, reads: KeyReads | RowReads, keys: Tensor | None, tokens: tuple):
         """This layer's choice by index keys [T', C], or the one that it shares; None: all queries see few keys."""
         if not reads.is_long:
             return None
         if keys is None:
             return reads.choices[self.source]
+        hidden, latent, rotation = tokens
         heads_of, weights = self._indexer.queries(hidden, latent, rotation)
         choice: Any = None
         if isinstance(reads, RowReads):
@@ -206,28 +207,22 @@ class SparseLatentAttention(LatentAttention):
         key, value = self.expand(latents.index_select(0, rows).to(self.config.params_dtype))
         return key.float(), value.float()
 
-    def step(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
-        """As that of `LatentAttention`, over a cache [blocks, block, L + r + C]."""
-        rotation, reads = plan.rotations[self.core_attention.kind], plan.reads[self.core_attention.kind]
-        latent = self._query_latent(hidden)
-        query, latents = self._query(latent, rotation), self._latents(hidden, rotation)
-        rows, width = plan.caches[self._layer].flatten(0, 1), latents.shape[1]
-        if self._indexer is not None:
-            latents = torch.cat([latents, self._indexer.keys(hidden, rotation)], -1)
-        latents = latents if plan.dedup is None else latents.index_select(0, plan.dedup.inverse)
-        rows[:, : latents.shape[1]].index_copy_(0, plan.slot_mapping, latents)
+    def _cached(self, hidden: Tensor, rotation: Rotation) -> Tensor:
+        latents = self._latents(hidden, rotation)
+        return latents if self._indexer is None else torch.cat([latents, self._indexer.keys(hidden, rotation)], -1)
+
+    def _attend_cache(self, query: Tensor, rows: Tensor, plan: StepPlan, tokens: tuple) -> Tensor:
         if self._uses_rows(rows):
             reads = self._row_reads_of_step(plan)
         else:
             if not plan.key_reads:
-                of_cache = KeyReads.of_step(reads, self.count)
+                of_cache = KeyReads.of_step(plan.reads[self.core_attention.kind], self.count)
                 plan.key_reads.append(of_cache if rows.dtype is torch.float32 else of_cache.of_read_rows())
             reads = plan.key_reads[0]
             rows = rows if reads.rows is None else rows.index_select(0, reads.rows).float()
+        width = sum(self.latent_channels)
         keys = None if self._indexer is None else rows[:, width:]
-        choice = self._choice(reads, keys, hidden, latent, rotation)
-        attended = self._attend(query, rows[:, :width], reads, choice)
-        return apply_linear(self.linear_proj, self._values(attended, hidden))
+        return self._attend(query, rows[:, :width], reads, self._choice(reads, keys, tokens))
 
 
 def take_disagreement(stages, layers: int, group) -> dict[str, float]:
