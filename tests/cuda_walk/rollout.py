@@ -4,7 +4,7 @@ import dataclasses
 import functools
 
 from tests.cuda_walk.device import Walk
-from tests.helpers.models.tiny_models import VOCAB, join_actor
+from tests.helpers.models.tiny_models import CHOOSING, VOCAB, join_actor
 from tests.helpers.rollout.engines import make_requests, settings_of
 
 GRAPHS = {"captures": True, "limit": 12}
@@ -67,6 +67,7 @@ _SETTINGS: dict[str, dict] = {
     "speculative": {"speculative": True},
     "softcap": {"flags": "--attn-logit-softcapping 5"},
     "latent": {"shape": "latent"},
+    "chosen keys": {"shape": "latent", "flags": CHOOSING},
     "long": {"flags": "--num-layers 1", "count": 150, "limit": 23, "ragged": True, "max_requests": 9, "block": 0},
 }
 SCENARIOS = {  # name -> (what walks, ranks)

@@ -5,7 +5,7 @@ import functools
 import torch
 
 from tests.cuda_walk.device import CUDA, Walk
-from tests.helpers.models.tiny_models import VOCAB, join_actor
+from tests.helpers.models.tiny_models import CHOOSING, VOCAB, join_actor
 
 LENGTHS = [7, 2, 11, 1, 4, 9]
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -35,7 +35,9 @@ def device_batch(part):
     return there
 
 
-def update(walk: Walk, flags: str = "", value_head: bool = False, program: str = "sft") -> dict:
+def update(
+    walk: Walk, flags: str = "", value_head: bool = False, program: str = "sft", shape: str = "llama"
+) -> dict:  # fmt: skip
     """What is counted while two micro-batches are scored and trained on, and in the optimizer's step."""
     from megarl.comm import microbatches
     from megarl.mcore.model import forward_pass, gpt
@@ -43,7 +45,7 @@ def update(walk: Walk, flags: str = "", value_head: bool = False, program: str =
     from megarl.mcore.training import optimizer
     from megarl.roles.passes import forward_only
 
-    args, place = join_actor(flags, program=program)
+    args, place = join_actor(flags, shape, program)
     stages = gpt.build_model(args, VOCAB, place.pg_collection, value_head)
     wrapped = optimizer.wrap_for_training(stages, args, place.pg_collection)
     adam = optimizer.build_optimizer(wrapped, args, place.pg_collection)
@@ -63,7 +65,7 @@ def update(walk: Walk, flags: str = "", value_head: bool = False, program: str =
         value = (out * part.returns).sum() if value_head else (out.logprobs * part.advantages + out.entropy).sum()
         return value, (out if value_head else out.logprobs).detach()
 
-    found = {}
+    found, walk.all_true = {}, CHOOSING in flags  # so that all queries are compared with their choice
     walk.clear()
     forward_only(stages, parts, scores, place.pg_collection)
     found["scores"] = walk.counts()
@@ -86,6 +88,7 @@ _SETTINGS: dict[str, dict] = {
     "update recompute": {"flags": f"--bf16 {RECOMPUTE}"},
     "update experts": {"flags": "--bf16 --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm"},
     "update critic": {"flags": "--bf16", "value_head": True},
+    "update chosen keys": {"flags": f"--bf16 {CHOOSING}", "shape": "latent"},
 }  # fmt: skip
 SCENARIOS = {  # name -> (what walks, ranks)
     name: (functools.partial(update, **settings), 1) for name, settings in _SETTINGS.items()

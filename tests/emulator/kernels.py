@@ -82,7 +82,7 @@ def _install_references():
         "convolve_runs_backward",
         "choose_key_bits",
         "list_key_rows",
-        "attend_lists",
+        "attend_rows",
     ):
         _library.impl(name, _computing(name, getattr(reference_kernels, name)), "CUDA")
     for name in (

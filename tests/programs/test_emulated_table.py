@@ -68,7 +68,7 @@ def test_rollout_and_training_agree_in_bf16(flags, ranks, emulator, tmp_path):
     assert len(rows) == 2 and counts["aten::mm"] > 10
     kernels = "triton delta_rows", "triton walk_chunks", "triton convolve_runs"
     assert "--linear-attention-freq" not in flags or all(counts[name] > 0 for name in kernels)
-    assert "--dsa-indexer-topk" not in flags or min(counts["triton choose_key_bits"], counts["triton attend_lists"]) > 9
+    assert "--dsa-indexer-topk" not in flags or min(counts["triton choose_key_bits"], counts["triton attend_rows"]) > 9
     first, second = (row.get("rollout/logprob_gap_max", 0.0) for row in rows)
     assert first < 2e-2 and (second < 2e-2 or "--rollout-correction" in flags)  # an older policy drew some tokens
 

@@ -8,7 +8,7 @@ from tests.helpers.models.attention_inputs import needs_kernels
 from tests.helpers.programs import inputs, metrics, rl_argv
 from tests.helpers.tools import run_tool
 from tests.helpers.worlds import run_world
-from tools.bench import recurrent_step, router_replay
+from tools.bench import choosing_step, recurrent_step, router_replay
 
 FLAGS = "--advantage grpo --kl-coefficient 0 --temperature 0.05 --eval-interval 1 --train-iters 3"
 
@@ -47,10 +47,30 @@ def test_each_side_has_a_row_for_each_number_of_requests():
     assert len(recurrent_step.table(found, markdown=True).splitlines()) >= 7
 
 
-def test_wrong_numbers_are_refused(capsys):
+def of_choices(rank: int) -> list[dict]:
+    small = "--tokens 90 --short 20 --keys 40 --steps 6 --hidden 64 --heads 2"
+    return choosing_step.measure(choosing_step.parse(small.split()))
+
+
+@needs_kernels
+def test_both_sides_score_and_decode_sequences_below_and_above_the_choice():
+    (found,) = run_world(of_choices, 1)
+    rows = [(20, "scores"), (20, "decode step"), (90, "scores"), (90, "decode step")]
+    assert [(row["tokens"], row["what"]) for row in found] == rows
+    for row in found:
+        assert row["ratio"] > 0 and row["seconds"].keys() == choosing_step.SIDES.keys()
+        assert all(len(times) == (6 if row["what"] == "scores" else 3) for times in row["seconds"].values()), row
+    assert len(choosing_step.table(found, markdown=True).splitlines()) >= 5
+
+
+@pytest.mark.parametrize("tool, flags, says", [
+    (recurrent_step, "--requests 0", "--requests 0 --rounds 20: allowed are whole numbers above 0"),
+    (choosing_step, "--short 512", "--short 512 --keys 512 --tokens 8192 --steps 16: allowed are ascending numbers"),
+])  # fmt: skip
+def test_wrong_numbers_are_refused(tool, flags, says, capsys):
     with pytest.raises(SystemExit):
-        recurrent_step.parse(["--requests", "0"])
-    assert "--requests 0 --rounds 20: allowed are whole numbers above 0" in capsys.readouterr().err
+        tool.parse(flags.split())
+    assert says in capsys.readouterr().err
 
 
 SMALL = ("--prompts", 1, "--turns", 2, "--sleep", 0.01, "--steps", 2, "--rounds", 1, "--hidden", 32)

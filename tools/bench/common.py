@@ -44,11 +44,11 @@ class Shape:
 
     def flags(self) -> list[str]:
         """The model as Megatron's flags."""
+        grouped = f" --group-query-attention --num-query-groups {self.groups}" if self.groups < self.heads else ""
         text = (
             f"--num-layers {self.layers} --hidden-size {self.hidden} --num-attention-heads {self.heads}"
-            f" --group-query-attention --num-query-groups {self.groups} --ffn-hidden-size {self.ffn} --swiglu"
-            " --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights"
-            " --make-vocab-size-divisible-by 32"
+            f"{grouped} --ffn-hidden-size {self.ffn} --swiglu --normalization RMSNorm --disable-bias-linear"
+            " --untie-embeddings-and-output-weights --make-vocab-size-divisible-by 32"
         )
         return text.split()
 

@@ -20,7 +20,7 @@ CHOOSING = f"{combinations.LATENT} --dsa-indexer-topk 3 --dsa-indexer-n-heads 16
 MORE = [combinations.LATENT, CHOOSING, *combinations.CHANNELS, f"{ROUTED} --lora-rank 2", "--use-torch-fsdp2",
         "--decode-graphs off", "--window-size 3,0 --softmax-type learnable --use-distributed-optimizer"]  # fmt: skip
 GROUPED = [f"{ROUTED} --moe-grouped-gemm{more}" for more in ("", " --offload", " --use-distributed-optimizer")]
-EXACT = ["--exact-rollout", f"{ROUTED} --exact-rollout"]
+EXACT = [f"{flags} --exact-rollout".strip() for flags in ("", ROUTED, combinations.LATENT, CHOOSING)]
 MUON = ["--optimizer muon", "--optimizer muon --use-distributed-optimizer"]
 # Without reward models, and a folder whose biases megarl refuses.
 FAMILIES = [case for case in hf_folders.CASES if not case.endswith("_reward") and case != "llama_bias"]

@@ -6,7 +6,8 @@ of exactly 0, so that ties are common with few heads.
 A query that sees at most `count` keys attends to all of them, as in dense layers. Any other attends to chosen latents,
 without expanding them: its heads are multiplied by the expansion's weights before, and the result after attention.
 The kernels of a CPU compute in fp32. In bf16 they read widened numbers, and the result is rounded: a query's bits
-follow from its own bits and those of the keys that it sees. Those of CUDA (`kernels.cuda.key_choice`) read bf16.
+follow from its own bits and those of the keys that it sees.
+On CUDA `latent_rows` chooses and attends.
 Shapes: T tokens of a rank, T' rows of latents, of the stream or the cache; I heads of the indexer with C channels; A
 heads of attention, L + r numbers of a latent and its rotated key; K keys of a segment.
 """
@@ -21,16 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megarl.mcore.attention.backends.sdpa import DecodeReads
 from megarl.mcore.attention.cache_attention import CacheReads
-from megarl.mcore.attention.native_attention import LatentDecodes
+from megarl.mcore.attention.native_attention import NativeDecodes
 from megarl.mcore.attention.packing import PackedLayout
 from megarl.mcore.attention.segments import SegmentBatch
 from megarl.mcore.kernels import native, with_gradient
 from megarl.mcore.kernels.batch_invariance import VECTOR
 
 QUERIES = 512  # whose heads, and whose lists, are in memory together
-GATHERED = 64  # whose listed latents are in memory together, in backward on CUDA
 COMPARED_OF = 64  # one query in so many is compared with its attention; one in `count` if that is less
 
 
@@ -38,8 +37,8 @@ class LongSegment(NamedTuple):
     """The q queries of a segment that see more keys than they may choose."""
 
     queries: Tensor  # [q] int64 tokens
-    keys: Tensor  # [K] int64 rows of latents; [q, K] of each query's own, of decodes on CUDA
-    seen: Tensor  # [q] int64 how many of them each query sees; ascending, if the keys are those of all
+    keys: Tensor  # [K] int64 rows of latents
+    seen: Tensor  # [q] int64 how many of them each query sees; ascending
 
 
 # Queries that attend to all keys that they see: rows [m] int64 of latents that are expanded for them, and batches whose
@@ -48,10 +47,10 @@ DenseReads = tuple[Tensor, list[SegmentBatch]]
 
 
 class KeyReads:
-    """How the queries of a micro-batch, or of a step, attend; the same for all layers."""
+    """How the queries of a micro-batch, or of a step, attend on a CPU; the same for all layers."""
 
     def __init__(self, dense: list[DenseReads], long: list[LongSegment]):
-        self.dense, self.long = dense, long
+        self.dense, self.long, self.is_long = dense, long, bool(long)
         self.of_long = torch.cat([each.queries for each in long]) if long else None  # [n] int64 tokens
         self.choices: dict[int, Choice] = {}  # those that layers share, by the layer that makes them
         self.rows: Tensor | None = None  # of the cache, which the others count; None: those are of the whole cache
@@ -67,11 +66,7 @@ class KeyReads:
         if long:
             seen = torch.cat([each.seen for each in long])
             places = (seen % min(COMPARED_OF, count) == 0).nonzero().flatten()
-            stream = layout.token_indices[reads.of_long[places]]
-            uses = stream < layout.tokens
-            if layout.source is not None:  # several sequences may have a token of the stream
-                uses = torch.bincount(layout.source, minlength=layout.tokens + layout.padding)[stream]
-            reads.compared = places, seen[places], uses
+            reads.compared = places, seen[places], uses_of(layout, reads.of_long[places])
         return reads
 
     def of_read_rows(self) -> "KeyReads":
@@ -85,14 +80,11 @@ class KeyReads:
         return found
 
     @classmethod
-    def of_step(cls, reads: CacheReads, count: int, block: int) -> "KeyReads":
-        """Those of a step's `CacheReads`; `block`: tokens of a block of the cache."""
+    def of_step(cls, reads: CacheReads, count: int) -> "KeyReads":
+        """Those of a step's `CacheReads`."""
         dense, long = [], []
         for each in reads.decodes:
-            if isinstance(each, LatentDecodes):
-                some, others = _of_decodes(each, reads.total, count)
-            else:
-                some, others = _of_pages(each, reads.total, count, block)
+            some, others = _of_decodes(each, reads.total, count)
             dense, long = dense + some, long + others
         for batch in reads.prefills:
             short, others = _split([batch], count)
@@ -100,7 +92,16 @@ class KeyReads:
         return cls(dense, long)
 
 
-def _of_decodes(reads: LatentDecodes, total: int, count: int) -> tuple[list[DenseReads], list[LongSegment]]:
+def uses_of(layout: PackedLayout, tokens: Tensor) -> Tensor:
+    """How many sequences have each of some of this rank's tokens."""
+    stream = layout.token_indices[tokens]
+    if layout.source is None:
+        return stream < layout.tokens
+    uses = layout.source.new_zeros(layout.tokens + layout.padding)  # `bincount` would read its size from a device
+    return uses.index_add_(0, layout.source, torch.ones_like(layout.source))[stream]
+
+
+def _of_decodes(reads: NativeDecodes, total: int, count: int) -> tuple[list[DenseReads], list[LongSegment]]:
     tokens, dense, long = torch.arange(total)[reads.tokens], [], []
     for rows, segments in reads.parts:
         placed = dataclasses.replace(segments, queries=tokens[segments.queries])
@@ -112,36 +113,27 @@ def _of_decodes(reads: LatentDecodes, total: int, count: int) -> tuple[list[Dens
     return dense, long
 
 
-def _of_pages(reads: DecodeReads, total: int, count: int, block: int) -> tuple[list[DenseReads], list[LongSegment]]:
-    """Decodes on CUDA: those that see many keys are one segment, so that a layer chooses for all of them together."""
-    place = reads.mask.device
-    seen, tokens = (reads.mask.flatten(1) == 0).sum(1), torch.arange(total, device=place)[reads.tokens]
-    rows = reads.pages.view(len(seen), -1, 1) * block + torch.arange(block, device=place)
-    rows, is_long = rows.flatten(1)[:, : reads.mask.shape[-1]], seen > count
-    few, many = (~is_long).nonzero().flatten(), is_long.nonzero().flatten()
-    long = [LongSegment(tokens[many], rows[many], seen[many])] if len(many) else []
-    if not len(few):
-        return [], long
-    numbers, last = torch.arange(len(few), device=place), seen[few] - 1
-    batch = SegmentBatch(None, tokens[few, None], rows[few, : int(last.max()) + 1], numbers, last[:, None])
-    return [_dense([batch])], long
+def queries_of(batch: SegmentBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(tokens [m], keys [n, K], segment [m] of each query, how many of its first keys [m] each sees)."""
+    width, real = batch.queries.shape[1], batch.real_queries
+    seen = 1 + (real % width if batch.last_keys is None else batch.last_keys.flatten()[real])
+    return batch.queries.flatten()[real], batch.keys, real // width, seen
 
 
 def _split(batches: list[SegmentBatch], count: int) -> tuple[list[SegmentBatch], list[LongSegment]]:
     """(the segments of queries that see at most `count` keys, those of the others)."""
     short, long = [], []
     for batch in batches:
-        width, real = batch.queries.shape[1], batch.real_queries
         if batch.keys.shape[1] <= count:
             short.append(batch)
             continue
-        seen = 1 + (real % width if batch.last_keys is None else batch.last_keys.flatten()[real])
-        is_long, tokens = seen > count, batch.queries.flatten()[real]
+        real, (tokens, _, segments, seen) = batch.real_queries, queries_of(batch)
+        is_long = seen > count
         if not is_long.all():
             few = real[~is_long]
             short.append(dataclasses.replace(batch, keys=batch.keys[:, :count].contiguous(), real_queries=few))
-        for number in (real[is_long] // width).unique().tolist():
-            own = is_long & (real // width == number)
+        for number in segments[is_long].unique().tolist():
+            own = is_long & (segments == number)
             long.append(LongSegment(tokens[own], batch.keys[number, : int(seen[own].max())], seen[own]))
     return short, long
 
@@ -180,12 +172,7 @@ class Choice(NamedTuple):
     def lists(self) -> Iterator[Tensor]:
         """Yields the chosen rows of latents [q, topk], by ascending positions, of some queries after others."""
         for rows, bits in self.tiles:
-            if bits.is_cuda:
-                from megarl.mcore.kernels.cuda.key_choice import list_key_rows  # needs Triton
-
-                yield list_key_rows(bits, rows, self.topk)
-            else:
-                yield native.ops.chosen_rows(bits, rows, self.topk)
+            yield native.ops.chosen_rows(bits, rows, self.topk)
 
     def parts(self) -> Iterator[tuple[slice, "Choice"]]:
         """Yields (which of the n queries, their choice), about `QUERIES` at a time."""
@@ -207,7 +194,7 @@ def choose(
     Args:
         heads_of: tokens [q] int64 -> the indexer's rotated heads [q, I, C].
         weights: [T, I] of the heads, fp32.
-        keys: index keys [T', C], fp32; on CUDA of any type.
+        keys: index keys [T', C], fp32.
     """
     tokens = torch.cat([segment.queries for segment in segments])
     found, starts = Choice([], count), np.cumsum([0, *(len(segment.queries) for segment in segments)])
@@ -218,19 +205,11 @@ def choose(
             here = slice(max(first, 0), max(0, min(first + len(segment.queries), len(part))))
             if here.start < here.stop:
                 own = slice(here.start - first, here.stop - first)
-                seen, rows = segment.seen[own], segment.keys if segment.keys.dim() == 1 else segment.keys[own]
-                rows = rows[..., : int(seen.max())]
-                found.tiles.append((rows, _bits(heads[here], own_weights[here], keys, rows, seen, count)))
+                seen = segment.seen[own]
+                rows = segment.keys[: int(seen.max())]
+                bits = native.ops.choose_keys(heads[here], own_weights[here], keys, rows, seen, count)
+                found.tiles.append((rows, bits))
     return found
-
-
-def _bits(heads: Tensor, weights: Tensor, keys: Tensor, rows: Tensor, seen: Tensor, count: int) -> Tensor:
-    """Bits [q, ⌈K/8⌉] of the keys that q queries choose."""
-    if keys.is_cuda:
-        from megarl.mcore.kernels.cuda.key_choice import choose_key_bits  # needs Triton
-
-        return choose_key_bits(heads, weights, keys, rows, seen, count)
-    return native.ops.choose_keys(heads, weights, keys, rows, seen, count)
 
 
 # -- attention over the chosen keys --------------------------------------------------------------------------------
@@ -273,51 +252,10 @@ def _single_queries(choice: Choice) -> Iterator[tuple[Tensor, Tensor, Tensor, Te
 def chosen_attention(query: Tensor, latents: Tensor, width: int, choice: Choice, scale: float) -> Tensor:
     """Attention of queries [n, A, L + r] to the latents [T', L + r] that each chose, of which the first `width` numbers
     are values -> [n, A, width]."""
-    if query.is_cuda:
-        return _listed_attention(query, latents, width, choice, scale)
     if not query.shape[-1] % VECTOR and not width % VECTOR:
         return _chosen_attention(query, latents, width, choice, scale)
     whole, padded = -(-width // VECTOR) * VECTOR, (0, -query.shape[-1] % VECTOR)  # zeros at the end change no bit
     return _chosen_attention(pad(query, padded), pad(latents, padded), whole, choice, scale)[..., :width]
-
-
-def _listed_attention_gradient(ctx, grad):
-    query, latents, out, sums = ctx.saved_tensors
-    of_query, of_latents = torch.empty_like(query), latents.new_zeros(latents.shape, dtype=torch.float32)
-    from_sums, width = (grad.float() * out.float()).sum(-1), out.shape[2]
-    for part, lists in _parts_of_lists(ctx.choice, GATHERED):
-        q, g, rows = query[part], grad[part], latents[lists.long()]  # [q, A, L + r], [q, A, L], [q, k, L + r]
-        weights = (torch.matmul(q, rows.transpose(1, 2)).float() * ctx.scale - sums[part].unsqueeze(2)).exp()
-        of_weights = torch.matmul(g, rows[..., :width].transpose(1, 2)).float() - from_sums[part].unsqueeze(2)
-        of_scores = (weights * of_weights * ctx.scale).to(q.dtype)
-        of_query[part] = torch.matmul(of_scores, rows)
-        of_rows = torch.matmul(of_scores.transpose(1, 2), q).float()
-        of_rows[..., :width] += torch.matmul(weights.to(g.dtype).transpose(1, 2), g)
-        # Several queries may list a row: this adds in a fixed order, as `index_add_` does not on CUDA.
-        of_latents.index_put_((lists.flatten().long(),), of_rows.flatten(0, 1), accumulate=True)
-    return of_query, of_latents.to(latents.dtype), None, None, None
-
-
-@with_gradient(_listed_attention_gradient)
-def _listed_attention(ctx, query, latents, width: int, choice: Choice, scale: float):
-    """As `_chosen_attention`, on CUDA."""
-    from megarl.mcore.kernels.cuda.key_choice import attend_lists  # needs Triton
-
-    out, sums = query.new_empty(*query.shape[:2], width), query.new_empty(query.shape[:2], dtype=torch.float32)
-    for part, lists in _parts_of_lists(choice, QUERIES):
-        out[part], sums[part] = attend_lists(query[part], latents, lists, width, scale)
-    ctx.save_for_backward(query, latents, out, sums)
-    ctx.choice, ctx.scale = choice, scale
-    return out
-
-
-def _parts_of_lists(choice: Choice, size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yields (which of the n queries, their lists), at most `size` at a time."""
-    first = 0
-    for lists in choice.lists():
-        for part in lists.split(size):
-            yield slice(first, first + len(part)), part
-            first += len(part)
 
 
 # -- the choice, compared with the attention -----------------------------------------------------------------------
@@ -346,13 +284,19 @@ def disagreement(
         own = ((places >= end - len(bits)) & (places < end)).nonzero().flatten()
         if not len(own):
             continue
-        numbers = torch.arange(len(rows), device=query.device)
         scores = torch.einsum("maw,kw->mak", query[own], latents[rows]).float() * scale
-        scores.masked_fill_((numbers >= seen[own, None]).unsqueeze(1), -torch.inf)
-        attention = scores.softmax(-1).mean(1) / dist.get_world_size(group)
-        dist.all_reduce(attention, group=group)
-        is_chosen = (bits[places[own] - (end - len(bits))][:, numbers // 8] >> (numbers % 8)) & 1
-        best = attention.topk(choice.topk).values.double().sum(1)
-        missed = 1 - (attention.double() * is_chosen).sum(1) / best
-        total += torch.stack([(missed * uses[own]).sum(), uses[own].sum()])
+        own_bits = bits[places[own] - (end - len(bits))]
+        total += missed_attention(scores, own_bits, seen[own], uses[own], choice.topk, group)
     return total
+
+
+def missed_attention(scores: Tensor, bits: Tensor, seen: Tensor, uses: Tensor, count: int, group) -> Tensor:
+    """The sums of `disagreement` of m queries with scores [m, A, K]."""
+    numbers = torch.arange(scores.shape[2], device=scores.device)
+    scores.masked_fill_((numbers >= seen.unsqueeze(1)).unsqueeze(1), -torch.inf)
+    attention = scores.softmax(-1).mean(1) / dist.get_world_size(group)
+    dist.all_reduce(attention, group=group)
+    is_chosen = (bits[:, numbers // 8] >> (numbers % 8)) & 1
+    best = attention.topk(count).values.double().sum(1)
+    missed = 1 - (attention.double() * is_chosen).sum(1) / best
+    return torch.stack([(missed * uses).sum(), uses.sum()])

@@ -19,13 +19,13 @@ from megarl.mcore.attention.backends import sdpa
 from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads, Latents, StepRequests, softmax_scale
 from megarl.mcore.attention.segments import SegmentBatch, SegmentPlan
 from megarl.mcore.kernels import native, with_gradient
-from megarl.mcore.kernels.batch_invariance import VECTOR
+from megarl.mcore.kernels.batch_invariance import VECTOR, is_exact
 
 
 def supports(config) -> bool:
     """Whether the kernels compute the attention of a model with this config."""
     is_wide = config.params_dtype is torch.float32 or config.dsa_indexer_topk is not None
-    return native.is_used() and is_wide
+    return native.is_used() and is_wide and not is_exact(config)
 
 
 plan_attention = sdpa.plan_attention
@@ -91,13 +91,8 @@ class NativeDecodes(NamedTuple):
     keys: Tensor  # [n] int64 keys up to each token
     starts: Tensor  # int64 first token of each run of tokens with the same pages, which share their reads; then n
     window: int | None  # keys that a token sees, the last ones; None: all
-
-
-class LatentDecodes(NamedTuple):
-    """The n decodes of a step over latents, whose rows are expanded part by part."""
-
-    tokens: slice | Tensor  # as of `NativeDecodes`
-    parts: list[tuple[Tensor, SegmentBatch]]  # rows [m] of the flattened cache; segments whose keys are among them
+    # Of latents, which are expanded part by part: rows [m] of the flattened cache; segments whose keys are among them.
+    parts: list[tuple[Tensor, SegmentBatch]] | None = None
 
 
 def plan_cache_reads(requests: StepRequests) -> CacheReads:
@@ -105,20 +100,21 @@ def plan_cache_reads(requests: StepRequests) -> CacheReads:
     return requests.plan(_plan_decodes, sdpa.plan_prefills)
 
 
-def _plan_decodes(tokens: slice | Tensor, requests: StepRequests) -> list[NativeDecodes | LatentDecodes]:
+def _plan_decodes(tokens: slice | Tensor, requests: StepRequests) -> list[NativeDecodes]:
     _, keys, pages, _, cache, window, token_bytes = requests
     pages = pages[:, : -(-int(keys.max()) // cache.shape[1])].contiguous()
     is_new = (pages[1:] != pages[:-1]).any(1).nonzero().flatten() + 1
     starts = torch.cat([is_new.new_zeros(1), is_new, is_new.new_full((1,), len(keys))])
+    plan = NativeDecodes(tokens, pages, keys.contiguous(), starts, window)
     if token_bytes is None:
-        return [NativeDecodes(tokens, pages, keys.contiguous(), starts, window)]
+        return [plan]
     lengths = torch.stack([part.max() for part in keys.split(starts.diff().tolist())])
     limit = sdpa.SCRATCH_BYTES // token_bytes
     parts = [
         _latent_part(pages, keys, starts[part.start : part.stop + 1], lengths[part], cache.shape[1], window)
         for part in _parts(lengths.tolist(), limit)
     ]
-    return [LatentDecodes(tokens, parts)]
+    return [plan._replace(parts=parts)]
 
 
 def _parts(lengths: list[int], limit: int) -> Iterator[slice]:
@@ -163,9 +159,9 @@ class NativePagedAttention(CacheAttention):
         channels = cache.value_channels if isinstance(cache, Latents) else query.shape[-1]
         return query.new_zeros(*query.shape[:-1], channels)
 
-    def _decode(self, query, cache, reads: NativeDecodes | LatentDecodes, scale, softcap=None, sinks=None) -> Tensor:
+    def _decode(self, query, cache, reads: NativeDecodes, scale, softcap=None, sinks=None) -> Tensor:
         scale = softmax_scale(query.shape[-1], scale)
-        if isinstance(reads, NativeDecodes):
+        if reads.parts is None:
             out = native.ops.cache_attention(
                 query, cache, reads.pages, reads.keys, reads.starts, scale, reads.window, softcap, sinks
             )

@@ -57,7 +57,7 @@ def _automatic_attention(args) -> str:
     if model_flags.has_score_options(args):
         return "sdpa"
     if is_exact(args):
-        return INVARIANT
+        return "sdpa" if args.multi_latent_attention else INVARIANT
     is_computed = (args.bf16 or args.fp16) and not args.multi_latent_attention and _channels(args) <= MAX_CHANNELS
     return "varlen" if device.has_cuda() and is_computed else "sdpa"
 
@@ -105,22 +105,27 @@ def is_exact(args) -> bool:
 
 def exact_rules(args) -> list[Rule]:
     """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant."""
-    backend, channels = args.attention_kernel, _channels(args)
+    backend, channels, has_latents = args.attention_kernel, _channels(args), args.multi_latent_attention
+    wanted = "sdpa" if has_latents else INVARIANT
+    rotated = args.qk_pos_emb_head_dim if has_latents else 0
+    latents = args.kv_lora_rank if has_latents else 0
+    aligned = f"a multiple of {ALIGNED}"
     return [
         allow("--bf16", args.bf16 or args.fp16, "--bf16 or --fp16"),
         only(args, "--transformer-impl", "local"),
         only(args, "--tensor-model-parallel-size", 1),
         only(args, "--context-parallel-size", 1),
-        only(args, "--multi-latent-attention", False),
         only(args, "--experimental-attention-variant"),
         only(args, "--hybrid-layer-pattern"),
         only(args, "--attn-logit-softcapping"),
         only(args, "--softmax-type", "vanilla"),
-        allow("--attention-backend", backend == INVARIANT, f"auto or {INVARIANT}", value=backend),
-        allow("--hidden-size", args.hidden_size % ALIGNED == 0, f"a multiple of {ALIGNED}"),
+        allow("--attention-backend", backend == wanted, f"auto or {wanted}", value=backend),
+        allow("--hidden-size", args.hidden_size % ALIGNED == 0, aligned),
+        allow("--kv-lora-rank", latents % ALIGNED == 0, aligned),
+        allow("--qk-pos-emb-head-dim", rotated % ALIGNED == 0, aligned),
         allow(
             "--kv-channels",
-            channels % ALIGNED == 0 and channels <= MAX_CHANNELS,
+            has_latents or channels % ALIGNED == 0 and channels <= MAX_CHANNELS,
             f"a multiple of {ALIGNED} up to {MAX_CHANNELS}",
             value=channels,
         ),

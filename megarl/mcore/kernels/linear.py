@@ -359,7 +359,7 @@ class ReplicatedLinear(torch.nn.Module):
 
     def _forward_impl(self, input, weight, bias, allreduce_dgrad, sequence_parallel) -> Tensor:
         """As that of Megatron's layers; low-rank factors replace it."""
-        return linear(input, weight)
+        return linear(input, weight, None, forward_product(self.config))
 
 
 def install():

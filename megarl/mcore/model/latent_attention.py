@@ -3,6 +3,8 @@
 Parameters have Megatron's names; the rest is megarl's own, because Megatron's module needs sequences that start at
 position 0, and its cache needs CUDA kernels with other bits than training. Projections to the latents are whole on each
 tensor-parallel rank. PyTorch's fused kernels need keys, queries and values of one width: they are padded to it.
+With `--exact-rollout` on CUDA latents are not expanded (`attention.latent_rows`), neither in rollout nor in training's
+forward; backward is that of expanded keys and values.
 Shapes: T tokens, A heads of this rank with D channels for scores (the last r rotated) and V for values, L of a latent.
 """
 
@@ -16,10 +18,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megarl.mcore.attention import rotary_embeddings as rotary
-from megarl.mcore.attention.cache_attention import Latents
+from megarl.mcore.attention.cache_attention import Latents, softmax_scale
+from megarl.mcore.attention.latent_rows import RowChoice, RowReads, row_attention
 from megarl.mcore.attention.rotary_embeddings import Rotation
-from megarl.mcore.kernels.batch_invariance import sigmoid
-from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, of_all_tokens, to_all_ranks
+from megarl.mcore.kernels import with_gradient
+from megarl.mcore.kernels.batch_invariance import is_exact, sigmoid
+from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, linear, of_all_tokens, to_all_ranks
 from megarl.mcore.model.decoder_layer import StepPlan, local_layer
 from megarl.mcore.parallel.context_parallel import gather_for_attention
 
@@ -38,6 +42,8 @@ def rotate_pairs(x: Tensor, rotation: Rotation | None) -> Tensor:
 
 class LatentAttention(Attention):
     """Queries from the hidden states or a latent of them, keys and values from a latent that all heads share."""
+
+    count: int | None = None  # keys that a query chooses; None: it attends to all
 
     def __init__(self, config, submodules, layer_number, attn_mask_type, **kwargs):
         super().__init__(config, submodules, layer_number, attn_mask_type, "self", **kwargs)
@@ -109,18 +115,52 @@ class LatentAttention(Attention):
 
         `hidden`, `latent`: hidden states [T, 1, H], as of `forward`, and what `_query_latent` makes of them.
         """
-        return lambda query, latents: self.core_attention.attend(query, *self.expand(latents), layout)
+
+        def attend(query: Tensor, latents: Tensor) -> Tensor:
+            return self.core_attention.attend(query, *self.expand(latents), layout)
+
+        if not is_exact(self.config):
+            return attend
+        exact = functools.partial(self._attend_rows, reads=self._row_reads(layout))
+        if not torch.is_grad_enabled():
+            return exact
+        anchor = torch.empty(0, device=hidden.device, requires_grad=True)
+        return lambda query, latents: _computed_as(query, latents, attend, exact, anchor)
+
+    def _row_reads(self, layout) -> RowReads:
+        """Those of a micro-batch."""
+        if layout.key_reads is None:
+            layout.key_reads = RowReads.of_stream(layout, self.core_attention.kind, self.count)
+        return layout.key_reads
+
+    def _row_reads_of_step(self, plan: StepPlan) -> RowReads:
+        if not plan.key_reads:
+            reads, block = plan.reads[self.core_attention.kind], plan.caches[self._layer].shape[1]
+            plan.key_reads.append(RowReads.of_step(reads, block, self.count))
+        return plan.key_reads[0]
 
     def step(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
-        """As that of `PagedSelfAttention`, over a cache of latents [blocks, block, L + r]."""
-        core, cache = self.core_attention, plan.caches[self._layer]
-        rotation = None if plan.rotations is None else plan.rotations[core.kind]
-        query, latents = self._query(self._query_latent(hidden), rotation), self._latents(hidden, rotation)
+        """As that of `PagedSelfAttention`, over a cache of latents [blocks, block, L + r, or more]."""
+        rotation = None if plan.rotations is None else plan.rotations[self.core_attention.kind]
+        latent = self._query_latent(hidden)
+        query, latents = self._query(latent, rotation), self._cached(hidden, rotation)
         latents = latents if plan.dedup is None else latents.index_select(0, plan.dedup.inverse)
-        cache.flatten(0, 1).index_copy_(0, plan.slot_mapping, latents)
-        reads, cached = plan.reads[core.kind], Latents(cache, self.expand, self.widths[1])
-        attended = plan.attend(query.unsqueeze(2), cached, reads, core.softmax_scale, **core.options)
+        rows = plan.caches[self._layer].flatten(0, 1)
+        rows[:, : latents.shape[1]].index_copy_(0, plan.slot_mapping, latents)
+        attended = self._attend_cache(query, rows, plan, (hidden, latent, rotation))
         return apply_linear(self.linear_proj, self._values(attended, hidden))
+
+    def _cached(self, hidden: Tensor, rotation: Rotation) -> Tensor:
+        """What is cached of tokens."""
+        return self._latents(hidden, rotation)
+
+    def _attend_cache(self, query: Tensor, rows: Tensor, plan: StepPlan, tokens: tuple) -> Tensor:
+        """Queries [T, A, D] and rows of the cache -> attended values [T, A·V]; `tokens`: hidden states, latents of
+        queries, rotation."""
+        if is_exact(self.config):
+            return self._attend_rows(query, rows, self._row_reads_of_step(plan))
+        core, cached = self.core_attention, Latents(plan.caches[self._layer], self.expand, self.widths[1])
+        return plan.attend(query.unsqueeze(2), cached, plan.reads[core.kind], core.softmax_scale, **core.options)
 
     def _query_latent(self, hidden: Tensor) -> Tensor:
         """[T, 1, H] -> normed latents of queries; the hidden states themselves in models without such latents."""
@@ -148,6 +188,51 @@ class LatentAttention(Attention):
         shared = shared.unsqueeze(-2).expand(*key.shape[:-1], -1)
         return padded(torch.cat([key, shared], -1), self.widths[0]), padded(value, self.widths[1])
 
+    def _attend_rows(self, query: Tensor, latents: Tensor, reads: RowReads, choice: RowChoice | None = None) -> Tensor:
+        """Queries [T, A, D] and latents [T', L + r] -> attended values [T, A·V], without expanding latents."""
+        of_keys, of_values = self._expansion()
+        scale, width = self._scale(query), self.latent_channels[0]
+        if torch.is_grad_enabled():
+            attended = row_attention(self._absorbed(query, of_keys), latents, width, reads, choice, scale)
+            return padded(self._by_head(attended, of_values), self.widths[1]).flatten(1)
+        from megarl.mcore.kernels.cuda.key_choice import attend_rows  # needs Triton
+
+        out = query.new_zeros(*query.shape[:2], self.widths[1])
+        for tokens, rows, first, seen, _ in reads.chosen(choice):  # absorbed heads are wide
+            absorbed = self._absorbed(query[tokens], of_keys)
+            attended, _ = attend_rows(absorbed, latents, rows, first, seen, width, scale)
+            out[tokens] = padded(self._by_head(attended, of_values), self.widths[1])
+        return out.flatten(1)
+
+    def _scale(self, query: Tensor) -> float:
+        return softmax_scale(query.shape[-1], self.core_attention.softmax_scale)
+
+    def _absorbed(self, query: Tensor, of_keys: Tensor) -> Tensor:
+        """Queries [n, A, D], times the weights of keys: [n, A, L + r]."""
+        plain, turned = query[..., : sum(self.score_channels)].split(self.score_channels, -1)
+        return torch.cat([self._by_head(plain, of_keys.transpose(1, 2)), turned], -1)
+
+    def _expansion(self) -> tuple[Tensor, Tensor]:
+        """Weights of the layer that expands latents, by head: of keys [A, D − r, L], of values [A, V, L]."""
+        layer = self.linear_kv_up_proj
+        weight = layer.weight
+        # A product has low-rank factors, which a weight of 16 bits lacks, and gives them their gradients.
+        adds_factors = getattr(layer, "adds_product", None)
+        if adds_factors or adds_factors is not None and torch.is_grad_enabled():
+            weight = apply_linear(layer, torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device))[0].t()
+        weight = weight if weight.is_cuda or is_exact(self.config) else weight.float()  # kernels of a CPU are of fp32
+        of_keys, of_values = weight.unflatten(0, (-1, sum(self.kv_channels))).split(self.kv_channels, 1)
+        return of_keys, of_values
+
+    def _by_head(self, x: Tensor, weights: Tensor) -> Tensor:
+        """[n, A, K] and weights [A, N, K] -> [n, A, N]; a row's bits depend on the row alone, on a CPU and with
+        `--exact-rollout`."""
+        if is_exact(self.config):
+            return _exact_by_head(x, weights)
+        if x.is_cuda:
+            return torch.einsum("nak,amk->nam", x, weights)
+        return torch.stack([linear(x[:, head], weight) for head, weight in enumerate(weights.unbind())], 1)
+
     def _values(self, attended: Tensor, hidden: Tensor) -> Tensor:
         """Attended values of A heads [T, A·V, or more by padding] -> [T, 1, A·V], times the heads' gates, of the hidden
         states as of `forward`, in models that have them."""
@@ -161,3 +246,33 @@ class LatentAttention(Attention):
 def padded(heads: Tensor, width: int) -> Tensor:
     """[…, D] with zeros up to `width` numbers."""
     return heads if heads.shape[-1] == width else pad(heads, (0, width - heads.shape[-1]))
+
+
+def _gradient_of_other(ctx, grad):
+    query, latents = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+    with torch.enable_grad():
+        out = ctx.other(query, latents)
+    torch.autograd.backward(out, grad)  # weights get theirs here
+    return query.grad, latents.grad, None, None, None
+
+
+@with_gradient(_gradient_of_other)
+def _computed_as(ctx, query, latents, other, function, _anchor):
+    """The result of a function, with the gradients of another one that computes the same in other bits. `_anchor` makes
+    the result need a gradient even if no input does, since weights may."""
+    ctx.save_for_backward(query, latents)
+    ctx.other = other
+    return function(query, latents)
+
+
+def _gradient_by_head(ctx, grad):
+    x, weights = ctx.saved_tensors
+    return torch.einsum("nam,amk->nak", grad, weights), torch.einsum("nam,nak->amk", grad, x)
+
+
+@with_gradient(_gradient_by_head)
+def _exact_by_head(ctx, x, weights):
+    from megarl.mcore.kernels.cuda.exact_rows import product_by_head  # needs Triton
+
+    ctx.save_for_backward(x, weights)
+    return product_by_head(x, weights)

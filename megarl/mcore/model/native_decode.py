@@ -10,9 +10,9 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
+from megarl.mcore.attention.backends import PackedAttention
 from megarl.mcore.attention.cache_attention import softmax_scale
 from megarl.mcore.attention.native_attention import NativeDecodes
-from megarl.mcore.attention.packed_attention import PackedAttention
 from megarl.mcore.attention.segments import window_of
 from megarl.mcore.kernels import native
 from megarl.mcore.kernels.linear import prepacked

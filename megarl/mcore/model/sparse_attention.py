@@ -6,6 +6,7 @@ prefix caching, drafts and eviction treat them as they treat latents.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,19 +15,19 @@ from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.attention import native_attention
-from megarl.mcore.attention.backends import sdpa
-from megarl.mcore.attention.cache_attention import softmax_scale
 from megarl.mcore.attention.chosen_keys import Choice, KeyReads, choose, chosen_attention, disagreement
+from megarl.mcore.attention.latent_rows import RowReads, row_disagreement
 from megarl.mcore.attention.rotary_embeddings import Rotation
 from megarl.mcore.attention.segments import SegmentPlan
+from megarl.mcore.kernels.batch_invariance import is_exact
 from megarl.mcore.kernels.linear import (
     ReplicatedLinear,
     apply_linear,
     at_least_rows,
-    linear,
     of_all_tokens,
     to_all_ranks,
 )
+from megarl.mcore.kernels.norm import BY_ROWS
 from megarl.mcore.model.decoder_layer import StepPlan
 from megarl.mcore.model.latent_attention import LatentAttention, padded, rotate_pairs
 from megarl.mcore.model.pipeline_layout import indexer_of
@@ -59,7 +60,8 @@ class Indexer(torch.nn.Module):
         self.linear_wq_b = of_all_tokens(heads_of_rank)
         self.linear_wk = ReplicatedLinear(config.hidden_size, self.channels, config, group)
         place = {"dtype": config.params_dtype, "device": device.device()}
-        self.k_norm = torch.nn.LayerNorm(self.channels, eps=KEY_NORM_EPSILON, **place)
+        norm = BY_ROWS[torch.nn.LayerNorm] if is_exact(config) else torch.nn.LayerNorm
+        self.k_norm = norm(self.channels, eps=KEY_NORM_EPSILON, **place)
         self.linear_weights_proj = ReplicatedLinear(config.hidden_size, self.heads, config, group)
         self.requires_grad_(False)
 
@@ -107,40 +109,58 @@ class SparseLatentAttention(LatentAttention):
     def _packed(self, hidden: Tensor, latent: Tensor, rotation: Rotation, layout):
         if layout.max_seqlen_kv <= self.count:
             return super()._packed(hidden, latent, rotation, layout)
-        if layout.key_reads is None:
+        if self._uses_rows(hidden):
+            self._row_reads(layout)
+        elif layout.key_reads is None:
             layout.key_reads = KeyReads.of_stream(layout, self.core_attention.kind, self.count)
         keys = None
         if self._indexer is not None:
             keys = self._indexer.keys(hidden, rotation)
             if layout.order is not None:
                 keys = gather_for_attention(keys, layout.order, layout.cp_group)
-        choice = self._choice(layout.key_reads, keys, hidden, latent, rotation)
+        choice = self._choice(layout.key_reads, keys, (hidden, latent, rotation))
 
         def attend(query: Tensor, latents: Tensor) -> Tensor:
-            return self._attend(query, latents, layout.key_reads, choice)
+            return self._attend(query, latents, layout.key_reads, choice, layout)
 
         return attend
+
+    def _uses_rows(self, x: Tensor) -> bool:
+        return x.is_cuda or is_exact(self.config)
 
     @property
     def _indexer(self) -> Indexer | None:
         return getattr(self.core_attention, "indexer", None)
 
-    def _choice(self, reads: KeyReads, keys: Tensor | None, hidden, latent, rotation) -> Choice | None:
+    def _choice(self, reads: KeyReads | RowReads, keys: Tensor | None, tokens: tuple):
         """This layer's choice by index keys [T', C], or the one that it shares; None: all queries see few keys."""
-        if not reads.long:
+        if not reads.is_long:
             return None
         if keys is None:
             return reads.choices[self.source]
-        choice = choose(*self._indexer.queries(hidden, latent, rotation), _wide(keys), reads.long, self.count)
+        hidden, latent, rotation = tokens
+        heads_of, weights = self._indexer.queries(hidden, latent, rotation)
+        choice: Any = None
+        if isinstance(reads, RowReads):
+            choice = reads.choose(heads_of, weights, keys)
+        else:
+            choice = choose(heads_of, weights, keys.float(), reads.long, self.count)
         if self.is_shared:
             reads.choices[self.source] = choice
         return choice
 
-    def _attend(self, query: Tensor, latents: Tensor, reads: KeyReads, choice: Choice | None) -> Tensor:
-        """Queries [T, A, D] and latents [T', L + r] -> attended values [T, A·V]."""
-        scale, dtype = softmax_scale(query.shape[-1], self.core_attention.softmax_scale), query.dtype
-        attended = self._attended(_wide(query), _wide(latents), reads, choice, scale)
-        return attended.flatten(1).to(dtype)
+    def _attend(self, query: Tensor, latents: Tensor, reads: KeyReads | RowReads, choice, layout=None) -> Tensor:
+        """Queries [T, A, D] and latents [T', L + r] -> attended values [T, A·V]; `layout`: of a micro-batch."""
+        if isinstance(reads, KeyReads):
+            attended = self._attended(query.float(), latents.float(), reads, choice, self._scale(query))
+            return attended.flatten(1).to(query.dtype)
+        if choice is not None and torch.is_grad_enabled():
+            with torch.no_grad():  # once in an update, also of recomputed layers
+                of_keys, _ = self._expansion()
+                some = [self._absorbed(query[tokens], of_keys) for tokens, *_ in reads.compared(layout)]
+                found = row_disagreement(some, latents, reads, choice, self._scale(query), self.tp_group)
+                self.disagreement += found
+        return self._attend_rows(query, latents, reads, choice)
 
     def _attended(self, query: Tensor, latents: Tensor, reads: KeyReads, choice: Choice | None, scale: float) -> Tensor:
         out = self._attend_to_all(query, latents, reads, scale)
@@ -161,12 +181,7 @@ class SparseLatentAttention(LatentAttention):
         of_keys, of_values = self._expansion()
         absorbed = self._absorbed(query, of_keys)
         attended = chosen_attention(absorbed, latents, self.latent_channels[0], choice, scale)
-        return padded(_by_head(attended, of_values), self.widths[1])
-
-    def _absorbed(self, query: Tensor, of_keys: Tensor) -> Tensor:
-        """Queries [n, A, D], times the weights of keys: [n, A, L + r]."""
-        plain, turned = query[..., : sum(self.score_channels)].split(self.score_channels, -1)
-        return torch.cat([_by_head(plain, of_keys.transpose(1, 2)), turned], -1)
+        return padded(self._by_head(attended, of_values), self.widths[1])
 
     @torch.no_grad()
     def _compare(self, query: Tensor, latents: Tensor, choice: Choice, compared, scale: float):
@@ -176,9 +191,6 @@ class SparseLatentAttention(LatentAttention):
 
     def _attend_to_all(self, query: Tensor, latents: Tensor, reads: KeyReads, scale: float) -> Tensor:
         """[T, A, V] of the queries that see few keys; those of others mean nothing."""
-        if query.is_cuda:
-            parts = [(self._expanded(latents, rows), batches) for rows, batches in reads.dense]
-            return _attend_on_cuda(query, parts, self.widths[1], scale)
         if len(reads.dense) == 1 and torch.is_grad_enabled():
             rows, batches = reads.dense[0]
             key, value = self._expanded(latents, rows)
@@ -193,62 +205,24 @@ class SparseLatentAttention(LatentAttention):
     def _expanded(self, latents: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of some rows; their product has the dtype of the weights."""
         key, value = self.expand(latents.index_select(0, rows).to(self.config.params_dtype))
-        return _wide(key), _wide(value)
+        return key.float(), value.float()
 
-    def _expansion(self) -> tuple[Tensor, Tensor]:
-        """Weights of the layer that expands latents, by head: of keys [A, D − r, L], of values [A, V, L]."""
-        layer = self.linear_kv_up_proj
-        weight = layer.weight
-        # A product has low-rank factors, which a weight of 16 bits lacks, and gives them their gradients.
-        adds_factors = getattr(layer, "adds_product", None)
-        if adds_factors or adds_factors is not None and torch.is_grad_enabled():
-            weight = apply_linear(layer, torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device))[0].t()
-        of_keys, of_values = _wide(weight).unflatten(0, (-1, sum(self.kv_channels))).split(self.kv_channels, 1)
-        return of_keys, of_values
+    def _cached(self, hidden: Tensor, rotation: Rotation) -> Tensor:
+        latents = self._latents(hidden, rotation)
+        return latents if self._indexer is None else torch.cat([latents, self._indexer.keys(hidden, rotation)], -1)
 
-    def step(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
-        """As that of `LatentAttention`, over a cache [blocks, block, L + r + C]."""
-        rotation, reads = plan.rotations[self.core_attention.kind], plan.reads[self.core_attention.kind]
-        latent = self._query_latent(hidden)
-        query, latents = self._query(latent, rotation), self._latents(hidden, rotation)
-        rows, width = plan.caches[self._layer].flatten(0, 1), latents.shape[1]
-        if self._indexer is not None:
-            latents = torch.cat([latents, self._indexer.keys(hidden, rotation)], -1)
-        latents = latents if plan.dedup is None else latents.index_select(0, plan.dedup.inverse)
-        rows[:, : latents.shape[1]].index_copy_(0, plan.slot_mapping, latents)
-        if not plan.key_reads:
-            of_cache = KeyReads.of_step(reads, self.count, plan.caches[self._layer].shape[1])
-            reads_cache = rows.is_cuda or rows.dtype is torch.float32
-            plan.key_reads.append(of_cache if reads_cache else of_cache.of_read_rows())
-        reads = plan.key_reads[0]
-        rows = rows if reads.rows is None else rows.index_select(0, reads.rows).float()
+    def _attend_cache(self, query: Tensor, rows: Tensor, plan: StepPlan, tokens: tuple) -> Tensor:
+        if self._uses_rows(rows):
+            reads = self._row_reads_of_step(plan)
+        else:
+            if not plan.key_reads:
+                of_cache = KeyReads.of_step(plan.reads[self.core_attention.kind], self.count)
+                plan.key_reads.append(of_cache if rows.dtype is torch.float32 else of_cache.of_read_rows())
+            reads = plan.key_reads[0]
+            rows = rows if reads.rows is None else rows.index_select(0, reads.rows).float()
+        width = sum(self.latent_channels)
         keys = None if self._indexer is None else rows[:, width:]
-        choice = self._choice(reads, keys, hidden, latent, rotation)
-        attended = self._attend(query, rows[:, :width], reads, choice)
-        return apply_linear(self.linear_proj, self._values(attended, hidden))
-
-
-def _by_head(x: Tensor, weights: Tensor) -> Tensor:
-    """[n, A, K] and weights [A, N, K] -> [n, A, N]; on a CPU a row's bits depend on the row alone."""
-    if x.is_cuda:
-        return torch.einsum("nak,amk->nam", x, weights)
-    return torch.stack([linear(x[:, head], weight) for head, weight in enumerate(weights.unbind())], 1)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """As fp32 on a CPU, whose kernels compute in it."""
-    return x if x.is_cuda else x.float()
-
-
-def _attend_on_cuda(query: Tensor, parts: list, channels: int, scale: float) -> Tensor:
-    """As `_attend_to_all`, by SDPA; parts: (keys, values) [m, A, …] and the batches of segments that read them."""
-    out = query.new_zeros(*query.shape[:2], channels)
-    for (key, value), batches in parts:
-        for batch in batches:
-            keys, values = sdpa.gather_rows(key, batch.keys), sdpa.gather_rows(value, batch.keys)
-            attended = sdpa.attend_segments(query, keys, values, batch, scale)
-            out = out.index_copy(0, batch.queries.flatten()[batch.real_queries], attended)
-    return out
+        return self._attend(query, rows[:, :width], reads, self._choice(reads, keys, tokens))
 
 
 def take_disagreement(stages, layers: int, group) -> dict[str, float]:

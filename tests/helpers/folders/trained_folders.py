@@ -21,14 +21,19 @@ def trained(folder: Path, flags: str = "", longest: int = 200):
 
 def gradients(model, vocabulary: int, rows, shared=None):
     """(log-probs, gradients by name) of one micro-batch, of log-probs times fixed numbers."""
-    from megarl.mcore.model.forward_pass import token_scores
-
-    model.zero_grad()
-    tokens, lengths = torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows])
-    found = token_scores(model[0], tokens, lengths, 1.0, vocabulary, shared=shared).logprobs
-    factors = torch.randn(len(tokens), generator=torch.Generator().manual_seed(0))
+    model[0].zero_grad()
+    found = logprobs(model, vocabulary, rows, shared)
+    factors = torch.randn(len(found), generator=torch.Generator().manual_seed(0))
     (found * factors).sum().backward()
     return found.detach(), {n: p.grad.clone() for n, p in model[0].named_parameters() if p.grad is not None}, factors
+
+
+def logprobs(model, vocabulary: int, rows, shared=None):
+    """Those of a micro-batch of rows [T]."""
+    from megarl.mcore.model.forward_pass import token_scores
+
+    tokens, lengths = torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows])
+    return token_scores(model[0], tokens, lengths, 1.0, vocabulary, shared=shared).logprobs
 
 
 def of_transformers(folder: Path, rows, factors) -> dict[str, torch.Tensor]:

@@ -9,9 +9,8 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from megarl.mcore.attention.backends import sdpa
+from megarl.mcore.attention.backends import PackedAttention, sdpa
 from megarl.mcore.attention.cache_attention import StepRequests
-from megarl.mcore.attention.packed_attention import PackedAttention
 from megarl.mcore.attention.packing import pack_sequences
 from megarl.mcore.kernels import native
 

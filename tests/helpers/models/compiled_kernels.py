@@ -36,7 +36,9 @@ ROW |= {"logprobs": "*fp32", "row_stride": "i64", "temperature": "fp32", "column
 NORM = dict.fromkeys(("x", "out"), "*bf16") | dict.fromkeys(("weight", "bias", "means", "scales"), "*fp32")
 NORM |= {"columns": "i32", "epsilon": "fp32"}
 FP32 = dict.fromkeys(("x", "weight", "bias", "out"), "*fp32")
-FP32 |= dict.fromkeys(("rows", "columns", "inner", "x_row", "weight_row"), "i32")
+FP32 |= dict.fromkeys(
+    ("rows", "columns", "inner", "x_row", "x_head", "weight_row", "weight_head", "weight_inner", "out_row"), "i32"
+)
 PRODUCT = dict.fromkeys(("a_ptr", "b_ptr", "c_ptr", "bias_ptr"), "*bf16") | dict.fromkeys(
     ("M", "N", "K", "stride_am", "stride_ak", "stride_bk", "stride_bn", "stride_cm", "stride_cn"), "i32"
 )
@@ -159,8 +161,8 @@ cases += [
 cases += [(recurrent_chunks._gather_tile, CONVOLVED_ROWS, dict(TAPS=4, TILE=recurrent_chunks.GATHERED))]
 OPTIONS[recurrent_chunks._walk_run] = recurrent_chunks.WALK_OPTIONS
 CHOICE = dict.fromkeys(("heads", "keys", "query", "latents", "out"), "*bf16")
-CHOICE |= dict.fromkeys(("weights", "scores", "log_sums"), "*fp32") | dict.fromkeys(("rows", "seen"), "*i64")
-CHOICE |= dict.fromkeys(("key_row", "row_query", "width", "words", "count", "latent_row"), "i32")
+CHOICE |= dict.fromkeys(("weights", "scores", "log_sums"), "*fp32") | dict.fromkeys(("rows", "first", "seen"), "*i64")
+CHOICE |= dict.fromkeys(("key_row", "width", "words", "count", "latent_row"), "i32")
 CHOICE |= {"bits": "*u8", "lists": "*i32", "scale": "fp32"}
 INDEX = dict(HEADS=64, HEAD_TILE=64, CHANNELS=128, CHANNEL_TILE=128, TILE=key_choice.KEY_TILE)
 LISTED = dict(HEADS=128, HEAD_TILE=key_choice.HEAD_TILE, TILE=key_choice.LIST_TILE)
@@ -168,11 +170,15 @@ LISTED |= dict(LATENT=512, LATENT_TILE=512, TURNED=64, TURNED_TILE=64)
 cases += [  # sizes of DeepSeek-V3.2
     (key_choice._score_keys, CHOICE, INDEX),
     (key_choice._choose_keys, CHOICE, dict(TILE=key_choice.CHOICE_TILE, DIGIT=key_choice.DIGIT, WORD=8)),
-    (key_choice._list_rows, CHOICE | {"keys": "i32"}, dict(TILE=key_choice.CHOICE_TILE)),
-    (key_choice._attend_list, CHOICE, LISTED),
+    (key_choice._list_rows, CHOICE, dict(TILE=key_choice.CHOICE_TILE)),
+    (key_choice._attend_rows, CHOICE, LISTED),
+    (key_choice._attend_rows, CHOICE | {"rows": "*i32"}, LISTED),
 ]
 TILES = dict(ROWS=exact_rows.ROWS, COLUMNS=exact_rows.COLUMNS, INNER=exact_rows.INNER)
 cases += [(exact_rows._product_tile, FP32, TILES | dict(HAS_BIAS=True))]
+cases += [
+    (exact_rows._product_tile, FP32 | dict.fromkeys(("x", "weight", "out"), "*bf16"), TILES | dict(HAS_BIAS=False))
+]
 cases += [
     (
         matmul_kernel_persistent,
@@ -211,7 +217,8 @@ def sizes() -> list:
 
 
 def sums() -> list:
-    """`orders` of attention by pages of a cache and by rows, and of sampled and known tokens, aligned or not."""
+    """`orders` of attention by pages of a cache and by rows, of sampled and known tokens, and of attention to latents,
+    aligned or not."""
     whole = [name for name, kind in READS.items() if kind != "fp32" and name != "segments"]
     attention = [
         orders(
@@ -232,7 +239,13 @@ def sums() -> list:
         ]
         for aligned in (["logits", "row_stride"], [])
     ]
-    return [attention, rows]
+    whole = [name for name, kind in CHOICE.items() if kind != "fp32"]
+    latents = [
+        orders(compiled(key_choice._attend_rows, CHOICE | {"rows": kind}, LISTED, aligned))
+        for kind in ("*i64", "*i32")  # all that a query sees, or chosen ones
+        for aligned in (whole, [])
+    ]
+    return [attention, rows, latents]
 
 
 def fused() -> list:

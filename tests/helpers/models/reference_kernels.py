@@ -314,14 +314,21 @@ def use_them():
         setattr(recurrent_rows, own.__name__, own)
 
 
-def choose_key_bits(heads, weights, keys, rows, seen, count):
+def choose_key_bits(heads, weights, keys, rows, first, seen, count, width):
     """As that of `kernels.cuda.key_choice`."""
-    rows = rows.expand(len(heads), rows.shape[-1])
+    rows, is_seen = _keys_of(rows, first, seen, width)
     products = torch.einsum("qhc,qkc->qhk", heads.double(), keys.double()[rows]).relu() * heads.shape[2] ** -0.5
     scores = torch.einsum("qh,qhk->qk", weights.double(), products).float()
-    scores.masked_fill_(torch.arange(rows.shape[1]) >= seen.unsqueeze(1), -torch.inf)
+    scores.masked_fill_(~is_seen, -torch.inf)
     best = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
-    return pack_bits(torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True))
+    return pack_bits(torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True) & is_seen)
+
+
+def _keys_of(rows, first, seen, width):
+    """(rows [n, K] of the keys that queries see, then any; which are seen)."""
+    position = torch.arange(width)
+    is_seen = position < seen.unsqueeze(1)
+    return rows[torch.where(is_seen, first.unsqueeze(1) + position, 0)].long(), is_seen
 
 
 def pack_bits(is_chosen):
@@ -330,16 +337,21 @@ def pack_bits(is_chosen):
     return (padded * 2 ** torch.arange(8)).sum(-1).to(torch.uint8)
 
 
-def list_key_rows(bits, rows, count):
+def list_key_rows(bits, rows, first, seen, count):
     """As that of `kernels.cuda.key_choice`."""
-    number = torch.arange(rows.shape[-1])
-    is_chosen = (bits[:, number // 8] >> (number % 8)) & 1
-    return rows.expand(len(bits), len(number))[is_chosen.bool()].view(-1, count).int()
+    position = torch.arange(8 * bits.shape[1])
+    is_chosen = ((bits[:, position // 8] >> (position % 8)) & 1).bool()
+    found = torch.zeros(len(bits), count, dtype=torch.int32)
+    for own, start, chosen in zip(found, first.tolist(), is_chosen, strict=True):
+        own[: int(chosen.sum())] = rows[start + chosen.nonzero().flatten()].int()
+    return found
 
 
-def attend_lists(query, latents, lists, width, scale):
+def attend_rows(query, latents, rows, first, seen, width, scale):
     """As that of `kernels.cuda.key_choice`."""
-    listed = latents[lists.long()].double()
+    own, is_seen = _keys_of(rows, first, seen, max(1, int(seen.max())) if len(seen) else 1)
+    listed = latents[own].double()
     scores = torch.einsum("nad,nkd->nak", query.double(), listed) * scale
-    out = torch.einsum("nak,nkd->nad", scores.softmax(-1), listed[..., :width])
+    scores.masked_fill_(~is_seen.unsqueeze(1), -torch.inf)
+    out = torch.einsum("nak,nkd->nad", scores.softmax(-1).nan_to_num(), listed[..., :width])
     return out.to(query.dtype), scores.logsumexp(-1).float()

@@ -75,7 +75,23 @@ def test_no_step_reads_the_device_within_the_model(walked, name):
     assert not [place for place in reads if place.startswith(("mcore/model", "mcore/attention", "mcore/kernels"))]
 
 
-@pytest.mark.parametrize("name", [name for name in training.SCENARIOS if name != "update fp32"])
+def test_queries_choose_keys_without_a_read_of_the_device(walked):
+    """But for one in a micro-batch of an update, of the queries that are compared with their choice."""
+    steps, kernels = walked["chosen keys"], ("choose_key_bits", "list_key_rows", "attend_rows")
+    for kernel in kernels:
+        assert sum(step["launches"].get(f"megarl.{kernel}", 0) for step in steps) >= LAYERS * len(steps) - LAYERS
+    found = walked["update chosen keys"]
+    assert not found["scores"]["reads"] and sum(found["optimizer"]["reads"].values()) == 1
+    ((place, count),) = found["passes"]["reads"].items()
+    assert "attention/latent_rows" in place and count == MICROBATCHES
+    for kernel in kernels:
+        assert found["scores"]["launches"][f"megarl.{kernel}"] == LAYERS * MICROBATCHES
+
+
+UPDATES = [name for name in training.SCENARIOS if name not in ("update fp32", "update chosen keys")]
+
+
+@pytest.mark.parametrize("name", UPDATES)
 def test_an_update_waits_for_the_device_once(walked, name):
     found = walked[name]
     assert not found["scores"]["reads"] and not found["passes"]["reads"]

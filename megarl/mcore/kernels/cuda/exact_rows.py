@@ -2,8 +2,8 @@
 
 Products: a GPU's BLAS chooses tiles, and whether to divide the sum, by the number of rows. In 16 bits this uses
 Megatron's batch-invariant Triton kernel, which has one tile size for each type. In fp32 that kernel would round its
-inputs to TF32, so scores of routers use a kernel of megarl's. Both sum over the inner size in ascending order of its
-tiles.
+inputs to TF32, so scores of routers use a kernel of megarl's, and so do products of each head with a weight of its own.
+Both sum over the inner size in ascending order of its tiles.
 
 RMSNorm and LayerNorm have one program per row. A row is summed in tiles of a size that follows from its length alone.
 PyTorch's kernels choose theirs by alignment, too. They compute in fp32 and round once, at the end.
@@ -29,10 +29,12 @@ ROWS, COLUMNS, INNER = 32, 64, 32  # of a tile in fp32
 
 @triton.jit(do_not_specialize=["rows"])
 def _product_tile(
-    x, weight, bias, out, rows, columns, inner, x_row, weight_row,
+    x, weight, bias, out, rows, columns, inner, x_row, x_head, weight_row, weight_head, weight_inner, out_row,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of x [rows, inner] · weightᵀ [inner, columns] + bias."""
+    """One tile of x [rows, inner] · weightᵀ [inner, columns] + bias, of a head whose results follow those before."""
+    head = tl.program_id(2).to(tl.int64)
+    x, weight, out = x + head * x_head, weight + head * weight_head, out + head * columns
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_row, is_column = (row < rows)[:, None], (column < columns)[:, None]
@@ -41,22 +43,32 @@ def _product_tile(
         k = start + tl.arange(0, INNER)
         is_k = (k < inner)[None, :]
         a = tl.load(x + row[:, None].to(tl.int64) * x_row + k[None, :], mask=is_row & is_k, other=0.0)
-        b = tl.load(weight + column[:, None].to(tl.int64) * weight_row + k[None, :], mask=is_column & is_k, other=0.0)
+        own = weight + column[:, None].to(tl.int64) * weight_row + k[None, :] * weight_inner
+        b = tl.load(own, mask=is_column & is_k, other=0.0)
         total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
     if HAS_BIAS:
         total += tl.load(bias + column, mask=column < columns, other=0.0)[None, :]
-    place = out + row[:, None].to(tl.int64) * columns + column[None, :]
-    tl.store(place, total, mask=is_row & (column < columns)[None, :])
+    place = out + row[:, None].to(tl.int64) * out_row + column[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=is_row & (column < columns)[None, :])
 
 
-def _fp32_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    x, weight = x.contiguous(), weight.contiguous()
-    (rows, inner), columns = x.shape, len(weight)
-    out = x.new_empty(rows, columns)
+def _tiles_by_head(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    (rows, heads, inner), columns = x.shape, weight.shape[1]
+    x = x if x.stride(2) == 1 else x.contiguous()
+    out = x.new_empty(rows, heads, columns)
     tile = {"ROWS": ROWS, "COLUMNS": COLUMNS, "INNER": INNER, "HAS_BIAS": bias is not None}
-    grid = triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS)
-    _product_tile[grid](x, weight, bias, out, rows, columns, inner, x.stride(0), weight.stride(0), **tile)
+    head, row, one = weight.stride()
+    if rows:
+        _product_tile[triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS), heads](
+            x, weight, bias, out, rows, columns, inner, *x.stride()[:2], row, head, one, heads * columns, **tile
+        )
     return out
+
+
+@operator("product_by_head", lambda x, weight: x.new_empty(*x.shape[:2], weight.shape[1]))
+def product_by_head(x: Tensor, weight: Tensor) -> Tensor:
+    """[n, A, K] and weight [A, N, K] -> [n, A, N] = x · weightᵀ of each head, all of one type."""
+    return _tiles_by_head(x, weight)
 
 
 @operator("fixed_tile_product", lambda x, weight, bias=None: x.new_empty(len(x), len(weight)))
@@ -64,7 +76,9 @@ def fixed_tile_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     """[T, K] and weight [N, K] -> [T, N] = x · weightᵀ + bias [N], all of one type: fp32, fp16 or bf16."""
     if not len(x):
         return x.new_empty(0, len(weight))
-    return _fp32_product(x, weight, bias) if x.dtype is torch.float32 else matmul_persistent(x, weight.t(), bias)
+    if x.dtype is torch.float32:
+        return _tiles_by_head(x.unsqueeze(1), weight.unsqueeze(0), bias).squeeze(1)
+    return matmul_persistent(x, weight.t(), bias)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

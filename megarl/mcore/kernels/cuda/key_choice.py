@@ -1,12 +1,14 @@
-"""The choice of keys by a lightning indexer, and attention over lists of keys: decode steps, scoring and training.
+"""The choice of keys by a lightning indexer, and attention to latents by their rows: decode steps, scoring, training.
 
 Scores: one program for each query and tile of keys; a product sums over the channels, and the heads are added in a
 fixed order, so that a score depends on its query and its key alone. Choice: one program per query finds the border
 digit by digit (a radix select on the bits of the scores, in the order of the numbers), takes what is above it, and of
-equal scores the first positions. Attention: one program for each query and tile of heads reads the listed latents,
-tile by tile, which are keys and values of all heads (2405.04434 §2.1, absorbed). Nothing depends on other queries.
-Shapes: n queries with I heads of the indexer and C channels, K keys, W words of 8 bits; A heads of attention, L numbers
-of a latent and r of its rotated key.
+equal scores the first positions; a query that sees no more keys than it may choose takes all. Attention: one program
+for each query and tile of heads reads latents, tile by tile, which are keys and values of all heads (2405.04434 §2.1,
+absorbed). Nothing depends on other queries.
+The keys of query i are rows[first[i]], … of `seen[i]` positions, so that queries of a segment share its rows.
+Shapes: n queries with I heads of the indexer and C channels, at most K keys of a query, W words of 8 bits, R rows; A
+heads of attention, L numbers of a latent and r of its rotated key.
 """
 
 import torch
@@ -18,7 +20,7 @@ from megarl.mcore.kernels.cuda import operator
 
 KEY_TILE = 128  # keys whose scores a program computes
 CHOICE_TILE = 1024  # scores that a program of the choice reads at a time
-LIST_TILE = 32  # listed keys that a program of the attention reads at a time
+LIST_TILE = 32  # keys that a program of the attention reads at a time
 HEAD_TILE = 16  # heads of a program of the attention; minimum rows of a matrix product
 DIGIT = 4  # bits of a digit of the radix select
 
@@ -29,11 +31,12 @@ def _score_keys(
     weights,
     keys,
     rows,
+    first,
     seen,
     scores,
     key_row,
-    row_query,
     width,
+    count,
     scale,
     HEADS: tl.constexpr,
     HEAD_TILE: tl.constexpr,
@@ -44,12 +47,12 @@ def _score_keys(
     """Scores Σ_h w_h · max(0, q_h · k · scale) of a query and a tile of keys."""
     query, position = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     head, channel, limit = tl.arange(0, HEAD_TILE), tl.arange(0, CHANNEL_TILE), tl.load(seen + query)
-    if tl.program_id(1) * TILE >= limit:
+    if (tl.program_id(1) * TILE >= limit) | (limit <= count):
         return
     is_channel, is_seen = channel < CHANNELS, position < limit
     own = heads + (query * HEADS + head[:, None]) * CHANNELS + channel[None, :]
     q = tl.load(own, mask=(head < HEADS)[:, None] & is_channel[None, :], other=0.0)
-    row = tl.load(rows + query * row_query + position, mask=is_seen, other=0).to(tl.int64)
+    row = tl.load(rows + tl.load(first + query) + position, mask=is_seen, other=0).to(tl.int64)
     k = tl.load(
         keys + row[:, None] * key_row + channel[None, :], mask=is_seen[:, None] & is_channel[None, :], other=0.0
     )
@@ -68,15 +71,16 @@ def _ordered(score):
 
 @triton.jit
 def _choose_keys(scores, seen, bits, width, words, count, TILE: tl.constexpr, DIGIT: tl.constexpr, WORD: tl.constexpr):
-    """Bits of the `count` keys of a query with the largest scores."""
+    """Bits of the `count` keys of a query with the largest scores, or of all that it sees."""
     query = tl.program_id(0).to(tl.int64)
     own, limit, offset = scores + query * width, tl.load(seen + query), tl.arange(0, TILE)
     digit = tl.arange(0, 2**DIGIT)
     border, missing = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64) + count  # of what is equal in the first digits
+    scored = tl.where(limit > count, limit, 0)  # of other queries there are no scores
     for number in tl.static_range(32 // DIGIT):
         shift = 32 - DIGIT * (number + 1)
         found = tl.zeros([2**DIGIT], tl.int64)
-        for start in range(0, limit, TILE):
+        for start in range(0, scored, TILE):
             is_seen = start + offset < limit
             x = _ordered(tl.load(own + start + offset, mask=is_seen, other=0.0)) >> shift
             is_equal = is_seen & ((x >> DIGIT) == border)
@@ -91,6 +95,7 @@ def _choose_keys(scores, seen, bits, width, words, count, TILE: tl.constexpr, DI
         x = _ordered(tl.load(own + start + offset, mask=is_seen, other=0.0))
         is_equal = is_seen & (x == border)
         is_chosen = (is_seen & (x > border)) | (is_equal & (tl.cumsum(is_equal.to(tl.int64), 0) <= missing))
+        is_chosen = is_chosen | (is_seen & (limit <= count))
         missing -= tl.sum(is_equal.to(tl.int64), 0)
         packed = tl.sum(tl.reshape(is_chosen.to(tl.int32), [TILE // WORD, WORD]) * place[None, :], 1)
         index = start // WORD + byte
@@ -98,29 +103,31 @@ def _choose_keys(scores, seen, bits, width, words, count, TILE: tl.constexpr, DI
 
 
 @triton.jit
-def _list_rows(bits, rows, lists, row_query, words, count, keys, TILE: tl.constexpr):
+def _list_rows(bits, rows, first, seen, lists, words, count, TILE: tl.constexpr):
     """The rows of a query's chosen keys, in ascending order of positions."""
     query, offset, before = tl.program_id(0).to(tl.int64), tl.arange(0, TILE), tl.full([], 0, tl.int64)
-    for start in range(0, keys, TILE):
+    own, limit = rows + tl.load(first + query), tl.load(seen + query)
+    for start in range(0, limit, TILE):
         position = start + offset
-        byte = tl.load(bits + query * words + position // 8, mask=position < keys, other=0).to(tl.int32)
+        byte = tl.load(bits + query * words + position // 8, mask=position < limit, other=0).to(tl.int32)
         is_chosen = (byte >> (position % 8)) & 1
         place = before + tl.cumsum(is_chosen.to(tl.int64), 0) - 1
         is_written = (is_chosen == 1) & (place < count)
-        row = tl.load(rows + query * row_query + position, mask=is_written, other=0)
+        row = tl.load(own + position, mask=is_written, other=0)
         tl.store(lists + query * count + place, row.to(tl.int32), mask=is_written)
         before += tl.sum(is_chosen.to(tl.int64), 0)
 
 
 @triton.jit
-def _attend_list(
+def _attend_rows(
     query,
     latents,
-    lists,
+    rows,
+    first,
+    seen,
     out,
     log_sums,
     latent_row,
-    count,
     scale,
     HEADS: tl.constexpr,
     HEAD_TILE: tl.constexpr,
@@ -130,20 +137,21 @@ def _attend_list(
     TURNED_TILE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Attention of some heads of a query to the latents that it lists."""
+    """Attention of some heads of a query to the latents that it sees; 0 if it sees none."""
     number, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)
     plain, turned, is_head = tl.arange(0, LATENT_TILE), tl.arange(0, TURNED_TILE), head < HEADS
     is_plain, is_turned = plain < LATENT, turned < TURNED
-    own = query + (number * HEADS + head[:, None]) * (LATENT + TURNED)
-    q = tl.load(own + plain[None, :], mask=is_head[:, None] & is_plain[None, :], other=0.0)
-    q_turned = tl.load(own + LATENT + turned[None, :], mask=is_head[:, None] & is_turned[None, :], other=0.0)
+    heads = query + (number * HEADS + head[:, None]) * (LATENT + TURNED)
+    q = tl.load(heads + plain[None, :], mask=is_head[:, None] & is_plain[None, :], other=0.0)
+    q_turned = tl.load(heads + LATENT + turned[None, :], mask=is_head[:, None] & is_turned[None, :], other=0.0)
     top = tl.full([HEAD_TILE], -float("inf"), tl.float32)
     sum_ = tl.zeros([HEAD_TILE], tl.float32)
     weighted = tl.zeros([HEAD_TILE, LATENT_TILE], tl.float32)
-    for start in range(0, count, TILE):
+    own, limit = rows + tl.load(first + number), tl.load(seen + number)
+    for start in range(0, limit, TILE):
         place = start + tl.arange(0, TILE)
-        is_key = place < count
-        row = tl.load(lists + number * count + place, mask=is_key, other=0).to(tl.int64)[:, None] * latent_row
+        is_key = place < limit
+        row = tl.load(own + place, mask=is_key, other=0).to(tl.int64)[:, None] * latent_row
         k = tl.load(latents + row + plain[None, :], mask=is_key[:, None] & is_plain[None, :], other=0.0)
         turned_key = latents + row + LATENT + turned[None, :]
         k_turned = tl.load(turned_key, mask=is_key[:, None] & is_turned[None, :], other=0.0)
@@ -154,71 +162,76 @@ def _attend_list(
         weight, factor = tl.exp(score - higher[:, None]), tl.exp(top - higher)
         weighted = tl.dot(weight.to(k.dtype), k, weighted * factor[:, None], input_precision="ieee")
         sum_, top = sum_ * factor + tl.sum(weight, 1), higher
-    result = (weighted / sum_[:, None]).to(out.dtype.element_ty)
+    result = (weighted / tl.where(sum_ > 0, sum_, 1.0)[:, None]).to(out.dtype.element_ty)
     place = out + (number * HEADS + head[:, None]) * LATENT + plain[None, :]
     tl.store(place, result, mask=is_head[:, None] & is_plain[None, :])
     tl.store(log_sums + number * HEADS + head, top + tl.log(sum_), mask=is_head)
 
 
-def _empty_bits(heads, weights, keys, rows, seen, count):
-    return heads.new_empty(len(heads), -(-rows.shape[-1] // 8), dtype=torch.uint8)
+def _empty_bits(heads, weights, keys, rows, first, seen, count, width):
+    return heads.new_empty(len(heads), -(-width // 8), dtype=torch.uint8)
 
 
 @operator("choose_key_bits", _empty_bits)
-def choose_key_bits(heads: Tensor, weights: Tensor, keys: Tensor, rows: Tensor, seen: Tensor, count: int) -> Tensor:
+def choose_key_bits(
+    heads: Tensor, weights: Tensor, keys: Tensor, rows: Tensor, first: Tensor, seen: Tensor, count: int, width: int
+) -> Tensor:
     """Returns bits [n, ⌈K/8⌉] uint8 of the `count` keys that each query chooses, the first key in the lowest bit.
 
     Args:
         heads: [n, I, C], contiguous.
         weights: [n, I] fp32, contiguous.
         keys: [T', C] with contiguous channels, of the heads' type.
-        rows: [K] int64 rows of the keys, or those of each query [n, K].
-        seen: [n] int64 the first so many keys are seen by each query, more than `count`.
+        rows: [R] int64 rows of the keys.
+        first, seen: [n] int64.
+        width: K.
     """
-    (total, count_of_heads, channels), width, row_query = heads.shape, rows.shape[-1], _row_stride(rows)
-    scores, bits = heads.new_empty(total, width, dtype=torch.float32), _empty_bits(heads, weights, keys, rows, seen, 0)
+    total, count_of_heads, channels = heads.shape
+    bits = _empty_bits(heads, weights, keys, rows, first, seen, count, width)
+    scores = heads.new_empty(total, width, dtype=torch.float32)
     bits.zero_()  # of keys that a query does not see
     sizes = {"HEADS": count_of_heads, "HEAD_TILE": max(16, triton.next_power_of_2(count_of_heads))}
     sizes |= {"CHANNELS": channels, "CHANNEL_TILE": max(16, triton.next_power_of_2(channels)), "TILE": KEY_TILE}
     _score_keys[total, triton.cdiv(width, KEY_TILE)](
-        heads, weights, keys, rows, seen, scores, keys.stride(0), row_query, width, channels**-0.5, **sizes
+        heads, weights, keys, rows, first, seen, scores, keys.stride(0), width, count, channels**-0.5, **sizes
     )
     _choose_keys[(total,)](scores, seen, bits, width, bits.shape[1], count, TILE=CHOICE_TILE, DIGIT=DIGIT, WORD=8)
     return bits
 
 
-@operator("list_key_rows", lambda bits, rows, count: rows.new_empty(len(bits), count, dtype=torch.int32))
-def list_key_rows(bits: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Bits [n, ⌈K/8⌉] and rows as of `choose_key_bits` -> the chosen rows [n, count] int32, by ascending positions."""
-    lists, keys = rows.new_zeros(len(bits), count, dtype=torch.int32), rows.shape[-1]
-    _list_rows[(len(bits),)](bits, rows, lists, _row_stride(rows), bits.shape[1], count, keys, TILE=CHOICE_TILE)
+@operator("list_key_rows", lambda bits, rows, first, seen, count: rows.new_empty(len(bits), count, dtype=torch.int32))
+def list_key_rows(bits: Tensor, rows: Tensor, first: Tensor, seen: Tensor, count: int) -> Tensor:
+    """Bits [n, ⌈K/8⌉] and the others as of `choose_key_bits` -> the chosen rows [n, count] int32, by ascending
+    positions; of a query that sees fewer, then zeros."""
+    lists = rows.new_zeros(len(bits), count, dtype=torch.int32)
+    _list_rows[(len(bits),)](bits, rows, first, seen, lists, bits.shape[1], count, TILE=CHOICE_TILE)
     return lists
 
 
-def _row_stride(rows: Tensor) -> int:
-    return rows.stride(0) if rows.dim() == 2 else 0
-
-
-def _empty_attended(query, latents, lists, width, scale):
+def _empty_attended(query, latents, rows, first, seen, width, scale):
     out = query.new_empty(*query.shape[:2], width)
     return [out, query.new_empty(query.shape[:2], dtype=torch.float32)]
 
 
-@operator("attend_lists", _empty_attended)
-def attend_lists(query: Tensor, latents: Tensor, lists: Tensor, width: int, scale: float) -> list[Tensor]:
-    """Returns attention [n, A, L] of absorbed queries [n, A, L + r] to the latents that each lists; log-sums [n, A].
+@operator("attend_rows", _empty_attended)
+def attend_rows(
+    query: Tensor, latents: Tensor, rows: Tensor, first: Tensor, seen: Tensor, width: int, scale: float
+) -> list[Tensor]:
+    """Returns attention [n, A, L] of absorbed queries [n, A, L + r] to the latents that each sees; log-sums [n, A].
 
     Args:
         latents: [T', L + r] with contiguous numbers, of which the first L = `width` are values.
-        lists: [n, k] int32 rows.
+        rows: [R] int32 or int64.
+        first, seen: [n] int64.
         scale: factor of the scores.
     """
     query, (total, heads, channels) = query.contiguous(), query.shape
-    out, log_sums = _empty_attended(query, latents, lists, width, scale)
+    out, log_sums = _empty_attended(query, latents, rows, first, seen, width, scale)
     sizes = {"HEADS": heads, "HEAD_TILE": HEAD_TILE, "LATENT": width, "TURNED": channels - width, "TILE": LIST_TILE}
     for name, size in (("LATENT_TILE", width), ("TURNED_TILE", channels - width)):
         sizes[name] = max(16, triton.next_power_of_2(size))
-    _attend_list[total, triton.cdiv(heads, HEAD_TILE)](
-        query, latents, lists, out, log_sums, latents.stride(0), lists.shape[1], scale, **sizes
-    )
+    if total:
+        _attend_rows[total, triton.cdiv(heads, HEAD_TILE)](
+            query, latents, rows, first, seen, out, log_sums, latents.stride(0), scale, **sizes
+        )
     return [out, log_sums]

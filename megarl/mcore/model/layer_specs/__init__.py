@@ -11,7 +11,7 @@ from megatron.core.ssm.gated_delta_net.common import GatedDeltaNetSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megarl.mcore.attention.packed_attention import PackedAttention, ScoredAttention
+from megarl.mcore.attention.backends import PackedAttention, ScoredAttention
 from megarl.mcore.config.model_flags import has_score_options
 from megarl.mcore.model.decoder_layer import (
     AllHeadsNormAttention,

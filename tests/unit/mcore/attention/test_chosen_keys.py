@@ -121,8 +121,7 @@ def test_a_wrong_choice_disagrees_with_the_attention_and_the_best_one_does_not()
     assert [count for _, count in found] == 6 * [2 + 4 + 7]
 
 
-@pytest.mark.parametrize("attention", [chosen_attention, chosen_keys._listed_attention], ids=["compiled", "CUDA"])
-def test_attention_over_lists_and_its_gradients(attention):
+def test_attention_over_lists_and_its_gradients():
     """Sizes that are no multiples of a vector; the latents are keys and values of all heads."""
     generator = torch.Generator().manual_seed(10)
     query = torch.randn(6, 3, 20 + 6, generator=generator, requires_grad=True)
@@ -132,7 +131,7 @@ def test_attention_over_lists_and_its_gradients(attention):
     packed = pack_bits(torch.zeros(6, 40, dtype=torch.bool).scatter_(1, lists, True))
     choice = Choice([(torch.arange(40), packed[:4]), (torch.arange(40), packed[4:])], COUNT)
     assert torch.equal(torch.cat([*choice.lists()]), lists)
-    out = attention(query, latents, 20, choice, 0.3)
+    out = chosen_attention(query, latents, 20, choice, 0.3)
     weights = torch.einsum("qad,qkd->qak", query, latents[lists]).mul(0.3).softmax(-1)
     wanted = torch.einsum("qak,qkd->qad", weights, latents[lists][..., :20])
     assert (out - wanted).abs().max() < 1e-5

@@ -41,7 +41,10 @@ WRONG = {  # flags, what the line says
     "split experts": (f"--bf16 {EXPERTS} --expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2: with"),
     "overlap": (f"--bf16 {EXPERTS} --moe-shared-expert-intermediate-size 32 --moe-shared-expert-overlap",
                 "--moe-shared-expert-overlap True: with"),
-    "latents": ("--bf16", "--multi-latent-attention True: with --exact-rollout on CUDA allowed is none", "latent"),
+    "latents by another backend": ("--bf16 --attention-backend eager", "--attention-backend eager: with --exact-rollout"
+                                   " on CUDA allowed is auto or sdpa", "latent"),
+    "short latents": ("--bf16 --kv-lora-rank 20", "--kv-lora-rank 20: with", "latent"),
+    "short rotations": ("--bf16 --qk-pos-emb-head-dim 12", "--qk-pos-emb-head-dim 12: with", "latent"),
     "low rank": (f"--bf16 {EXPERTS} --lora-rank 4", "--lora-rank 4: with"),
 }  # fmt: skip
 RIGHT = [
@@ -72,6 +75,13 @@ def test_every_rule_is_broken_by_a_case():
     args = parse(SHAPES["llama"].split(), 1, "sft").roles["actor"].megatron
     flags = {rule.flag for rule in kernel_rules.exact_rules(args)} - {"--transformer-impl"}
     assert flags == {needle.split()[0] for name, (_, needle, *_) in WRONG.items() if name != "low rank"}
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_latents_are_attended_to_by_their_rows():
+    for flags in ("", "--dsa-indexer-topk 8 --dsa-indexer-n-heads 16 --dsa-indexer-head-dim 16"):
+        args = roles_of(f"--bf16 {flags}", "latent")["actor"]
+        assert transformer_config(args).exact_rollout and args.attention_kernel == "sdpa"
 
 
 @pytest.mark.usefixtures("on_cuda")

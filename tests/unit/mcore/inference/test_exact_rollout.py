@@ -14,6 +14,8 @@ LIMIT = 3  # tokens of a response
 ONE_LAYER = "--num-layers 1"
 SMALL = f"{ONE_LAYER} --hidden-size 32 --num-attention-heads 2 --num-query-groups 1 --ffn-hidden-size 48"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32"
+LATENTS = f"{ONE_LAYER} --num-attention-heads 2 --hidden-size 32 --ffn-hidden-size 48"
+CHOICE = "--dsa-indexer-topk 4 --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16"
 CASES = {  # flags, shape of the model, sampling
     "16 bits": (f"--fp16 --qk-layernorm {SMALL}", "llama", {"temperature": 0.7}),
     "experts": (f"{EXPERTS} --moe-router-dtype fp32 {ONE_LAYER}", "llama", {"top_k": 5}),
@@ -26,9 +28,15 @@ CASES = {  # flags, shape of the model, sampling
         "llama", {"greedy": True},
     ),
     "biases": ("", "gpt2", {}),
+    "latents": (f"--fp16 {LATENTS}", "latent", {}),
+    "chosen keys": (f"--fp16 {LATENTS} {CHOICE}", "latent", {"temperature": 0.7}),
 }  # fmt: skip
 OF_ROWS = {"megarl.fixed_tile_product", "megarl.norm_rows"}
 BLAS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.matmul", "aten.linear", "aten.mv"}
+
+
+def attention_of(args) -> str:
+    return "sdpa" if args.multi_latent_attention else kernel_rules.INVARIANT
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +46,7 @@ def as_on_cuda(monkeypatch):
     interpreted_kernels.use_one_unit(monkeypatch)
     monkeypatch.setattr(kernel_rules, "is_exact", lambda args: True)
     monkeypatch.setattr(kernel_rules, "check", lambda role, args: None)
-    monkeypatch.setattr(kernel_rules, "_automatic_attention", lambda args: kernel_rules.INVARIANT)
+    monkeypatch.setattr(kernel_rules, "_automatic_attention", attention_of)
 
 
 def generate(rank, flags, shape, sampling):
@@ -52,12 +60,17 @@ def generate(rank, flags, shape, sampling):
     return gap, [c.logprobs for c in completions], of_rollout.packets, of_training.packets
 
 
-@pytest.mark.parametrize("case", by_default(CASES, ("16 bits",)))
+@pytest.mark.parametrize("case", by_default(CASES, ("16 bits", "chosen keys")))
 def test_the_gap_is_zero_and_no_other_product_runs(case):
     gap, logprobs, of_rollout, of_training = run_world(generate, 2 if "two ranks" in case else 1, *CASES[case])[0]
     assert gap == 0.0 and all(len(set(row)) > 1 for row in logprobs)
-    assert {*OF_ROWS, "megarl.packed_attention", "megarl.row_logprobs"} <= of_training and not BLAS & of_training
-    assert {*OF_ROWS, "megarl.packed_attention", "megarl.paged_decode"} <= of_rollout and not BLAS & of_rollout
+    of_both, of_each = ("megarl.packed_attention",), ("megarl.paged_decode",)
+    if CASES[case][1] == "latent":
+        of_both, of_each = ("megarl.attend_rows", "megarl.product_by_head"), ()
+        of_both += ("megarl.choose_key_bits",) * ("dsa" in CASES[case][0])
+    assert not BLAS & (of_training | of_rollout)
+    assert {*OF_ROWS, *of_both, "megarl.row_logprobs"} <= of_training
+    assert {*OF_ROWS, *of_both, *of_each} <= of_rollout
     assert of_rollout & {"megarl.sample_rows", "megarl.row_logprobs"}
 
 

@@ -44,9 +44,11 @@ def test_kernels_of_flash_linear_attention_compile_for_an_h100(tmp_path):
 
 @pytest.mark.long
 def test_kernels_of_rollout_and_training_add_in_the_same_order(tmp_path):
-    """Attention by pages of a cache and by rows, whatever is aligned; log-probs of sampled and of known tokens."""
-    attention, rows = printed("orders", tmp_path)
+    """Attention by pages of a cache and by rows, whatever is aligned; log-probs of sampled and of known tokens;
+    attention to latents."""
+    attention, rows, latents = printed("orders", tmp_path)
     assert all(found == attention[0] for found in attention) and len(attention[0]) == 4
+    assert all(found == latents[0] for found in latents) and len(latents[0]) == 5
     for sampled, known in rows:
         layouts = {*sampled, *known}
         assert len(layouts) == 1 and "xf32" in layouts.pop() and len(known) == 2

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.folders.trained_folders import gradients, of_transformers, trained
+from tests.helpers.folders.trained_folders import gradients, logprobs, of_transformers, trained
 from tests.helpers.models.attention_inputs import needs_kernels
 from tests.helpers.rollout import long_prompts
 from tests.helpers.worlds import run_world
@@ -294,28 +294,34 @@ def test_few_heads_whose_scores_are_often_equal_leave_no_gap(tmp_path, monkeypat
     assert set(found["glm_moe_dsa+8"].gaps.values()) == {0.0} and len(found["glm_moe_dsa+8"].gaps) == 4
 
 
-def of_factors(rank, folder: Path) -> dict[str, float]:
-    """By layer: how far dB of the weight that expands latents is from s·dW·Aᵀ, relative."""
+def of_factors(rank, flags: str) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """By layer: how far dB of the weight that expands latents is from s·dW·Aᵀ, relative. Log-probs without factors, and
+    with drawn ones in scoring and in an update."""
     from megarl.mcore.lora import adapter
-    from tests.helpers.folders import hf_layouts
+    from tests.helpers.models.lora_models import LORA, SCALE, draw_factors
+    from tests.helpers.models.tiny_models import CHOOSING, VOCAB, build, parse_roles
 
-    model, vocabulary, groups, weights = trained(folder)
-    _, grads, _ = gradients(model, vocabulary, texts())
-    role = hf_layouts.role_of(folder, "--lora-rank 2 --lora-alpha 6 --lora-targets kv_b_proj", 1, False, 200)
-    adapter.add_factors(model, role.lora, role.megatron, groups.pg_collection)
-    adapter.keep_base(model)
-    gradients(model, vocabulary, texts())
-    found = {}
-    for each in adapter.adapted_linears(model):
-        ((a, b),), wanted = each.pairs(), grads[f"{each.whole_name}.weight"]
-        wanted = 3.0 * wanted @ a.detach().t()
-        found[each.whole_name] = float((b.grad - wanted).abs().max() / wanted.abs().max())
-    return found
+    model, args, place = build(f"{CHOOSING} {flags}", "latent")
+    rows, farthest = [[token % VOCAB for token in row[:40]] for row in texts()], {}
+    plain, grads, _ = gradients([model], VOCAB, rows)
+    lora = parse_roles(f"{LORA} --lora-targets kv_b_proj", 1, "latent")["actor"].lora
+    adapter.add_factors([model], lora, args, place.pg_collection)
+    adapter.keep_base([model])
+    gradients([model], VOCAB, rows)
+    for each in adapter.adapted_linears([model]):
+        ((a, b),), wanted = each.pairs(), grads[f"{each.whole_name}.weight"].float()
+        wanted = SCALE * wanted @ a.detach().t().float()
+        farthest[each.whole_name] = float((b.grad - wanted).abs().max() / wanted.abs().max())
+    draw_factors([model])
+    with torch.no_grad():
+        scored = logprobs([model], VOCAB, rows)
+    return farthest, {"plain": plain, "scored": scored, "trained": gradients([model], VOCAB, rows)[0]}
 
 
-@pytest.mark.long
-def test_low_rank_factors_of_absorbed_weights_have_their_gradients(tmp_path):
-    """The weight multiplies queries and results, not latents, where queries choose keys."""
-    folder = long_prompts.write_folder("glm_moe_dsa+8", tmp_path / "folder")
-    (found,) = run_world(of_factors, 1, folder)
-    assert len(found) == 4 and max(found.values()) < 1e-4, found
+@pytest.mark.parametrize("flags, limit", [("", 1e-4), ("--bf16", 0.05)])
+def test_low_rank_factors_of_absorbed_weights_count_in_each_pass_and_have_their_gradients(flags, limit):
+    """The weight multiplies queries and results, not latents, where queries choose keys; in bf16 it lacks factors."""
+    ((farthest, found),) = run_world(of_factors, 1, flags)
+    assert len(farthest) == 2 and max(farthest.values()) < limit, farthest
+    assert torch.equal(found["scored"], found["trained"])
+    assert (found["scored"] - found["plain"])[COUNT:].abs().max() > 0.05

@@ -3,7 +3,7 @@
 import pytest
 from megatron.core.transformer.identity_op import IdentityOp
 
-from megarl.mcore.attention.packed_attention import PackedAttention, ScoredAttention
+from megarl.mcore.attention.backends import PackedAttention, ScoredAttention
 from megarl.mcore.kernels.norm import build_norm
 from megarl.mcore.model import decoder_layer as layers
 from megarl.mcore.model.latent_attention import LatentAttention
