@@ -17,6 +17,9 @@ import numpy as np
 import torch
 import torch.utils._device
 
+from megarl.errors import UsageError
+
+BACKEND = "MEGARL_DEVICE_BACKEND"
 CPU = torch.device("cpu")
 # Makes torch ask the driver's library for devices, which does not start CUDA: `cuda_environment` chooses before that.
 ASK_DRIVER = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -36,8 +39,11 @@ def device() -> torch.device:
 
 
 def backend() -> str:
-    """Returns the torch.distributed backend for `device()`."""
-    return "nccl" if has_cuda() else "gloo"
+    """Returns the torch.distributed backend for `device()`; UsageError if `BACKEND` is set outside a check."""
+    wanted = os.environ.get(BACKEND)
+    if wanted and not (wanted == "staged" and has_cuda() and hasattr(torch.distributed.Backend, "STAGED")):
+        raise UsageError(f"{BACKEND} {wanted}: only tools.gpu.staged sets it, for checks on a CUDA device; unset it")
+    return wanted or ("nccl" if has_cuda() else "gloo")
 
 
 def to_device(arrays: list[np.ndarray]) -> list[torch.Tensor]:
