@@ -1,9 +1,13 @@
 """Several ranks on one emulated device over staged gloo: the numbers of emulated NCCL, to the bit."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from tests.emulator.programs import needs_emulator
-from tests.helpers.programs import metrics, samples, timeless
+from tests.helpers.programs import ROOT, environment, metrics, samples, timeless
 from tests.helpers.tiers import by_default
 from tools.gpu import program_rows
 
@@ -26,3 +30,18 @@ def test_staged_gloo_changes_no_bit(flags, ranks, emulator, tmp_path):
         assert wanted[step]["actor/grad_norm"] > 0
         assert timeless(found[step]) == timeless(wanted[step]), step
         assert samples(tmp_path / "staged", step) == samples(tmp_path / "nccl", step) != []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["nccl", "staged"])
+def test_the_stage_compares_worlds_with_a_cpu(backend):
+    """As on a device, in processes that are started for it."""
+    command = [sys.executable, "-m", "tests.emulator", "tools.gpu.ranks", "--backend", backend]
+    done = subprocess.run([*command, "--only=--context-parallel-size"], cwd=ROOT, capture_output=True, text=True,
+                          env=environment(GPU_CHECK_SIZES="small"))  # fmt: skip
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert done.returncode == 0, done.stdout + done.stderr
+    wanted = [f"{precision} --context-parallel-size 2" for precision in ("fp32", "bf16")]
+    found = {row["world"]: row for row in rows if "world" in row}
+    assert [*found] == rows[-1]["passed"] == wanted
+    assert found[wanted[0]]["share"] < 1 and found[wanted[0]]["same_text"] and min(found[wanted[1]]["norms"]) > 0

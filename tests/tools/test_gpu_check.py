@@ -17,7 +17,7 @@ from tests.helpers.models import reference_kernels
 from tests.helpers.tools import load_tool
 from tests.helpers.worlds import run_world, wait_until, wait_until_gone
 from tools.bench import common
-from tools.gpu import SIZES, difference, gap, kernels, ppo, run_all
+from tools.gpu import SIZES, difference, gap, kernels, ppo, program_rows, ranks, run_all
 from tools.gpu import programs as gpu_programs
 
 check = load_tool("gpu_check")
@@ -123,6 +123,48 @@ def test_worlds_that_fail_or_hang_are_told_and_stop_no_other(tmp_path, monkeypat
     assert {name: row[0] for name, row in found.items()} == {"late": -9, "fails": 1, "alone": 1}
     assert found["late"][2].count("in _hanging") == 2 and "this rank has failed" in found["fails"][2]
     assert "longer than its limit" in gpu_programs.compare("fp32", found["late"], None)["fault"]
+
+
+@pytest.mark.parametrize("number, is_enough", [(22809, False), (23007, True)])
+def test_an_nccl_that_is_brought_along_is_preloaded_if_it_takes_several_ranks(number, is_enough, tmp_path, monkeypatch):
+    library = tmp_path / "libnccl.so.2"
+    source = f"int ncclGetVersion(int *version) {{ *version = {number}; return 0; }}"
+    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+    subprocess.run(command, input=source, text=True, check=True)
+    monkeypatch.setattr(ranks, "LIBRARY", library)
+    monkeypatch.setenv("LD_PRELOAD", "other.so")
+    if is_enough:
+        assert ranks.nccl_variables()["LD_PRELOAD"] == f"{library}:other.so"
+    else:
+        with pytest.raises(RuntimeError, match="NCCL 2.28.9 takes one rank on a device"):
+            ranks.nccl_variables()
+
+
+def test_worlds_that_nccl_has_passed_are_left_out(tmp_path, monkeypatch, capsys):
+    names, asked = [*program_rows.worlds(False)], []
+
+    def compared(kind, only, limits):
+        asked.append(only)
+        outcomes = (
+            {"norms": [1.0], "gap_max": 0.0},
+            {"norms": [1.0], "fault": "gap"},
+            {"refused": "no"},
+            {"waiting": True},
+        )
+        return {name: outcomes[min(number, 3)] for number, name in enumerate(only)}
+
+    monkeypatch.setattr(gpu_programs, "compared", compared)
+    monkeypatch.setattr(ranks, "PASSED", tmp_path / "gpu_ranks.json")
+    monkeypatch.setattr(ranks, "nccl_variables", dict)
+    monkeypatch.setattr(ranks.os, "environ", {})
+    for backend, flags, left in (("nccl", [], names), ("staged", ["--not-passed"], names[1:])):
+        monkeypatch.setattr("sys.argv", ["ranks", "--backend", backend, *flags])
+        with pytest.raises(SystemExit) as ended:
+            ranks.main()
+        assert ended.value.code == 1 and asked[-1] == left
+    assert json.loads((tmp_path / "gpu_ranks.json").read_text()) == names[:1]
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert told[-1] == {"backend": "staged", "worlds": len(names) - 1, "passed": names[1:2]}
 
 
 def passes(product: float, read: float) -> difference.Pass:

@@ -150,7 +150,7 @@ def start(folder: Path, data: Path, is_cpu: bool, limits: Limits, kind: str, onl
     environment = without_device() if is_cpu else {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     environment["OMP_NUM_THREADS"] = "1"
     folder.mkdir(parents=True)
-    flags = [token for text in only for token in ("--only", text)]
+    flags = [f"--only={text}" for text in only]
     flags += ["--run", str(folder), str(data), kind, "--limits", *map(str, limits)]
     return subprocess.Popen(command("tools.gpu.programs", *flags, through=not is_cpu), env=environment)
 

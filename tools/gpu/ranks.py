@@ -36,7 +36,9 @@ def nccl_variables() -> dict[str, str]:
         variables["LD_PRELOAD"] = ":".join(filter(None, [str(LIBRARY), os.environ.get("LD_PRELOAD")]))
     report(nccl=".".join(map(str, found)), is_own=LIBRARY.exists())
     if found < FIRST:
-        raise RuntimeError(f"NCCL {found} takes one rank on a device: tools/gpu/build_nccl.sh builds one of 2.30")
+        raise RuntimeError(
+            f"NCCL {'.'.join(map(str, found))} takes one rank on a device: tools/gpu/build_nccl.sh builds one of 2.30"
+        )
     return variables
 
 
