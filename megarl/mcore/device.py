@@ -66,8 +66,9 @@ def peak_bytes() -> int | None:
     return torch.cuda.max_memory_allocated() if has_cuda() else None
 
 
-def _return_at_once(*_):
-    """No work is pending."""
+def _no_op():
+    """Returns a new no-op function each time: torch's compiler keeps one rule per function object."""
+    return lambda *_, **__: None
 
 
 def _is_finished(*_) -> bool:
@@ -83,7 +84,7 @@ class CpuEvent:
     def record(self, *_):
         self._time = time.perf_counter()
 
-    synchronize = wait = _return_at_once
+    synchronize = wait = _no_op()
     query = _is_finished
 
     def elapsed_time(self, end: "CpuEvent") -> float:
@@ -99,7 +100,7 @@ class CpuStream:
     def __init__(self, *_, **__):
         self.device = CPU
 
-    synchronize = wait_stream = wait_event = _return_at_once
+    synchronize = wait_stream = wait_event = _no_op()
     query = _is_finished
 
     def record_event(self, event=None):
@@ -109,11 +110,6 @@ class CpuStream:
 
 
 _STREAM = CpuStream()
-
-
-def _no_op():
-    """Returns a new no-op function each time: torch's compiler keeps one rule per function object."""
-    return lambda *_, **__: None
 
 
 def _on_cpu(factory):
