@@ -37,10 +37,10 @@ class Emulator:
         assert counts, "\n".join(errors)
         return counts
 
-    def error(self, fault: str, ranks: int, argv: Sequence[str] = ()) -> str:
+    def error(self, fault: str, ranks: int, argv: Sequence[str] = (), backend: str = "nccl") -> str:
         """The errors of a function of `faults.py`, or of train_rl with one of `weight_faults.py`, which must fail on a
         rank."""
-        with self._started("weights" if argv else "planted", [fault, *argv], ranks) as folder:
+        with self._started("weights" if argv else "planted", [fault, *argv], ranks, backend) as folder:
             errors, counts = self._end(ranks, folder)
         assert not counts, f"the fault was not found: {fault}"
         return "\n".join(errors)

@@ -32,6 +32,12 @@ def test_staged_gloo_changes_no_bit(flags, ranks, emulator, tmp_path):
         assert samples(tmp_path / "staged", step) == samples(tmp_path / "nccl", step) != []
 
 
+def test_each_kind_of_call_passes_but_in_a_capture(emulator):
+    assert emulator.run("planted", ["staged"], 2, "staged")["aten::copy_"] > 20
+    error = emulator.error("staged_in_a_capture", 2, backend="staged")
+    assert "allreduce over staged gloo cannot be captured: --decode-graphs off" in error
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["nccl", "staged"])
 def test_the_stage_compares_worlds_with_a_cpu(backend):

@@ -117,7 +117,7 @@ def step_seconds(engine, count: int) -> tuple[list[float], dict]:
 
 def ours(name: str, shape: common.Shape, flags: str, bytes_per_second: float, forms: tuple[bool, ...] = (True, False)):
     """Reports steps of each batch, with graphs and without. `forms`: of these the ones to measure."""
-    model, pg_collection, _ = common.build(shape, (CONTEXT, NEW_TOKENS), f"--bf16 {flags}")
+    model, pg_collection, _ = common.build(shape, (CONTEXT, NEW_TOKENS), f"--bf16 {flags}", "rl")
     for count in BATCHES:
         engine = build_engine(model, pg_collection, shape, count)
         for has_graphs in forms:

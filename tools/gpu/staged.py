@@ -133,7 +133,7 @@ def _on_host(name: str, value, copies: list[tuple[Tensor, Tensor]]):
     if value.dtype in AS_BYTES and "reduce" in name:
         raise TypeError(f"{name} of {value.dtype} over staged gloo: it only moves such numbers")
     host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-    host.copy_(value, non_blocking=True)
+    host.copy_(value.data, non_blocking=True)
     copies.append((value, host))
     return host.unsqueeze(-1).view(torch.uint8) if value.dtype in AS_BYTES else host
 

@@ -58,7 +58,7 @@ def update(name: str, peak: float):
     gc.collect()  # what the case before left, in cycles
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    model, pg_collection, args = common.build(shape, (LENGTH // 2, LENGTH // 2), f"{FLAGS} {more}")
+    model, pg_collection, args = common.build(shape, (LENGTH // 2, LENGTH // 2), f"{FLAGS} {more}", "rl")
     wrapped = optimizer.wrap_for_training([model], args, pg_collection)
     adam = optimizer.build_optimizer(wrapped, args, pg_collection)
     packed, lengths = microbatch(tokens, shape.vocab)
