@@ -9,7 +9,7 @@ SIZES = "GPU_CHECK_SIZES"  # small: as an emulated device can do
 THROUGH = "GPU_CHECK_THROUGH"  # a module that runs others: the emulator sets it
 
 
-def sized(real, small):
+def sized[T](real: T, small: T) -> T:
     """A size of a stage: the real one, or a small one to try the stage with."""
     return small if os.environ.get(SIZES) == "small" else real
 
