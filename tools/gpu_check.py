@@ -16,7 +16,7 @@ from tools.gpu import SIZES, command, learn, program_rows, programs
 
 ROOT = Path(__file__).parent.parent
 SLOWER = 30  # an emulated device
-LARGEST = 64  # MiB of build/ that may travel to a machine
+TRAVELS, LARGEST = ("packages", "gpu_programs", "warm_start", "nccl"), 64  # of build/ to a machine; MiB at most
 STAGES = {  # name -> (seconds at most, module and its flags)
     "versions": (20, ["tools.gpu.versions"]),
     "kernels": (60, ["tools.gpu.kernels"]),
@@ -104,13 +104,17 @@ def prepare(is_small: bool) -> int:
     for `short` alone."""
     programs.prepare(programs.PREPARED, [f"fp32 {flags}" for flags in program_rows.WORLDS] if is_small else [])
     learn.prepare()
-    sizes = {folder.name: sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**20
-             for folder in sorted((ROOT / "build").iterdir()) if folder.is_dir()}  # fmt: skip
+    files = {name: (ROOT / "build" / name).rglob("*") for name in TRAVELS}
+    sizes = {
+        name: sum(file.stat().st_size for file in found if file.is_file()) / 2**20 for name, found in files.items()
+    }
     for name, size in sizes.items():
         print(f"gpu_check: build/{name}: {size:.1f} MiB")
-    if sum(sizes.values()) > LARGEST:
-        print(f"gpu_check: build/ has {sum(sizes.values()):.1f} MiB: more than {LARGEST}", file=sys.stderr)
-    return int(sum(sizes.values()) > LARGEST)
+    if (total := sum(sizes.values())) > LARGEST:
+        raise UsageError(
+            f"these folders have {total:.1f} MiB, and {LARGEST} may travel: remove what the check can do without"
+        )
+    return 0
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import subprocess
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -123,6 +124,22 @@ def test_worlds_that_fail_or_hang_are_told_and_stop_no_other(tmp_path, monkeypat
     assert {name: row[0] for name, row in found.items()} == {"late": -9, "fails": 1, "alone": 1}
     assert found["late"][2].count("in _hanging") == 2 and "this rank has failed" in found["fails"][2]
     assert "longer than its limit" in gpu_programs.compare("fp32", found["late"], None)["fault"]
+
+
+@pytest.mark.parametrize("kib, is_refused", [(64 << 10, False), ((64 << 10) + 1, True)])
+def test_what_is_prepared_is_small_enough_to_travel(kib, is_refused, tmp_path, monkeypatch, capsys):
+    prepared = []
+    monkeypatch.setattr(check.programs, "prepare", lambda folder, only: prepared.append(only))
+    monkeypatch.setattr(check.learn, "prepare", lambda: prepared.append("warm start"))
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    for name, size in (("packages/some", kib), ("cuda", 1 << 20)):  # the compiler stays
+        (tmp_path / "build" / name).mkdir(parents=True)
+        with open(tmp_path / "build" / name / "file", "wb") as file:
+            file.truncate(size << 10)
+    with pytest.raises(check.UsageError, match="have 64.0 MiB, and 64 may travel") if is_refused else nullcontext():
+        assert check.main(["prepare", "--small", "--out", str(tmp_path)]) == 0
+    assert prepared == [[f"fp32 {flags}" for flags in program_rows.WORLDS], "warm start"]
+    assert "gpu_check: build/packages: 64.0 MiB" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number, is_enough", [(22809, False), (23007, True)])
