@@ -16,7 +16,7 @@ from tools.gpu import SIZES, command, learn, program_rows, programs
 
 ROOT = Path(__file__).parent.parent
 SLOWER = 30  # an emulated device
-TRAVELS, LARGEST = ("packages", "gpu_programs", "warm_start", "nccl"), 64  # of build/ to a machine; MiB at most
+TRAVELS, LARGEST = ("packages", "gpu_programs", "warm_start", "nccl"), 48  # of build/ to a machine; MiB at most
 STAGES = {  # name -> (seconds at most, module and its flags)
     "versions": (20, ["tools.gpu.versions"]),
     "kernels": (60, ["tools.gpu.kernels"]),

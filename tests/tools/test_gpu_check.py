@@ -14,6 +14,7 @@ import torch
 from megarl.mcore.attention.backends import varlen
 from megarl.mcore.recurrence import fused_chunks
 from tests.helpers import forked_programs
+from tests.helpers import programs as small
 from tests.helpers.models import reference_kernels
 from tests.helpers.tools import load_tool
 from tests.helpers.worlds import run_world, wait_until, wait_until_gone
@@ -126,7 +127,7 @@ def test_worlds_that_fail_or_hang_are_told_and_stop_no_other(tmp_path, monkeypat
     assert "longer than its limit" in gpu_programs.compare("fp32", found["late"], None)["fault"]
 
 
-@pytest.mark.parametrize("kib, is_refused", [(64 << 10, False), ((64 << 10) + 1, True)])
+@pytest.mark.parametrize("kib, is_refused", [(48 << 10, False), ((48 << 10) + 1, True)])
 def test_what_is_prepared_is_small_enough_to_travel(kib, is_refused, tmp_path, monkeypatch, capsys):
     prepared = []
     monkeypatch.setattr(check.programs, "prepare", lambda folder, only: prepared.append(only))
@@ -136,10 +137,10 @@ def test_what_is_prepared_is_small_enough_to_travel(kib, is_refused, tmp_path, m
         (tmp_path / "build" / name).mkdir(parents=True)
         with open(tmp_path / "build" / name / "file", "wb") as file:
             file.truncate(size << 10)
-    with pytest.raises(check.UsageError, match="have 64.0 MiB, and 64 may travel") if is_refused else nullcontext():
+    with pytest.raises(check.UsageError, match="have 48.0 MiB, and 48 may travel") if is_refused else nullcontext():
         assert check.main(["prepare", "--small", "--out", str(tmp_path)]) == 0
     assert prepared == [[f"fp32 {flags}" for flags in program_rows.WORLDS], "warm start"]
-    assert "gpu_check: build/packages: 64.0 MiB" in capsys.readouterr().out
+    assert "gpu_check: build/packages: 48.0 MiB" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number, is_enough", [(22809, False), (23007, True)])
@@ -227,6 +228,15 @@ def test_a_program_is_compared_with_the_cpus(step, text, fault, tmp_path):
 )
 def test_a_program_that_fails_is_a_fault_and_one_that_is_refused_is_told(error, key):
     assert {*gpu_programs.compare("bf16", (2, Path("nowhere"), error), None)} == {key}
+
+
+def test_inputs_made_before_are_copied_and_nothing_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setenv(small.INPUTS, str(tmp_path))
+    monkeypatch.setattr(small, "train", None)
+    (tmp_path / "train.jsonl").write_text("{}")
+    monkeypatch.setattr(small, "made_inputs", small.made_inputs.__wrapped__)
+    copy = small.inputs.__wrapped__()
+    assert copy != tmp_path and [path.name for path in copy.iterdir()] == ["train.jsonl"]
 
 
 def test_programs_without_time_are_named_and_programs_of_a_folder_are_found(tmp_path, capsys):

@@ -93,15 +93,16 @@ def other_argv(name: str, flags: str, save: Path) -> list[str]:
     return command(save, f"{SUPERVISED} {own} {flags}")
 
 
-def make_data(folder: Path):
-    """Writes what the programs read and is not there: prompts, tokenizer, a warm start; folders of model families."""
+def make_data(folder: Path, kind: str):
+    """Writes what the programs of a kind read and is not there: prompts, tokenizer, a warm start; folders of model
+    families, which `worlds` do not read."""
     if not folder.exists():
         shutil.copytree(small.preferences(), folder)
-    if not (folder / "hf").exists():
+    if kind == "programs":
         for case in FAMILIES:
             hf_folders.write_folder(case, folder / "hf" / case)
-        for kind in OF_TRANSFORMERS:
-            any_types.save(kind, folder / "hf" / kind)
+        for model_type in OF_TRANSFORMERS:
+            any_types.save(model_type, folder / "hf" / model_type)
 
 
 def rows(is_cpu: bool) -> dict[str, Row]:

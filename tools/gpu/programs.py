@@ -140,7 +140,7 @@ def run_here(folder: Path, data: Path, kind: str, only: list[str], limits: Limit
     from tools.gpu import program_rows, staged
 
     staged.register()
-    small.inputs = lambda: data  # type: ignore[assignment]  # training it would start CUDA here
+    os.environ[small.INPUTS] = str(data)  # training what it has would start CUDA here
     rows = getattr(program_rows, "rows" if kind == "programs" else kind)(not torch.cuda.is_available())
     run_programs(rows, folder, only, limits)
 
@@ -155,16 +155,19 @@ def start(folder: Path, data: Path, is_cpu: bool, limits: Limits, kind: str, onl
     return subprocess.Popen(command("tools.gpu.programs", *flags, through=not is_cpu), env=environment)
 
 
-def make_data(folder: Path):
-    """Makes what the programs read and is not there, in a process without the device."""
-    script = "import pathlib, sys; from tools.gpu.program_rows import make_data; make_data(pathlib.Path(sys.argv[1]))"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script, str(folder)], env=without_device(), check=True)
+def make_data(folder: Path, kind: str):
+    """Makes what the programs of a kind read and is not there, in a process without the device."""
+    script = (
+        "import pathlib, sys; from tools.gpu import program_rows as rows; rows.make_data(pathlib.Path(sys.argv[1]), "
+    )
+    maker = [sys.executable, "-W", "ignore", "-c", f"{script} {kind!r})", str(folder)]
+    subprocess.run(maker, env=without_device(), check=True)
 
 
 def prepare(folder: Path, only: list[str]):
     """Writes the programs' data, and what this machine's CPU finds, without checkpoints."""
     shutil.rmtree(folder, ignore_errors=True)
-    make_data(folder / "data")
+    make_data(folder / "data", "programs")
     statuses, cores = {}, os.cpu_count() or 1
     for kind, at_once in (("programs", cores), ("worlds", max(1, cores // 2))):
         start(folder / kind, folder / "data", True, Limits(at_once, math.inf), kind, only).wait()
@@ -242,9 +245,11 @@ def compared(kind: str, only: list[str], limits: Limits) -> dict[str, dict]:
     is_prepared = (PREPARED / kind).is_dir()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        source = PREPARED if is_prepared else folder
-        data, on_cpu, on_device = source / "data", source / kind, folder / "device"
-        make_data(data)
+        data, on_device, on_cpu = folder / "data", folder / "device", (PREPARED if is_prepared else folder) / kind
+        if is_prepared:
+            shutil.copytree(PREPARED / "data", data)
+        if not is_prepared or kind == "programs":
+            make_data(data, kind)
         started = []
         if not is_prepared:
             share = Limits(max(1, limits.at_once // 3), math.inf)
