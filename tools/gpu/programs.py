@@ -7,7 +7,9 @@ and processors to the device: `python -m tools.gpu.programs --prepare build/gpu_
 """
 
 import argparse
+import contextlib
 import faulthandler
+import importlib
 import json
 import math
 import multiprocessing
@@ -134,11 +136,13 @@ def run_here(folder: Path, data: Path, kind: str, only: list[str], limits: Limit
     """Runs the programs of a kind: `programs` or `worlds`; of the CPU, where the device is hidden."""
     import torch
 
-    from megarl import train_rl  # noqa: F401  imported once, before the forks
-    from megarl.mcore.model import gpt  # noqa: F401
     from tests.helpers import programs as small
+    from tests.helpers import worlds
     from tools.gpu import program_rows, staged
 
+    for name in (*worlds.LATE_IMPORTS, "megarl.mcore.model.gpt", "torch.nn.attention.varlen"):
+        with contextlib.suppress(ImportError):  # of a package that the machine lacks
+            importlib.import_module(name)  # once, before the forks
     staged.register()
     os.environ[small.INPUTS] = str(data)  # training what it has would start CUDA here
     rows = getattr(program_rows, "rows" if kind == "programs" else kind)(not torch.cuda.is_available())
