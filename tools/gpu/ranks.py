@@ -16,7 +16,7 @@ from tools.gpu import program_rows, programs, report, run_all, sized
 
 LIBRARY = programs.ROOT / "build" / "nccl" / "libnccl.so.2"
 PASSED = programs.ROOT / "build" / "gpu_ranks.json"  # names of worlds that NCCL has passed
-LIMITS = sized(programs.Limits(at_once=3, begin=55, seconds=40), programs.Limits(1, 1e4, 600))
+LIMITS = sized(programs.Limits(at_once=4, begin=55, seconds=40), programs.Limits(1, 1e4, 600))
 FIRST = 2, 30  # NCCL with several ranks on a device
 
 
