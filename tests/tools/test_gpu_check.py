@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megarl.mcore.attention.backends import varlen
+from megarl.mcore.kernels.cuda import operator
 from megarl.mcore.recurrence import fused_chunks
 from tests.helpers import forked_programs
 from tests.helpers import programs as small
@@ -204,6 +205,34 @@ def test_the_first_kernel_that_differs_is_named(product, read, first):
     assert found["rows_compared"] == 12
     assert (found["first"] and [*found["first"]["kernel"]]) == first
     assert found["equal_reads_and_other_writes"]["product"] == [2, int(product > 0)]
+
+
+class Embedding(torch.nn.Module):
+    def forward(self, input_ids, position_ids):
+        return input_ids.float()
+
+
+def test_rows_of_kernels_are_recorded_and_what_changes_its_inputs_has_none():
+    double = operator("test_doubles", torch.empty_like)(double_of)
+    clear = operator("test_clears", lambda *_: None, mutates=("x",))(clears)
+    model = SimpleNamespace(config=SimpleNamespace(num_moe_experts=None), embedding=Embedding())
+    with difference.Recorder(model) as recorder:
+        rows = model.embedding(torch.tensor([[7, 8]]), position_ids=torch.tensor([[0, 1]])).reshape(2, 1)
+        cleared = double(rows).clone()
+        clear(cleared)
+    (found,) = recorder.passes
+    assert found.tokens == [(0, 7), (1, 8)] and not cleared.any()
+    assert {name: values.flatten().tolist() for name, values in found.rows.items()} == {
+        ("megarl::test_doubles", 0, "reads"): [7, 8], ("megarl::test_doubles", 0, "writes"): [14, 16]
+    }  # fmt: skip
+
+
+def double_of(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+def clears(x: torch.Tensor) -> None:
+    x.zero_()
 
 
 @pytest.mark.parametrize(

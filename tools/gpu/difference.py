@@ -61,7 +61,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = func.name().partition(".")[0]
-        if name.startswith("megarl::") and name not in SKIPPED and self.passes:
+        has_rows = out is not None  # else it changes what it was given, which others read
+        if name.startswith("megarl::") and name not in SKIPPED and self.passes and has_rows:
             kernel = SAME_KERNEL.get(name, name)
             number = self._launches[kernel]
             self._launches[kernel] += 1
