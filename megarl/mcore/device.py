@@ -17,6 +17,9 @@ import numpy as np
 import torch
 import torch.utils._device
 
+from megarl.errors import UsageError
+
+BACKEND = "MEGARL_DEVICE_BACKEND"
 CPU = torch.device("cpu")
 # Makes torch ask the driver's library for devices, which does not start CUDA: `cuda_environment` chooses before that.
 ASK_DRIVER = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -36,8 +39,11 @@ def device() -> torch.device:
 
 
 def backend() -> str:
-    """Returns the torch.distributed backend for `device()`."""
-    return "nccl" if has_cuda() else "gloo"
+    """Returns the torch.distributed backend for `device()`; UsageError if `BACKEND` is set outside a check."""
+    wanted = os.environ.get(BACKEND)
+    if wanted and not (wanted == "staged" and has_cuda() and hasattr(torch.distributed.Backend, "STAGED")):
+        raise UsageError(f"{BACKEND} {wanted}: only tools.gpu.staged sets it, for checks on a CUDA device; unset it")
+    return wanted or ("nccl" if has_cuda() else "gloo")
 
 
 def to_device(arrays: list[np.ndarray]) -> list[torch.Tensor]:
@@ -60,8 +66,9 @@ def peak_bytes() -> int | None:
     return torch.cuda.max_memory_allocated() if has_cuda() else None
 
 
-def _return_at_once(*_):
-    """No work is pending."""
+def _no_op():
+    """Returns a new no-op function each time: torch's compiler keeps one rule per function object."""
+    return lambda *_, **__: None
 
 
 def _is_finished(*_) -> bool:
@@ -77,7 +84,7 @@ class CpuEvent:
     def record(self, *_):
         self._time = time.perf_counter()
 
-    synchronize = wait = _return_at_once
+    synchronize = wait = _no_op()
     query = _is_finished
 
     def elapsed_time(self, end: "CpuEvent") -> float:
@@ -93,7 +100,7 @@ class CpuStream:
     def __init__(self, *_, **__):
         self.device = CPU
 
-    synchronize = wait_stream = wait_event = _return_at_once
+    synchronize = wait_stream = wait_event = _no_op()
     query = _is_finished
 
     def record_event(self, event=None):
@@ -103,11 +110,6 @@ class CpuStream:
 
 
 _STREAM = CpuStream()
-
-
-def _no_op():
-    """Returns a new no-op function each time: torch's compiler keeps one rule per function object."""
-    return lambda *_, **__: None
 
 
 def _on_cpu(factory):

@@ -75,4 +75,5 @@ def environment(interprets: bool = False) -> dict[str, str]:
         **os.environ, "LD_PRELOAD": str(folder / "libcudart.so"), "LD_LIBRARY_PATH": str(folder),
         "PYTHONPATH": os.pathsep.join([*paths, str(folder)]), "CUDA_VISIBLE_DEVICES": "0", "OMP_NUM_THREADS": "1",
         "TRITON_INTERPRET": "1", "EMULATOR_INTERPRETS": "1" if interprets else "",
+        "GPU_CHECK_THROUGH": "tests.emulator.run",
     }  # fmt: skip

@@ -38,6 +38,7 @@ def install():
     torch.compile = lambda function=None, **_: function if function is not None else lambda each: each
     kernels.install(interprets=bool(os.environ.get("EMULATOR_INTERPRETS")))
     nccl.install()
+    torch.cuda._lazy_call(operators.follow_memory)  # once CUDA starts, which may be in a fork
 
 
 def _counted(name: str, function):
@@ -46,12 +47,6 @@ def _counted(name: str, function):
         return function(*args, **kwargs)
 
     return call
-
-
-def start():
-    """Initialises CUDA in the process that uses it."""
-    torch.cuda.init()
-    operators.follow_memory()
 
 
 def report():

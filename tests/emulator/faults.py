@@ -15,7 +15,7 @@ def run(name: str, variables: dict[str, str]):
     os.environ.update(variables)
     has_group = int(variables["WORLD_SIZE"]) > 1
     if has_group:
-        dist.init_process_group("nccl")
+        dist.init_process_group(os.environ.get("MEGARL_DEVICE_BACKEND", "nccl"))
     FAULTS[name](int(variables["RANK"]))
     if has_group:
         dist.destroy_process_group()
@@ -252,6 +252,47 @@ def fragmented(rank: int):
     blocks.append(torch.empty(size + (2 << 20), dtype=torch.uint8, device="cuda"))
 
 
+def staged(rank: int):
+    """Calls of two ranks over staged gloo: what gloo has no type for, parameters, batches in both directions."""
+    peer, last = 1 - rank, rank == 1
+    for dtype in (torch.int16, torch.float8_e4m3fn, torch.bfloat16):
+        x = torch.full((3, 2), rank + 1.0, device="cuda").to(dtype)
+        received = torch.nn.Parameter(
+            torch.zeros(3, 2, device="cuda", dtype=dtype), requires_grad=x.is_floating_point()
+        )
+        messages = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, received, peer)]
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+        assert (received.float() == peer + 1).all()
+        rows, sizes = torch.empty_like(x), [2, 1] if last else [1, 2]
+        dist.all_to_all_single(rows, x, sizes, sizes)
+        assert rows[:, 0].float().tolist() == ([1, 1, 2] if last else [1, 2, 2])
+        dist.broadcast(x, 1)
+        assert (x.float() == 2).all()
+    summed, gathered = torch.empty(2, device="cuda"), torch.empty(4, device="cuda")
+    with dist._coalescing_manager(device=summed.device, async_ops=True) as manager:
+        dist.reduce_scatter_tensor(summed, torch.arange(4.0, device="cuda"))
+    manager.wait()
+    assert summed.tolist() == ([4, 6] if last else [0, 2])
+    with dist._coalescing_manager(device=summed.device, async_ops=True) as manager:
+        dist.all_gather_into_tensor(gathered, summed)
+    manager.wait()
+    assert gathered.tolist() == [0, 2, 4, 6]
+    found = [None, None]
+    dist.all_gather_object(found, rank)
+    assert found == [0, 1]
+    for wrong in (torch.ones(2), torch.ones(2, dtype=torch.int16, device="cuda")):
+        try:
+            dist.all_reduce(wrong)
+        except (RuntimeError, TypeError):
+            continue
+        raise AssertionError(f"a sum of {wrong} was not refused")
+
+
+def staged_in_a_capture(rank: int):
+    _capture(lambda: dist.all_reduce(_ones()))
+
+
 FAULTS = {
     function.__name__: function
     for function in (
@@ -261,6 +302,6 @@ FAULTS = {
         weights_of_a_host_update_read_early,
         swapped_collectives, collective_of_one_rank, allocation_in_a_capture, pinned_memory_reused,
         pinned_memory_read_early, seed_in_a_capture, int16_collective, strided_collective, send_without_receiver,
-        both_send_first, not_deterministic, healthy, fragmented,
+        both_send_first, not_deterministic, healthy, fragmented, staged, staged_in_a_capture,
     )
 }  # fmt: skip

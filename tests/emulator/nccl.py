@@ -10,18 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.emulator import matching
+from tools.gpu.staged import COLLECTIVES, OverGloo
 
 BACKEND = "emulated_nccl"
 DTYPES = {
     torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
     torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
 }  # fmt: skip
-COLLECTIVES = (
-    "allreduce", "allreduce_coalesced", "broadcast", "allgather", "_allgather_base", "all_gather_single", "gather",
-    "scatter", "reduce", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "alltoall",
-    "alltoall_base", "all_to_all_single", "barrier", "allgather_into_tensor_coalesced", "all_gather_single_coalesced",
-    "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced",
-)  # fmt: skip
 IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "reduce")  # others: outputs, then inputs
 
 
@@ -78,31 +73,18 @@ def _host_waits():
     _pending.extend([work for work in works if not work.pass_if_waited()])
 
 
-class EmulatedNccl(dist.ProcessGroup):
+class EmulatedNccl(OverGloo):
     """A process group on the emulated device."""
 
-    supports_coalescing = True
-    _device_types = property(lambda self: [torch.device("cuda")])
-    group_name = property(lambda self: dist.distributed_c10d._world.pg_names[self])
-    pg_name = group_name
-
     def __init__(self, store, rank: int, size: int, timeout):
-        super().__init__(rank, size)
-        self.gloo, self.store = dist.ProcessGroupGloo(store, rank, size, timeout), store
+        super().__init__(store, rank, size, timeout)
         self._streams: dict[int | None, torch.cuda.Stream] = {}
         self._batch: tuple[list, list[Work]] | None = None  # messages, and collectives that have begun
         self.calls = matching.Calls(store, rank, size)
 
-    def size(self) -> int:
-        """Ranks."""
-        return self.gloo.size()
-
     def getBackendName(self) -> str:
         """As torch asks."""
         return "nccl"
-
-    def _get_backend(self, device):
-        return self
 
     def _get_sequence_number_for_group(self) -> int:
         return self.calls.count
@@ -124,14 +106,6 @@ class EmulatedNccl(dist.ProcessGroup):
             yield stream
 
     # -- sends and receives
-
-    def send(self, tensors: list[Tensor], peer: int, tag: int = 0):
-        """To one rank; within a batch nothing is returned."""
-        return self._exchange([("send", tensors, peer, tag)])
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0):
-        """From one rank; within a batch nothing is returned."""
-        return self._exchange([("recv", tensors, peer, tag)])
 
     def _start_coalescing(self, device):
         self._batch = [], []

@@ -29,18 +29,18 @@ class Emulator:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(command, cwd=ROOT, env=build.environment(), **pipes)
 
-    def run(self, name: str, argv: list[str], ranks: int = 1) -> dict[str, int]:
+    def run(self, name: str, argv: list[str], ranks: int = 1, backend: str = "nccl") -> dict[str, int]:
         """Runs a program ('rl', 'sft' …) on so many ranks, and fails if one of them does; returns the counts of the
         first rank: how often operators ran, by name, and bytes."""
-        with self._started(name, argv, ranks) as folder:
+        with self._started(name, argv, ranks, backend) as folder:
             errors, counts = self._end(ranks, folder)
         assert counts, "\n".join(errors)
         return counts
 
-    def error(self, fault: str, ranks: int, argv: Sequence[str] = ()) -> str:
+    def error(self, fault: str, ranks: int, argv: Sequence[str] = (), backend: str = "nccl") -> str:
         """The errors of a function of `faults.py`, or of train_rl with one of `weight_faults.py`, which must fail on a
         rank."""
-        with self._started("weights" if argv else "planted", [fault, *argv], ranks) as folder:
+        with self._started("weights" if argv else "planted", [fault, *argv], ranks, backend) as folder:
             errors, counts = self._end(ranks, folder)
         assert not counts, f"the fault was not found: {fault}"
         return "\n".join(errors)
@@ -63,10 +63,10 @@ class Emulator:
             counts |= of_first_rank
 
     @contextlib.contextmanager
-    def _started(self, name: str, argv: list[str], ranks: int) -> Iterator[str]:
+    def _started(self, name: str, argv: list[str], ranks: int, backend: str = "nccl") -> Iterator[str]:
         """The folder of a program that has been started; `_end` waits for it."""
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps([name, argv, ranks, folder]), file=self._process.stdin, flush=True)
+            print(json.dumps([name, argv, ranks, backend, folder]), file=self._process.stdin, flush=True)
             yield folder
 
     def _end(self, ranks: int, folder: str) -> tuple[list[str], dict[str, int]]:

@@ -7,7 +7,6 @@ from tests.emulator import device
 
 if __name__ == "__main__":
     device.install()
-    device.start()
     sys.argv = sys.argv[1:]
     try:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -4,6 +4,7 @@ import atexit
 import functools
 import gc
 import os
+import socket
 import sys
 import tempfile
 import traceback
@@ -48,6 +49,13 @@ def run_here(name: str, argv: list[str], variables: dict[str, str]):
     except Exception:
         traceback.print_exc()
         raise
+
+
+def variables_of_ranks(size: int) -> list[dict[str, str]]:
+    """What a launcher would set for each rank of a world on this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(size)]
 
 
 def _variables(rank: int, size: int) -> dict[str, str]:

@@ -1,8 +1,30 @@
 """Stages of tools/gpu_check.sh. Each prints its findings as lines of JSON, as soon as it has them."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
+
+SIZES = "GPU_CHECK_SIZES"  # small: as an emulated device can do
+THROUGH = "GPU_CHECK_THROUGH"  # a module that runs others: the emulator sets it
+
+
+def sized[T](real: T, small: T) -> T:
+    """A size of a stage: the real one, or a small one to try the stage with."""
+    return small if os.environ.get(SIZES) == "small" else real
+
+
+def command(module: str, *flags: str, through: bool = True) -> list[str]:
+    """A process of a stage. `through`: on emulated devices it is emulated, too."""
+    runner = os.environ.get(THROUGH, "").split() * through
+    return [sys.executable, "-W", "ignore", "-m", *runner, module, *flags]
+
+
+def without_device() -> dict[str, str]:
+    """The environment of a process that sees no device, not even an emulated one."""
+    hidden = {"MEGARL_DEVICE_BACKEND"}
+    hidden |= {THROUGH, "LD_PRELOAD", "LD_LIBRARY_PATH", "TRITON_INTERPRET"} if THROUGH in os.environ else set()
+    return {name: value for name, value in os.environ.items() if name not in hidden} | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def report(**findings):

@@ -6,6 +6,8 @@ expected number that its tokens choose. What it would take at the device's memor
 copy, is the bound; the share of it is what a step reaches. Recurrent states are read and written.
 """
 
+import argparse
+import functools
 import gc
 import statistics
 import time
@@ -13,11 +15,12 @@ import time
 import torch
 
 from tools.bench import common
-from tools.gpu import profiles, report, run_all
+from tools.gpu import profiles, report, run_all, sized
 
-SHAPE = common.Shape(layers=28, hidden=2048, ffn=6144, vocab=151_936, heads=16, groups=8)
+SMALL = common.Shape(layers=4, hidden=64, ffn=128, vocab=96)
+SHAPE = sized(common.Shape(layers=28, hidden=2048, ffn=6144, vocab=151_936, heads=16, groups=8), SMALL)
 EXPERTS, CHOSEN = 128, 8
-EXPERTS_SHAPE = common.Shape(layers=12, hidden=2048, ffn=6144, vocab=151_936, heads=16, groups=4)
+EXPERTS_SHAPE = sized(common.Shape(layers=12, hidden=2048, ffn=6144, vocab=151_936, heads=16, groups=4), SMALL)
 EXPERTS_FLAGS = (
     f"--num-experts {EXPERTS} --moe-router-topk {CHOSEN} --moe-ffn-hidden-size 768 --moe-router-dtype fp32"
     " --moe-router-load-balancing-type none --moe-grouped-gemm"
@@ -26,14 +29,19 @@ RECURRENT_FLAGS = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --linear-num-key-heads 16"
     " --linear-num-value-heads 32 --linear-key-head-dim 128 --linear-value-head-dim 128 --attention-output-gate"
 )
-CONTEXT, NEW_TOKENS = 1536, 64
-BATCHES = (1, 32, 256)
-PROFILED = range(20, 28)  # decode steps
+CONTEXT, NEW_TOKENS = sized((1536, 64), (40, 16))
+BATCHES = sized((1, 32, 256), (1, 3))
+PROFILED = sized(range(20, 28), range(6, 8))  # decode steps
+MODELS = {  # name -> (shape, flags)
+    "1.7 B": (SHAPE, ""), "1.7 B, exact": (SHAPE, "--exact-rollout"), "experts": (EXPERTS_SHAPE, EXPERTS_FLAGS),
+    "recurrent": (EXPERTS_SHAPE, RECURRENT_FLAGS),
+}  # fmt: skip
+PEER = "Hugging Face"
 
 
 def bandwidth() -> float:
     """Bytes per second that a copy within the device's memory reads and writes."""
-    source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    source = torch.empty(sized(2**31, 2**20), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     seconds = [timed(lambda: target.copy_(source)) for _ in range(5)]
     return 2 * source.numel() / min(seconds)
@@ -107,12 +115,12 @@ def step_seconds(engine, count: int) -> tuple[list[float], dict]:
     return seconds[5 : PROFILED.start] + seconds[PROFILED.stop :], found
 
 
-def ours(name: str, shape: common.Shape, flags: str, bytes_per_second: float):
-    """Reports steps of each batch, with and without graphs."""
-    model, pg_collection, _ = common.build(shape, (CONTEXT, NEW_TOKENS), f"--bf16 {flags}")
+def ours(name: str, shape: common.Shape, flags: str, bytes_per_second: float, forms: tuple[bool, ...] = (True, False)):
+    """Reports steps of each batch, with graphs and without. `forms`: of these the ones to measure."""
+    model, pg_collection, _ = common.build(shape, (CONTEXT, NEW_TOKENS), f"--bf16 {flags}", "rl")
     for count in BATCHES:
         engine = build_engine(model, pg_collection, shape, count)
-        for has_graphs in (True, False):
+        for has_graphs in forms:
             engine.engine.device_decode.has_graphs = has_graphs
             times, kernels = step_seconds(engine, count)
             seconds = statistics.median(times)
@@ -158,16 +166,18 @@ def hugging_face(counts: tuple[int, ...]):
 
 
 def main():
-    """Runs all; what fails does not stop the rest."""
+    """Runs all cases, or those of the command line; what fails does not stop the rest."""
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu.decode", description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", choices=[*MODELS, PEER], metavar="CASE", help=", ".join([*MODELS, PEER]))
+    parser.add_argument("--graphs-only", action="store_true", help="no steps kernel by kernel")
+    args = parser.parse_args()
     bytes_per_second = bandwidth()
     report(copy_gb_per_s=round(bytes_per_second / 1e9))
     torch.cuda.empty_cache()
-    run_all({
-        "megarl": lambda: ours("1.7 B", SHAPE, "", bytes_per_second),
-        "megarl, experts": lambda: ours("experts", EXPERTS_SHAPE, EXPERTS_FLAGS, bytes_per_second),
-        "megarl, recurrent": lambda: ours("recurrent", EXPERTS_SHAPE, RECURRENT_FLAGS, bytes_per_second),
-        "Hugging Face": lambda: hugging_face((256, 128, 64)),
-    })  # fmt: skip
+    forms = (True,) if args.graphs_only else (True, False)
+    cases = {name: functools.partial(ours, name, *model, bytes_per_second, forms) for name, model in MODELS.items()}
+    cases[PEER] = functools.partial(hugging_face, (256, 128, 64))
+    run_all({name: run for name, run in cases.items() if name in (args.cases or cases)})
 
 
 if __name__ == "__main__":

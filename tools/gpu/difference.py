@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tools.bench import common
-from tools.gpu import report, run_all
+from tools.gpu import gap, report, run_all, sized
 
-SHAPE = common.Shape(layers=4, hidden=1024, ffn=2816, vocab=32_000, heads=16, groups=4)
+SHAPE = sized(common.Shape(layers=4, hidden=1024, ffn=2816, vocab=32_000, heads=16, groups=4), gap.SHAPE)
 EXPERTS = "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 512"
-DTYPE, SIZES = "bf16", (48, 20, 16)  # as in `gap`
+DTYPE, SIZES = "bf16", sized((48, 20, 16), gap.SIZES)  # as in `gap`
 SAME_KERNEL = {"megarl::paged_decode": "attention", "megarl::packed_attention": "attention"}
 SKIPPED = {
     "megarl::rotate_and_store",
@@ -61,7 +61,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = func.name().partition(".")[0]
-        if name.startswith("megarl::") and name not in SKIPPED and self.passes:
+        has_rows = out is not None  # else it changes what it was given, which others read
+        if name.startswith("megarl::") and name not in SKIPPED and self.passes and has_rows:
             kernel = SAME_KERNEL.get(name, name)
             number = self._launches[kernel]
             self._launches[kernel] += 1
@@ -80,7 +81,6 @@ class Recorder(TorchDispatchMode):
 
 def first_difference(flags: str, is_replayed: bool) -> dict:
     """What differs first: kernel, launch and layer, rows that differ of those compared, largest difference."""
-    from tools.gpu import gap
 
     recorders: list[Recorder] = []
 

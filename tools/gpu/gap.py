@@ -8,12 +8,13 @@ from contextlib import AbstractContextManager
 import torch
 
 from tools.bench import common
-from tools.gpu import report, run_all
+from tools.gpu import report, run_all, sized
 
 Watch = Callable[[torch.nn.Module], AbstractContextManager]
-SHAPE = common.Shape(layers=8, hidden=1024, ffn=2816, vocab=32_000, heads=16, groups=4)
+SHAPE = sized(common.Shape(layers=8, hidden=1024, ffn=2816, vocab=32_000, heads=16, groups=4),
+              common.Shape(layers=1, hidden=64, ffn=64, vocab=64))  # fmt: skip
 EXPERTS = "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 512"
-SIZES = (64, 192, 64)  # tokens of a prompt at most, tokens of a response, requests
+SIZES = sized((64, 192, 64), (8, 6, 5))  # tokens of a prompt at most, tokens of a response, requests
 CASES = {  # name -> (flags, whether training takes the rollout's routes, arXiv 2510.11370)
     "dense": ("", False),
     "dense, exact": ("--exact-rollout", False),

@@ -8,13 +8,13 @@ from megarl.mcore.recurrence import fused_chunks
 from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs
 from megarl.mcore.recurrence.runs import NONE, Runs
 from tests.helpers.models import reference_kernels
-from tools.gpu import report, run_all
+from tools.gpu import report, run_all, sized
 from tools.gpu.decode import timed
 
 DEVICE = "cuda"
-ROWS, VOCAB, PADDED = 64, 151_936, 152_064  # of logits
-HIDDEN, FFN, EXPERT_FFN = 2048, 6144, 768
-DELTA_HEADS, DELTA_TOKENS = (16, 32, 128, 128), 8192  # of Qwen3-Next; of a sequence
+ROWS, VOCAB, PADDED = sized((64, 151_936, 152_064), (6, 250, 256))  # of logits
+HIDDEN, FFN, EXPERT_FFN = sized((2048, 6144, 768), (32, 40, 16))
+DELTA_HEADS, DELTA_TOKENS = sized(((16, 32, 128, 128), 8192), ((1, 2, 16, 16), 70))  # of Qwen3-Next; of a sequence
 BOUNDS = {torch.bfloat16: 0.03, torch.float32: 1e-4}  # of errors relative to the largest number: about eight roundings
 
 

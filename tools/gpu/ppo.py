@@ -15,19 +15,25 @@ from pathlib import Path
 
 from megarl.mcore.recurrence import fused_chunks
 from tests.helpers import programs
-from tools.gpu import report, run_all
+from tools.gpu import command, report, run_all, sized
 from tools.train_tokenizer import train as train_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
 SHAPE = (
-    "--num-layers 8 --hidden-size 1024 --ffn-hidden-size 2816 --num-attention-heads 16 --group-query-attention"
-    " --num-query-groups 4 --swiglu --normalization RMSNorm --disable-bias-linear --make-vocab-size-divisible-by 32"
+    "--group-query-attention --swiglu --normalization RMSNorm --disable-bias-linear --make-vocab-size-divisible-by 32"
 )
-RL = (
-    "--prompts-per-step 32 --samples-per-prompt 8 --max-prompt-length 32 --max-response-length 256 --train-iters 3"
-    " --reward exact-match --advantage gae --lr 1e-5 --critic-lr 1e-5 --bf16 --rollout-buffer-gb 4 --trackers none"
+SHAPE += sized(
+    " --num-layers 8 --hidden-size 1024 --ffn-hidden-size 2816 --num-attention-heads 16 --num-query-groups 4",
+    " --num-layers 4 --hidden-size 64 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2",
 )
-EXPERTS = "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 512"
+RL = "--train-iters 3 --reward exact-match --advantage gae --lr 1e-5 --critic-lr 1e-5 --bf16 --trackers none"
+RL += sized(
+    " --prompts-per-step 32 --samples-per-prompt 8 --max-prompt-length 32 --max-response-length 256"
+    " --rollout-buffer-gb 4",
+    " --prompts-per-step 4 --samples-per-prompt 2 --max-prompt-length 8 --max-response-length 8"
+    " --rollout-buffer-gb 0.01",
+)
+EXPERTS = f"--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size {sized(512, 16)}"
 RECURRENT = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --linear-num-key-heads 8"
     " --linear-num-value-heads 16 --linear-key-head-dim 64 --linear-value-head-dim 64 --attention-output-gate"
@@ -70,8 +76,8 @@ def data(folder: Path) -> str:
 
 def train(save: Path, flags: str) -> list[dict]:
     """Metrics of each step of a run on one rank."""
-    command = [sys.executable, "-m", "megarl.train_rl", *shlex.split(f"{SHAPE} {RL} {flags} --save {save}")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    train_rl = command("megarl.train_rl", *shlex.split(f"{SHAPE} {RL} {flags} --save {save}"))
+    done = subprocess.run(train_rl, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-1500:])
     return [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]

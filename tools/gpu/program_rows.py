@@ -1,4 +1,4 @@
-"""The programs of the stage `programs`: command lines by name.
+"""The programs of the stages `programs` and `ranks`: command lines by name.
 
 Three kinds: folders of published model families, made with their own layouts and random weights; the other programs;
 train_rl with each flag of algorithms, models, optimizers and memory that runs on one rank.
@@ -10,11 +10,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from megarl.mcore import device
 from tests.helpers import programs as small
 from tests.helpers.folders import any_types, hf_folders
 from tests.helpers.pages import combinations
 
-Row = tuple[str, Callable[[Path], list[str]]]  # program, and save folder -> command line
+Row = tuple[str, Callable[[Path], list[str]], int]  # program, save folder -> command line, ranks
 ROUTED = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --router-replay rollout"
 CHOOSING = f"{combinations.LATENT} --dsa-indexer-topk 3 --dsa-indexer-n-heads 16 --dsa-indexer-head-dim 16"
 MORE = [combinations.LATENT, CHOOSING, *combinations.CHANNELS, f"{ROUTED} --lora-rank 2", "--use-torch-fsdp2",
@@ -40,6 +41,15 @@ OTHERS = {  # name -> (program, its command line, flags)
     "preference kto": ("preference", small.preference_argv, "--preference-loss kto"),
     "preference orpo": ("preference", small.preference_argv, "--preference-loss orpo"),
 }
+
+
+TP2, PP2 = f"{combinations.TP2} --sequence-parallel", combinations.PP2
+SHARDED, EP2 = "--use-distributed-optimizer --overlap-grad-reduce", f"{ROUTED} --expert-model-parallel-size 2"
+WORLDS = {  # flags -> ranks that share one device
+    TP2: 2, PP2: 2, EP2: 2, "--context-parallel-size 2": 2, SHARDED: 2,
+    "--role-map actor=0;critic=0;reference=0;reward=0;rollout=1 --verify-weights": 2, f"{EP2} {PP2}": 4,
+    f"{TP2} {PP2} {SHARDED}": 8,
+}  # fmt: skip
 
 
 def flags_of_all() -> tuple[list[str], list[str]]:
@@ -83,22 +93,23 @@ def other_argv(name: str, flags: str, save: Path) -> list[str]:
     return command(save, f"{SUPERVISED} {own} {flags}")
 
 
-def make_data(folder: Path):
-    """Writes what the programs read and is not there: prompts, tokenizer, a warm start; folders of model families."""
+def make_data(folder: Path, kind: str):
+    """Writes what the programs of a kind read and is not there: prompts, tokenizer, a warm start; folders of model
+    families, which `worlds` do not read."""
     if not folder.exists():
         shutil.copytree(small.preferences(), folder)
-    if not (folder / "hf").exists():
+    if kind == "programs":
         for case in FAMILIES:
             hf_folders.write_folder(case, folder / "hf" / case)
-        for kind in OF_TRANSFORMERS:
-            any_types.save(kind, folder / "hf" / kind)
+        for model_type in OF_TRANSFORMERS:
+            any_types.save(model_type, folder / "hf" / model_type)
 
 
 def rows(is_cpu: bool) -> dict[str, Row]:
     """name -> program of a device, those first that a check must not miss."""
     algorithm, model = flags_of_all()
     partial = functools.partial
-    found: dict[str, Row] = {}
+    found: dict[str, tuple] = {}
     for precision, flag in [("fp32", ""), ("bf16", "--bf16")][: 1 if is_cpu else 2]:
         found |= {f"{precision} {case}": ("rl", partial(family_argv, case, flag)) for case in FAMILIES}
         for kind in OF_TRANSFORMERS:
@@ -111,4 +122,17 @@ def rows(is_cpu: bool) -> dict[str, Row]:
             found[f"bf16 transformers {kind} --exact-rollout"] = "rl", partial(transformers_argv, kind, flags)
         of_16_bits["fp16"] = "--fp16 --initial-loss-scale 1024"
         found |= {name: ("rl", partial(argv_of, flags)) for name, flags in of_16_bits.items()}
-    return found | {f"fp32 {flags}": ("rl", partial(argv_of, flags)) for flags in [*model, *algorithm]}
+    found |= {f"fp32 {flags}": ("rl", partial(argv_of, flags)) for flags in [*model, *algorithm]}
+    return {name: (*row, 1) for name, row in found.items()}
+
+
+def worlds(is_cpu: bool) -> dict[str, Row]:
+    """name -> program of several ranks; in bf16 with graphs, which staged gloo cannot have."""
+    found: dict[str, Row] = {}
+    for flags, ranks in WORLDS.items():
+        found[f"fp32 {flags}"] = "rl", functools.partial(argv_of, flags), ranks
+        if not is_cpu:
+            graphs = " --decode-graphs off" * (device.backend() == "staged")
+            of_16_bits = f"--bf16{' --moe-grouped-gemm' * (ROUTED in flags)}{graphs} {flags}"
+            found[f"bf16 {flags}"] = "rl", functools.partial(argv_of, of_16_bits), ranks
+    return found

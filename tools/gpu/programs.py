@@ -7,24 +7,27 @@ and processors to the device: `python -m tools.gpu.programs --prepare build/gpu_
 """
 
 import argparse
+import contextlib
+import faulthandler
+import importlib
 import json
 import math
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+import typing
 from pathlib import Path
 
-from tools.gpu import report, run_all
+from tools.gpu import command, report, run_all, without_device
 
 ROOT = Path(__file__).parent.parent.parent
 PREPARED = ROOT / "build" / "gpu_programs"
-SECONDS = 100  # of one program at most
-BEGIN = 130  # seconds after which no further program of the device begins
+STACK = "(most recent call first)"  # of a rank that runs too long
 LEAST_COMPARED = 41  # programs, unless some are chosen
 TOLERANCE, GAP = 2e-3, 0.05  # relative, of a number in fp32; nats, in bf16
 ABSOLUTE = 1e-4  # of numbers near 0
@@ -36,28 +39,70 @@ NUMBERS = ("reward/mean", "actor/loss", "actor/grad_norm", "critic/loss", "criti
 # -- programs of one device, in a process of their own -------------------------------------------------------------
 
 
-def _child(program: str, argv: list[str], place: Path):
+class Limits(typing.NamedTuple):
+    """How programs of a device run."""
+
+    at_once: int
+    begin: float  # seconds after which no further program begins
+    seconds: float = 100  # of one program
+
+
+def _child(program: str, argv: list[str], variables: dict[str, str], place: Path):
     from tests.helpers import forked_programs
 
     place.mkdir(parents=True)
     forked_programs.redirect(place)
-    forked_programs.run_here(program, argv, {})
+    faulthandler.register(signal.SIGUSR2, all_threads=False)  # who runs too long says where it is
+    forked_programs.run_here(program, argv, variables)
 
 
-def run_programs(folder: Path, data: Path, is_cpu: bool, at_once: int, only: list[str], begin: float):
+def _fork(program: str, argv: list[str], ranks: int, place: Path) -> list:
+    """The processes of a program, whose output goes to a folder of each rank."""
+    from tests.helpers import forked_programs
+
+    variables = forked_programs.variables_of_ranks(ranks) if ranks > 1 else [{}]
+    fork = multiprocessing.get_context("fork").Process
+    processes = [fork(target=_child, args=(program, argv, variables[rank], place / str(rank))) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def _last_of(log: Path) -> str:
+    """The last errors, or the top of the stack."""
+    text = log.read_text() if log.exists() else "it has not begun"
+    return text[-1500:] if STACK not in text else text[text.rindex(STACK) :][:1500]
+
+
+def _end(processes: list, place: Path, is_late: bool) -> tuple[int, str]:
+    """Ends the ranks that still run; exit status of a program, and the last errors of the ranks that failed, not of
+    those that waited for them."""
+    statuses, logs = (
+        [process.exitcode for process in processes],
+        [place / str(rank) / "err" for rank in range(len(processes))],
+    )
+    late = [number for number, status in enumerate(statuses) if status is None and is_late and logs[number].exists()]
+    for number in late:
+        os.kill(processes[number].pid, signal.SIGUSR2)
+    for _ in range(50):
+        if all(STACK in logs[number].read_text() for number in late):
+            break
+        time.sleep(0.1)
+    for process in processes:
+        process.kill()
+        process.join()
+    failed = [logs[number] for number, status in enumerate(statuses) if status or (status is None and is_late)]
+    texts = ["it ran longer than its limit"] * is_late + [_last_of(log) for log in failed]
+    return next(filter(None, statuses), -signal.SIGKILL if is_late else 0), "\n".join(texts)
+
+
+def run_programs(rows: dict[str, tuple], folder: Path, only: list[str], limits: Limits):
     """Runs the programs of a device; appends to `folder/statuses.jsonl` the name, exit status, place and last errors
     of each that has ended."""
     import torch
 
-    from megarl import train_rl  # noqa: F401  imported once, before the forks
-    from megarl.mcore.model import gpt  # noqa: F401
-    from tests.helpers import programs as small
-    from tools.gpu import program_rows
-
-    small.inputs = lambda: data  # type: ignore[assignment]  # training it would start CUDA here
     if torch.cuda.is_initialized():
         raise RuntimeError("CUDA has started in the process that forks the programs")
-    rows = program_rows.rows(is_cpu)
     waiting = [name for name in rows if not only or any(text in name for text in only)]
     running: list[tuple] = []
     began = time.monotonic()
@@ -67,56 +112,74 @@ def run_programs(folder: Path, data: Path, is_cpu: bool, at_once: int, only: lis
             print(json.dumps(row), file=file, flush=True)
 
         while waiting or running:
-            while waiting and len(running) < at_once:
+            while waiting and len(running) < limits.at_once:
                 name = waiting.pop(0)
-                if time.monotonic() - began > begin:
+                if time.monotonic() - began > limits.begin:
                     end(name, None, None, "")
                     continue
-                program, command = rows[name]
+                program, command, ranks = rows[name]
                 place = folder / str(len(waiting))
-                arguments = program, command(place / "run"), place
-                process = multiprocessing.get_context("fork").Process(target=_child, args=arguments)
-                process.start()
-                running.append((name, place, process, time.monotonic()))
-            for name, place, process, started in list(running):
-                if process.is_alive() and time.monotonic() - started < SECONDS:
-                    continue
-                process.kill()
-                process.join()
-                running.remove((name, place, process, started))
-                log = place / "err"
-                text = log.read_text()[-1500:] if log.exists() else "it has not begun"
-                end(name, process.exitcode, place.name, text)
+                processes = _fork(program, command(place / "run"), ranks, place)
+                running.append((name, place, processes, time.monotonic()))
+            for each in list(running):
+                name, place, processes, started = each
+                statuses = [process.exitcode for process in processes]
+                is_late = time.monotonic() - started > limits.seconds
+                if is_late or any(statuses) or None not in statuses:
+                    running.remove(each)
+                    status, text = _end(processes, place, is_late)
+                    end(name, status, place.name, text)
             time.sleep(0.05)
 
 
-def start(folder: Path, data: Path, is_cpu: bool, at_once: int, only: Iterable[str] = ()) -> subprocess.Popen:
+def run_here(folder: Path, data: Path, kind: str, only: list[str], limits: Limits):
+    """Runs the programs of a kind: `programs` or `worlds`; of the CPU, where the device is hidden."""
+    import torch
+
+    from tests.helpers import programs as small
+    from tests.helpers import worlds
+    from tools.gpu import program_rows, staged
+
+    for name in (*worlds.LATE_IMPORTS, "megarl.mcore.model.gpt", "torch.nn.attention.varlen"):
+        with contextlib.suppress(ImportError):  # of a package that the machine lacks
+            importlib.import_module(name)  # once, before the forks
+    staged.register()
+    os.environ[small.INPUTS] = str(data)  # training what it has would start CUDA here
+    rows = getattr(program_rows, "rows" if kind == "programs" else kind)(not torch.cuda.is_available())
+    run_programs(rows, folder, only, limits)
+
+
+def start(folder: Path, data: Path, is_cpu: bool, limits: Limits, kind: str, only: list[str]) -> subprocess.Popen:
     """Starts a process that runs the programs of a device."""
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if is_cpu else {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    environment = without_device() if is_cpu else {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    environment["OMP_NUM_THREADS"] = "1"
     folder.mkdir(parents=True)
-    command = [sys.executable, "-W", "ignore", "-m", "tools.gpu.programs", "--at-once", str(max(at_once, 1))]
-    command += [*(token for text in only for token in ("--only", text)), "--run", str(folder), str(data)]
-    command += ["--cpu"] * is_cpu
-    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **hidden})
+    flags = [f"--only={text}" for text in only]
+    flags += ["--run", str(folder), str(data), kind, "--limits", *map(str, limits)]
+    return subprocess.Popen(command("tools.gpu.programs", *flags, through=not is_cpu), env=environment)
 
 
-def make_data(folder: Path):
-    """Makes what the programs read and is not there, in a process without the device."""
-    script = "import pathlib, sys; from tools.gpu.program_rows import make_data; make_data(pathlib.Path(sys.argv[1]))"
-    command = [sys.executable, "-W", "ignore", "-c", script, str(folder)]
-    subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=True)
+def make_data(folder: Path, kind: str):
+    """Makes what the programs of a kind read and is not there, in a process without the device."""
+    script = (
+        "import pathlib, sys; from tools.gpu import program_rows as rows; rows.make_data(pathlib.Path(sys.argv[1]), "
+    )
+    maker = [sys.executable, "-W", "ignore", "-c", f"{script} {kind!r})", str(folder)]
+    subprocess.run(maker, env=without_device(), check=True)
 
 
 def prepare(folder: Path, only: list[str]):
     """Writes the programs' data, and what this machine's CPU finds, without checkpoints."""
     shutil.rmtree(folder, ignore_errors=True)
-    make_data(folder / "data")
-    start(folder / "cpu", folder / "data", True, os.cpu_count() or 1, only).wait()
+    make_data(folder / "data", "programs")
+    statuses, cores = {}, os.cpu_count() or 1
+    for kind, at_once in (("programs", cores), ("worlds", max(1, cores // 2))):
+        start(folder / kind, folder / "data", True, Limits(at_once, math.inf), kind, only).wait()
+        statuses |= statuses_of(folder / kind)
     shutil.rmtree(folder / "data" / "hf")  # a check makes it again: the same weights
-    for place in (folder / "cpu").glob("*/run/*"):
+    for place in folder.glob("*/*/run/*"):
         if place.name not in ("metrics.jsonl", "samples"):
             shutil.rmtree(place) if place.is_dir() else place.unlink()
-    statuses = statuses_of(folder / "cpu")
     faults = {name: text for name, (status, _, text) in statuses.items() if status}
     report(prepared=len(statuses), faults=faults)
 
@@ -180,23 +243,31 @@ def compare(name: str, on_device: tuple, on_cpu: tuple | None) -> dict:
     return found
 
 
-def check(only: list[str]) -> bool:
-    """Runs all programs; False if one is at fault."""
-    is_prepared = PREPARED.is_dir()
+def compared(kind: str, only: list[str], limits: Limits) -> dict[str, dict]:
+    """Runs the programs of a kind; by name what was found, and what is wrong. `limits.at_once` is that of a device
+    whose CPU has nothing else to do, since its part is prepared."""
+    is_prepared = (PREPARED / kind).is_dir()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        source, cores = PREPARED if is_prepared else folder, os.cpu_count() or 1
-        data, on_cpu = source / "data", source / "cpu"
-        make_data(data)
+        data, on_device, on_cpu = folder / "data", folder / "device", (PREPARED if is_prepared else folder) / kind
         if is_prepared:
-            started = [start(folder / "device", data, False, cores + cores // 4, only)]
-        else:
-            shares = ((on_cpu, True, cores * 3 // 8), (folder / "device", False, cores * 13 // 16))
-            started = [start(place, data, is_cpu, count, only) for place, is_cpu, count in shares]
-        for process in started:
+            shutil.copytree(PREPARED / "data", data)
+        if not is_prepared or kind == "programs":
+            make_data(data, kind)
+        started = []
+        if not is_prepared:
+            share = Limits(max(1, limits.at_once // 3), math.inf)
+            started, limits = [start(on_cpu, data, True, share, kind, only)], limits._replace(at_once=2 * share.at_once)
+        for process in [*started, start(on_device, data, False, limits, kind, only)]:
             process.wait()
-        cpu, on_device = statuses_of(on_cpu), statuses_of(folder / "device")
-        found = {name: compare(name, status, cpu.get(name)) for name, status in on_device.items()}
+        cpu = statuses_of(on_cpu)
+        return {name: compare(name, status, cpu.get(name)) for name, status in statuses_of(on_device).items()}
+
+
+def check(only: list[str]) -> bool:
+    """Runs all programs; False if one is at fault."""
+    cores = os.cpu_count() or 1
+    found = compared("programs", only, Limits(cores + cores // 4, 130))
     return summarise(found, LEAST_COMPARED if not only else 0)
 
 
@@ -222,15 +293,14 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m tools.gpu.programs", description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="programs whose name has this text")
     parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="make data and the CPU's numbers there")
-    parser.add_argument("--run", type=Path, nargs=2, metavar=("FOLDER", "DATA"), help=argparse.SUPPRESS)
-    parser.add_argument("--at-once", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--cpu", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--run", nargs=3, metavar=("FOLDER", "DATA", "KIND"), help=argparse.SUPPRESS)
+    parser.add_argument("--limits", nargs=3, type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.prepare:
         prepare(args.prepare, args.only)
     elif args.run:
-        folder, data = args.run
-        run_programs(folder, data, args.cpu, args.at_once, args.only, math.inf if args.cpu else BEGIN)
+        folder, data, kind = args.run
+        run_here(Path(folder), Path(data), kind, args.only, Limits(*args.limits))
     else:
         run_all({"programs": lambda: check(args.only)})
 

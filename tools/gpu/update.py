@@ -6,6 +6,7 @@ token without the table of embeddings, and 6·L·H·context per token for causal
 halved for causality), of layers that have it.
 """
 
+import argparse
 import functools
 import gc
 from dataclasses import replace
@@ -14,10 +15,10 @@ import torch
 
 from megarl.mcore.recurrence import fused_chunks
 from tools.bench import common
-from tools.gpu import profiles, report, run_all
+from tools.gpu import profiles, report, run_all, sized
 from tools.gpu.decode import EXPERTS_FLAGS, EXPERTS_SHAPE, RECURRENT_FLAGS, SHAPE, timed, used_parameters
 
-LENGTH = 2048  # tokens of a sequence
+LENGTH = sized(2048, 32)  # tokens of a sequence
 STEPS = 4
 FLAGS = "--bf16 --use-distributed-optimizer"
 FOUR_LAYERS = replace(EXPERTS_SHAPE, layers=4)
@@ -25,6 +26,7 @@ RECURRENT_BY_FLA, HAS_FLA = "recurrent by flash-linear-attention, 8192 tokens", 
 CASES = {  # name -> (shape, tokens, more flags)
     "4096 tokens": (SHAPE, 4096, ""),
     "8192 tokens": (SHAPE, 8192, ""),
+    "8192 tokens, exact": (SHAPE, 8192, "--exact-rollout"),
     "16384 tokens": (SHAPE, 16384, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     "experts, 8192 tokens": (FOUR_LAYERS, 8192, EXPERTS_FLAGS),
     "recurrent, 8192 tokens": (FOUR_LAYERS, 8192, RECURRENT_FLAGS),
@@ -34,8 +36,9 @@ CASES = {  # name -> (shape, tokens, more flags)
 
 def peak_flops() -> float:
     """FLOPs per second of a bf16 product of 8192 × 8192 matrices, the best of ten."""
-    left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / min(timed(lambda: left @ right) for _ in range(10))
+    size = sized(8192, 64)
+    left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / min(timed(lambda: left @ right) for _ in range(10))
 
 
 def microbatch(tokens: int, vocab: int):
@@ -51,10 +54,11 @@ def update(name: str, peak: float):
     from megarl.mcore.training import optimizer
 
     shape, tokens, more = CASES[name]
+    tokens = sized(tokens, 2 * LENGTH)
     gc.collect()  # what the case before left, in cycles
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    model, pg_collection, args = common.build(shape, (LENGTH // 2, LENGTH // 2), f"{FLAGS} {more}")
+    model, pg_collection, args = common.build(shape, (LENGTH // 2, LENGTH // 2), f"{FLAGS} {more}", "rl")
     wrapped = optimizer.wrap_for_training([model], args, pg_collection)
     adam = optimizer.build_optimizer(wrapped, args, pg_collection)
     packed, lengths = microbatch(tokens, shape.vocab)
@@ -96,10 +100,13 @@ def profiled(function) -> dict:
 
 
 def main():
-    """Runs all; what fails does not stop the rest."""
+    """Runs all cases, or those of the command line; what fails does not stop the rest."""
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu.update", description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", choices=CASES, metavar="CASE", help="; ".join(CASES))
+    names = parser.parse_args().cases or CASES
     peak = peak_flops()
     report(peak_tflops=round(peak / 1e12))
-    run_all({name: functools.partial(update, name, peak) for name in CASES})
+    run_all({name: functools.partial(update, name, peak) for name in names})
 
 
 if __name__ == "__main__":

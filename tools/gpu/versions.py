@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import platform
+import shutil
 import subprocess
 
 import torch
@@ -23,8 +24,9 @@ def version(package: str) -> str | None:
 def main():
     """Prints versions, the device, and choices."""
     properties = torch.cuda.get_device_properties(0)
-    driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True,
-                            text=True).stdout.strip()  # fmt: skip
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    has_smi = shutil.which(query[0]) is not None
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.strip() if has_smi else None
     report(
         python=platform.python_version(), packages={name: version(name) for name in PACKAGES}, cuda=torch.version.cuda,
         driver=driver, device=properties.name, gib=round(properties.total_memory / 2**30, 1),

@@ -181,7 +181,9 @@ def _script(words: list[str], variables: dict[str, str], is_inline: bool):
         require(flags[0] in PROGRAMS, f"{flags[0]}: allowed: {', '.join(PROGRAMS)}")
         check_flags(PROGRAMS[flags[0]], flags[1:], is_inline, ranks)
     elif words[0] == "tools/gpu_check.sh":
-        require({*flags} <= {*load_tool("gpu_check").STAGES}, f"{words[0]} has not all of the stages {flags}")
+        check = load_tool("gpu_check")
+        known = {*check.STAGES, *check.GROUPS, "prepare", "--small"}
+        require({*flags} <= known, f"{words[0]} has not all of the stages {flags}")
     elif without_ellipsis(flags):
         programs = re.findall(r"flags of megarl\.(\w+)", path.read_text())
         require(programs, f"{words[0]} takes no flags")

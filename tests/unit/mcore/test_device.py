@@ -11,6 +11,7 @@ import torch
 from megatron.core.tensor_parallel import random
 
 import megarl.mcore  # noqa: F401  installs the shim
+from megarl.errors import UsageError
 from megarl.mcore import device
 from tests.helpers.worlds import SAFETY_SECONDS
 
@@ -34,6 +35,13 @@ def test_current_device_is_the_cpu():
     assert torch.cuda.get_device_capability(0) == (0, 0)
     properties = torch.cuda.get_device_properties(0)
     assert (properties.name, properties.major, properties.minor, properties.total_memory) == ("cpu", 0, 0, 0)
+
+
+@pytest.mark.parametrize("value", ["staged", "nccl"])
+def test_a_backend_of_checks_is_refused_elsewhere(value, monkeypatch):
+    monkeypatch.setenv(device.BACKEND, value)
+    with pytest.raises(UsageError, match=f"MEGARL_DEVICE_BACKEND {value}: only tools.gpu.staged"):
+        device.backend()
 
 
 def test_memory_questions_answer_zero():
