@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 from megarl.data.images.book import Images
-from megarl.data.images.decoding import MAX_BYTES, size_of
+from megarl.data.images.decoding import MAX_BYTES, check_whole, size_of
 from megarl.data.images.names import ImageRef, mark_of, sha256_of
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
@@ -91,6 +91,7 @@ class ImageTable:
         try:
             width, height = size_of(data)
             processor.tokens(width, height)
+            check_whole(data)
         except UsageError as error:
             raise UsageError(f"{'an image' if source is None else f'image {source!r}'}: {error}") from None
         blob = None
@@ -297,8 +298,8 @@ def source_of(value: Any, root: Path | None) -> tuple[bytes, str | None]:
     if root is None:
         raise UsageError(f"image {value[:_SHOWN]!r}: no file is read; give a data: URL")
     name = unquote(value.removeprefix("file://")) if scheme else value
-    if "\0" in name:
-        raise UsageError(f"image {name[:_SHOWN]!r}: a path has no NUL")
+    if "\0" in name or name != name.encode(errors="ignore").decode():
+        raise UsageError(f"image {name[:_SHOWN]!r}: a path has no NUL and no half of a character")
     path = resolved(root / name)
     if not any(path.is_relative_to(allowed) for allowed in _roots(root)):
         raise UsageError(f"image {name[:_SHOWN]!r}: is outside of {root}; --images-folder names another folder")
