@@ -254,7 +254,7 @@ def _check(config: RunConfig):
     if s.mtp_drafts or s.predicts:
         raise UsageError("multi-token prediction (--mtp-drafts, --mtp-train) does not go with images in prompts")
     if s.rollout_server is not None:
-        raise UsageError(f"--rollout-server {s.rollout_server}: does not go with images in prompts")
+        raise UsageError(f"--rollout-server {s.rollout_server}: is sent tokens of texts alone, and prompts have images")
 
 
 def _folder_of(s: Settings) -> Path | None:

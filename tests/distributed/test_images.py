@@ -18,6 +18,7 @@ from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.folders import vision_folders
 from tests.helpers.folders.vision_folders import KINDS, MODULES, VisionFolder
 from tests.helpers.models.layouts import CP2, EP2, PP2, SP, TP2
+from tests.helpers.rollout.engines import on_device
 from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import run_world
 
@@ -103,6 +104,22 @@ def test_layouts_have_the_same_responses(kind, layout):
         assert found[0] < CLOSE and found[1] == greedy and found[2] <= largest_gap_allowed()
         for (tokens, logprobs), (others, expected) in zip(found[3], sampled, strict=True):
             assert tokens == others and logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def measured(rank: int, flags: str, folder: VisionFolder, count: int):
+    return measure(rank, folder, flags, count)
+
+
+@pytest.mark.parametrize("kind", by_default([kind for kind in KINDS if kind not in MODULES], ["qwen3_vl"]))
+def test_steps_that_the_device_plans_rotate_by_the_positions_of_images(kind):
+    """On a CPU, with interpreted kernels."""
+    folder = vision_folders.folder_of(kind)
+    ((apart, greedy, largest_gap, sampled, on_device_steps, on_host_steps),) = run_world(
+        on_device, 1, measured, "", folder, 16
+    )
+    assert on_device_steps > 20 and on_host_steps == 0
+    assert apart < CLOSE and greedy == folder.greedy and largest_gap < 1e-5
+    assert [tokens for tokens, _ in sampled] == [tokens for tokens, _ in alone(kind, 16)[3]]
 
 
 def difference(rank: int, folder: VisionFolder, flags: str) -> float:
