@@ -33,7 +33,7 @@ _SHOWN = 160  # characters of a reason
 def size_of(data: bytes) -> tuple[int, int]:
     """(width, height) as a viewer shows them, from the header. UsageError: no image that is read, or beyond limits."""
     with _opened(data)[0] as image:
-        return _turned_size(image)
+        return image.size[::-1] if _turn(image) in _SWAPPED else image.size
 
 
 def check_whole(data: bytes):
@@ -164,10 +164,6 @@ def _turn(image: "Image.Image") -> int:
         return Image.Image.getexif(image).get(_ORIENTATION, 1)  # of PNG the class's own decodes the whole first
     except Exception:  # EXIF without sense turns nothing
         return 1
-
-
-def _turned_size(image: "Image.Image") -> tuple[int, int]:
-    return image.size[::-1] if _turn(image) in _SWAPPED else image.size
 
 
 class Decoder:

@@ -28,7 +28,7 @@ from megarl.mcore.moe.layer import max_equal_rows
 from megarl.mcore.parallel.process_groups import all_reduce_number
 
 MAX_AHEAD = 8  # requests; with more, steps are dropped so often that they take more time than the host's work
-# Of 32 bits, of a row before its blocks: token, position, what its rotation's position is more, recurrent state,
+# Of 32 bits, of a row before its blocks: token, position, shift (of its rotation, after images), recurrent state,
 # temperature, greedy, two of its random key.
 _NUMBERS = 8
 
@@ -56,7 +56,7 @@ class DeviceStep:
         self.read = torch.zeros(2, rows, dtype=torch.float64, pin_memory=device.has_cuda())  # samples, on the host
         # Views of what was sent.
         fields = self._fields(self._sent)
-        self.keys, self.temperatures, self.greedy, self._tokens, self._positions, self._shifts, *fields = fields
+        self.keys, self.temperatures, self.greedy, self._tokens, self._positions, self.shifts, *fields = fields
         self.states, self.blocks = fields
         # What `begin` makes of them, [B]: tokens to read and their positions (0 in padding), the keys that each sees (0
         # in padding), and rows of the flattened cache for its key and value.
@@ -64,15 +64,9 @@ class DeviceStep:
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device.device())
         self.arrived = torch.zeros(rows * groups, dtype=torch.int32, device=device.device())  # see `paged_decode`
 
-    @property
-    def rotated_positions(self) -> Tensor:
-        """[B] int64 positions by which rows are rotated: after images they are not those in the cache."""
-        return self.positions + self._shifts
-
     def _fields(self, memory: Tensor) -> tuple[Tensor, ...]:
-        """(keys [B] int64, temperatures [B] fp32, greedy [B], tokens [B], positions [B] (−1: padding), what rotated
-        ones are more [B], recurrent states [B] (−1: padding), blocks [B, P]) of a buffer; int32 unless they say
-        otherwise."""
+        """(keys [B] int64, temperatures [B] fp32, greedy [B], tokens [B], positions [B] (−1: padding), shifts [B],
+        recurrent states [B] (−1: padding), blocks [B, P]) of a buffer; int32 unless they say otherwise."""
         rows = self.rows
         keys, temperatures, *others, blocks = memory.split([2 * rows, *[rows] * 6, len(memory) - _NUMBERS * rows])
         return keys.view(torch.int64), temperatures.view(torch.float32), *others, blocks.view(rows, -1)
