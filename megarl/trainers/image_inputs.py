@@ -1,7 +1,7 @@
 """Images of a run: whether its models can read those of its prompts, the store that they share on a rank, and metrics.
 
 Every rank can compute an image from its bytes, alone and so to the same bits. It does so where the image is needed
-first; ranks that are sent the responses get their images with them (`megarl.trainers.image_inputs`).
+first. Ranks that are sent the responses get the rows of their images with them, and so need no tower.
 """
 
 import contextlib
@@ -254,7 +254,7 @@ def _check(config: RunConfig):
     if s.mtp_drafts or s.predicts:
         raise UsageError("multi-token prediction (--mtp-drafts, --mtp-train) does not go with images in prompts")
     if s.rollout_server is not None:
-        raise UsageError(f"--rollout-server {s.rollout_server}: does not go with images in prompts")
+        raise UsageError(f"--rollout-server {s.rollout_server}: is sent tokens of texts alone, and prompts have images")
 
 
 def _folder_of(s: Settings) -> Path | None:
@@ -273,12 +273,7 @@ def folders_of(s: Settings) -> list[Path]:
     return [path for path in found if path.is_dir() and (own is None or resolved(path) != resolved(own))]
 
 
-# -- images on their way to other ranks ----------------------------------------------------------------------------
-
-# Sends the images of responses to the replicas that get the responses, each image once for a replica.
-#
-# Their rows are what the rollout's tower computed. So a receiver has the same bits without a tower of its own, and an
-# image is computed once. The buffers travel as those of `exchange`: between leaders, then inside the replica.
+# -- images on their way to other ranks: between leaders, then inside the replica ----------------------------------
 
 
 # What a replica's ranks keep of the images that they were sent: key -> bytes, those used last at the end.

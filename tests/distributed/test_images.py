@@ -18,6 +18,7 @@ from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.folders import vision_folders
 from tests.helpers.folders.vision_folders import KINDS, MODULES, VisionFolder
 from tests.helpers.models.layouts import CP2, EP2, PP2, SP, TP2
+from tests.helpers.rollout.engines import on_device
 from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import run_world
 
@@ -105,6 +106,42 @@ def test_layouts_have_the_same_responses(kind, layout):
             assert tokens == others and logprobs == pytest.approx(expected, abs=1e-5)
 
 
+def measured(rank: int, flags: str, folder: VisionFolder, count: int):
+    return measure(rank, folder, flags, count)
+
+
+@pytest.mark.parametrize("kind", by_default([kind for kind in KINDS if kind not in MODULES], ["qwen3_vl"]))
+def test_steps_that_the_device_plans_rotate_by_the_positions_of_images(kind):
+    """On a CPU, with interpreted kernels."""
+    folder = vision_folders.folder_of(kind)
+    ((apart, greedy, largest_gap, sampled, on_device_steps, on_host_steps),) = run_world(
+        on_device, 1, measured, "", folder, 16
+    )
+    assert on_device_steps > 20 and on_host_steps == 0
+    assert apart < CLOSE and greedy == folder.greedy and largest_gap < 1e-5
+    assert [tokens for tokens, _ in sampled] == [tokens for tokens, _ in alone(kind, 16)[3]]
+
+
+def drafted(rank: int, flags: str, folder: VisionFolder):
+    """(sampled responses without drafts, with them, drafted tokens)."""
+    role, groups, model, _ = vision_folders.model_of(folder, flags)
+    vocab, requests = role.model_vocab_size(0), requests_of(folder, 16, samples=2)
+    plain = texts(generated(engine_of(model, groups, vocab), requests))
+    engine = engine_of(model, groups, vocab, speculative=True)
+    make_drafts_cheap(engine, requests)
+    engine.take_counts()
+    return plain, texts(generated(engine, requests)), engine.take_counts().drafted
+
+
+@pytest.mark.parametrize("kind", [long("qwen3_vl")])
+def test_drafts_that_the_device_plans_rotate_by_the_positions_of_images(kind):
+    ((plain, found, count, on_device_steps, on_host_steps),) = run_world(
+        on_device, 1, drafted, "", vision_folders.folder_of(kind)
+    )
+    assert count > 20 and on_device_steps > 20 and on_host_steps == 0
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
+
+
 def difference(rank: int, folder: VisionFolder, flags: str) -> float:
     """The largest of log-probs from transformers'."""
     from tests.helpers.folders.hf_layouts import logprobs
@@ -129,6 +166,12 @@ def blocks_gb(model, count: int) -> float:
     return count * BLOCK_TOKENS * 4 * c.num_layers * 2 * c.num_query_groups * c.kv_channels / 2**30
 
 
+def make_drafts_cheap(engine, requests: list):
+    """Has an engine know what follows, and find drafts cheap."""
+    engine.drafter.costs = engine.drafter.costs._replace(step=1e6, looking=0.0, drafting=0.0)
+    generated(engine, requests)
+
+
 def with_options(rank: int, folder: VisionFolder, is_recurrent: bool) -> dict:
     """Sampled responses by what the engine does beside; of one request alone; the tokens that each run read."""
     role, groups, model, _ = vision_folders.model_of(folder)
@@ -144,9 +187,8 @@ def with_options(rank: int, folder: VisionFolder, is_recurrent: bool) -> dict:
     found = {}
     for name, chosen in ({"plain": {}} | options).items():
         engine = engine_of(model, groups, vocab, **chosen)
-        if engine.drafter is not None:  # so that it knows what follows, and finds drafts cheap
-            engine.drafter.costs = engine.drafter.costs._replace(step=1e6, looking=0.0, drafting=0.0)
-            generated(engine, requests)
+        if engine.drafter is not None:
+            make_drafts_cheap(engine, requests)
         engine.take_counts()
         done, counts = generated(engine, requests), engine.take_counts()
         found[name] = texts(done), counts

@@ -274,6 +274,7 @@ def test_runs_of_other_families_resume_to_the_bit(family, tmp_path):
 
 
 @pytest.mark.parametrize("family, flags, ranks", [
+    long(("qwen3_vl", "", 1)), long(("qwen3_vl", "--tensor-model-parallel-size 2", 2)), long(("qwen3_5", "", 1)),
     long(("mistral3", "", 1)), long(("llava", "", 1)), long(("llava", "--tensor-model-parallel-size 2", 2)),
     long(("mistral3", "--role-map actor=1;reference=1;reward=0;rollout=0", 2)),
 ])  # fmt: skip

@@ -142,7 +142,7 @@ def test_busy_loops_end_with_their_block(monkeypatch):
 
 
 def test_wrong_flags(tmp_path, refusal):
-    cases = ((["--only", "rollout,speed"], "--only speed: allowed are rollout, step, module, lora, logprob, startup"),
+    cases = ((["--only", "rollout,speed"], "--only speed: allowed are rollout, step, module, images, lora, logprob"),
              (["--rounds", "0"], "--rounds 0: must be at least 1"),
              (["--busy", "-1"], "--busy -1: must be at least 0"),
              (["--settings", "1x2,2"], "--settings 1x2,2: allowed are RANKSxTHREADS, separated by commas"),

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tests.helpers.folders import hf_folders
+from tests.helpers.forked_programs import check
 from tests.helpers.tools import SMALL
 from tests.helpers.worlds import run_world
-from tools.bench import common, logprob, lora_step, rollout, step, tables
+from tools.bench import common, image_step, logprob, lora_step, rollout, step, tables
 
 
 def test_rollout_cases_are_those_described():
@@ -189,6 +190,27 @@ def test_lora_step_has_the_same_work_on_both_sides(tmp_path):
         assert lora_step.is_right(response, "42") == right
 
 
+def picture_inputs(rank: int, folder):
+    image_step.make_folder(folder, step.CASES["ragged"])
+
+
+def test_image_step_has_other_pictures_in_each_step_and_prompts_of_one_length(tmp_path):
+    run_world(picture_inputs, 1, tmp_path)
+    status, printed, _ = check([*image_step.megarl_flags(tmp_path, step.CASES["ragged"], 4), "--check"])
+    assert status == 0 and "[image 256×256 " in printed
+    lines = printed.splitlines()
+    (first,) = [line for line in lines if line.startswith("  first")]
+    image_step.refuse_other_prompts(int(first.split()[1]))
+    assert any(f"{image_step.PICTURES} images; tokens of an image: median {image_step.ROWS}" in line for line in lines)
+    assert (image_step.MOST_STEPS + step.WARM_UP) * step.PROMPTS == image_step.PICTURES
+    with pytest.raises(common.Unusable, match="a prompt has 85 tokens, not 84"):
+        image_step.refuse_other_prompts(85)
+
+
+def test_image_step_refuses_steps_that_would_show_a_picture_twice(refusal):
+    assert "--steps 16: allowed is 1 to 15" in refusal(image_step.main, ["--steps", "16"])
+
+
 def test_lora_step_needs_a_model_and_both_libraries(tmp_path, monkeypatch, refusal):
     line = refusal(lora_step.main, ["--model", str(tmp_path)])
     assert f"--model {tmp_path}: no Hugging Face folder, it has no config.json" in line
@@ -218,7 +240,7 @@ def end_ids_of_a_run(rank: int, name: str, folder) -> tuple[int, ...]:
 
     step.make_inputs(folder, step.CASES[name])
     step.train_megarl = lambda folder, flags: HuggingFaceTokenizer(str(folder)).end_ids
-    return step.run_megarl(folder, step.CASES[name], 1, False)
+    return step.run_megarl(folder, step.CASES[name], [])
 
 
 def test_responses_of_the_fixed_case_have_no_end_token(tmp_path):

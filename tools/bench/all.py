@@ -1,7 +1,8 @@
 """Every comparison with a peer, each side at its best of several settings of ranks and threads: one table.
 
-    PYTHONPATH=. python tools/bench/all.py [--only rollout,step,module,lora,logprob,startup] [--rounds 3] [--out FILE]
-        [--json FILE] [--settings 1x2,2x1] [--vllm-python INTERPRETER] [--lora-model DIR] [--busy N] [--quick]
+    PYTHONPATH=. python tools/bench/all.py [--only rollout,step,module,images,lora,logprob,startup] [--rounds 3]
+        [--out FILE] [--json FILE] [--settings 1x2,2x1] [--vllm-python INTERPRETER] [--lora-model DIR]
+        [--busy N] [--quick]
 
 For each comparison, a trial first measures one round of every setting of every side: one rank (or process) with a
 thread for each core, and a rank with one thread for each core, unless --settings says otherwise. Then the best setting

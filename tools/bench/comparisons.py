@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from tools.bench import common, lora_step, rollout, startup, step
+from tools.bench import common, image_step, lora_step, rollout, startup, step
 from tools.bench.workers import Failed, Setting, Workers, command
 
 LOGPROB_PEERS = ("hf-softmax", "hf-cross-entropy")
@@ -118,7 +118,7 @@ def reason(output: str) -> str:
 
 
 def steps(program: str, side: str, folder: Path, options: Options, more: list[str]) -> Side:
-    """A side of step.py or lora_step.py; a trial and a quick run measure one step a round, others three."""
+    """A side of step.py, image_step.py or lora_step.py; a trial and a quick run measure one step, others three."""
 
     def open(setting: Setting, trial: bool):
         number = 1 if trial or options.quick else 3
@@ -163,6 +163,14 @@ def grpo_steps(name: str, is_granite: bool, folder: Path, options: Options) -> C
     return Comparison(f"GRPO step {name}{', a module' * is_granite}", sides)
 
 
+def image_steps(name: str, folder: Path, options: Options) -> Comparison:
+    """A whole GRPO step on pictures: TRL."""
+    image_step.make_folder(folder, step.CASES[name])
+    more = ["--case", name, "--trl-batch", str(options.trl_batch)]
+    sides = {side: steps(image_step.__file__, side, folder, options, more) for side in (common.OURS, *step.PEERS)}
+    return Comparison(f"GRPO step on pictures {name}", sides)
+
+
 def lora_steps(folder: Path, options: Options) -> Comparison:
     """A GRPO step with LoRA on a public model: megarl with transformers' module of it, TRL with PEFT."""
     name, sides = "GRPO step LoRA", lora_step.SIDES
@@ -192,6 +200,7 @@ GROUPS: dict[str, list[Callable[[Path, Options], Comparison]]] = {
     "rollout": [lambda *a, n=name: rollouts(n, *a) for name in rollout.CASES],
     "step": [lambda *a, n=name: grpo_steps(n, False, *a) for name in step.CASES],
     "module": [lambda *a, n=name: grpo_steps(n, True, *a) for name in step.CASES],
+    "images": [lambda *a, n=name: image_steps(n, *a) for name in step.CASES],
     "lora": [lora_steps],
     "logprob": [lambda *a, n=name: logprobs(n, *a) for name in ("plain", "gradient", "ragged")],
     "startup": [lambda *a, n=ranks: starts(n, *a) for ranks in (1, 2)],

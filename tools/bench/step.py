@@ -85,13 +85,15 @@ def reward(sample) -> float:
     return distinct(sample.response)
 
 
-def megarl_flags(folder: Path, case: Case, steps: int, model: list[str] | None = None) -> list[str]:
+def megarl_flags(
+    folder: Path, case: Case, steps: int, model: list[str] | None = None, longest_prompt: int = 32
+) -> list[str]:
     """Command line of megarl.train_rl, including the `model`'s flags; default: a Llama's."""
     text = (
         f"--prompts {folder}/prompts.jsonl --tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}"
         f" --reward tools.bench.step:reward --prompts-per-step {PROMPTS} --samples-per-prompt {SAMPLES}"
-        f" --max-prompt-length 32 --max-response-length {case.new_tokens} --advantage grpo --kl-coefficient 0"
-        f" --lr {RATE} --lr-decay-style constant --weight-decay 0 --clip-grad 1"
+        f" --max-prompt-length {longest_prompt} --max-response-length {case.new_tokens} --advantage grpo"
+        f" --kl-coefficient 0 --lr {RATE} --lr-decay-style constant --weight-decay 0 --clip-grad 1"
         f" --train-iters {steps} --save {folder}/run --overwrite"
     )
     return [*(case.shape.flags() if model is None else model), *text.split()]
@@ -118,13 +120,13 @@ def model_flags(folder: Path, is_granite: bool) -> list[str] | None:
     return ["--hf-model", str(folder / "model"), "--model-source", "transformers"] if is_granite else None
 
 
-def run_megarl(folder: Path, case: Case, steps: int, is_granite: bool) -> list[float]:
+def run_megarl(folder: Path, case: Case, flags: list[str]) -> list[float]:
     """Seconds of each step of a run in this process."""
     from megarl.data.tokenizers_hf import HuggingFaceTokenizer
 
     if not case.ends:
         HuggingFaceTokenizer.end_ids = property(lambda self: (), lambda self, value: None)
-    return train_megarl(folder, megarl_flags(folder, case, steps, model_flags(folder, is_granite)))
+    return train_megarl(folder, flags)
 
 
 def run_trl(folder: Path, case: Case, steps: int, batch: int, continuous: bool) -> list[float]:
@@ -253,11 +255,12 @@ def main(argv: list[str] | None = None):
         steps, case = WARM_UP + args.steps, CASES[args.case]
         if args.processor_time:
             common.use_processor_time()
-        run, *more = {
-            common.OURS: (run_megarl, args.granite),
-            "trl": (run_trl, args.trl_batch, args.trl_continuous),
-        }[args.side]
-        write_seconds(args.folder, run(args.folder, case, steps, *more))
+        if args.side == common.OURS:
+            flags = megarl_flags(args.folder, case, steps, model_flags(args.folder, args.granite))
+            seconds = run_megarl(args.folder, case, flags)
+        else:
+            seconds = run_trl(args.folder, case, steps, args.trl_batch, args.trl_continuous)
+        write_seconds(args.folder, seconds)
         return
     common.installed(PEERS)
     found = measure(args)

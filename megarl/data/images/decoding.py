@@ -6,7 +6,9 @@ known by its first bytes, PNG, JPEG, WebP, GIF (the first frame) and BMP, and no
 """
 
 import base64
+import contextlib
 import io
+import re
 import struct
 import sys
 from typing import TYPE_CHECKING, Any
@@ -31,7 +33,21 @@ _SHOWN = 160  # characters of a reason
 def size_of(data: bytes) -> tuple[int, int]:
     """(width, height) as a viewer shows them, from the header. UsageError: no image that is read, or beyond limits."""
     with _opened(data)[0] as image:
-        return _turned_size(image)
+        return image.size[::-1] if _turn(image) in _SWAPPED else image.size
+
+
+def check_whole(data: bytes):
+    """UsageError for an image that is cut, or damaged where its sums show it: only then it is decoded."""
+    image, kind = _opened(data)
+    looks_whole = kind == "WEBP"  # whose reader looks at all of it
+    if kind == "PNG":
+        with contextlib.suppress(Exception):  # Pillow raises many kinds
+            image.verify()
+            looks_whole = True
+    elif kind == "JPEG":  # its end comes after the last pixels
+        looks_whole = data.rfind(b"\xff\xd9") > data.rfind(b"\xff\xda")
+    if not looks_whole:
+        decode(data)
 
 
 def decode(data: bytes) -> "Image.Image":
@@ -137,7 +153,8 @@ def _check_size(width: int, height: int):
 
 
 def _refused(what: str, error: Exception) -> UsageError:
-    return UsageError(f"{what}: {type(error).__name__} {' '.join(str(error).split())}"[:_SHOWN])
+    reason = re.sub(r" ?<\S+ object at 0x\w+>", "", " ".join(str(error).split()))  # an address tells nobody anything
+    return UsageError(f"{what}: {type(error).__name__} {reason}"[:_SHOWN])
 
 
 def _turn(image: "Image.Image") -> int:
@@ -147,10 +164,6 @@ def _turn(image: "Image.Image") -> int:
         return Image.Image.getexif(image).get(_ORIENTATION, 1)  # of PNG the class's own decodes the whole first
     except Exception:  # EXIF without sense turns nothing
         return 1
-
-
-def _turned_size(image: "Image.Image") -> tuple[int, int]:
-    return image.size[::-1] if _turn(image) in _SWAPPED else image.size
 
 
 class Decoder:

@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 from megarl.data.images.book import Images
-from megarl.data.images.decoding import MAX_BYTES, size_of
+from megarl.data.images.decoding import MAX_BYTES, check_whole, size_of
 from megarl.data.images.names import ImageRef, mark_of, sha256_of
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
@@ -35,7 +35,6 @@ _INNER = ("bytes", "image", "path", "url", "image_url")  # names in an object th
 _SIZES = ("max_pixels", "min_pixels", "resized_height", "resized_width")
 # How the formats begin in base64, as ms-swift's files may have it.
 _BASE64 = re.compile(r"(iVBORw0KGgo|/9j/|UklGR|R0lGOD|Qk)[A-Za-z0-9+/]{60,}={0,2}")
-_ALL = {"type": "all"}  # this object, not one like it, is the place of all images of a line
 _SHOWN = 60  # characters of a name
 _MAX_BASE64 = MAX_BYTES * 4 // 3 + 4  # characters
 
@@ -91,6 +90,7 @@ class ImageTable:
         try:
             width, height = size_of(data)
             processor.tokens(width, height)
+            check_whole(data)
         except UsageError as error:
             raise UsageError(f"{'an image' if source is None else f'image {source!r}'}: {error}") from None
         blob = None
@@ -168,7 +168,7 @@ def placed(value: Any, given: Sequence[Any], read: Read) -> Any:
     places = sum(_places(message, bool(given)) for message in messages)
     refs = list(map(read, given))
     if refs and not places:
-        messages, places = _first(messages), len(refs)
+        messages, places = _first(messages, len(refs)), len(refs)
     if places != len(refs):
         raise UsageError(f"has {places} places for images ({PLACE}, or parts of the type image) and {len(refs)} images")
     waiting = iter(refs)
@@ -216,13 +216,14 @@ def _numbered(messages: list[dict[str, Any]], given: Sequence[Any]) -> tuple[lis
     return found, [given[number - 1] for number in numbers]
 
 
-def _first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with one place for all images before the first user's text, as TRL."""
+def _first(messages: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Messages with so many places before the first user's text, as TRL."""
     for number, message in enumerate(messages):
         content = message.get("content")
         if message.get("role") == "user" and isinstance(content, str | list):
             text = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            return [*messages[:number], {**message, "content": [_ALL, *text]}, *messages[number + 1 :]]
+            own = {**message, "content": [{"type": "image"}] * count + text}
+            return [*messages[:number], own, *messages[number + 1 :]]
     raise UsageError("has images and no message of a user to put them into")
 
 
@@ -251,7 +252,7 @@ def _marked(message: dict[str, Any], waiting: Iterator[ImageRef], splits: bool, 
     if isinstance(content, str) and splits and role != "assistant":
         first, *others = content.split(PLACE)
         return {**message, "content": first + "".join(mark_of(next(waiting)) + text for text in others)}
-    if not isinstance(content, list) or not any(_is_image(part) or part is _ALL for part in content):
+    if not isinstance(content, list) or not any(map(_is_image, content)):
         return message
     texts = []
     for part in content:
@@ -260,8 +261,6 @@ def _marked(message: dict[str, Any], waiting: Iterator[ImageRef], splits: bool, 
                 raise UsageError("a message of the assistant has an image; a policy writes text")
             own = _own(part)
             texts.append(mark_of(next(waiting) if own is None else read(own)))
-        elif part is _ALL:
-            texts += map(mark_of, waiting)
         elif isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
             texts.append(part["text"])
         else:
@@ -297,8 +296,8 @@ def source_of(value: Any, root: Path | None) -> tuple[bytes, str | None]:
     if root is None:
         raise UsageError(f"image {value[:_SHOWN]!r}: no file is read; give a data: URL")
     name = unquote(value.removeprefix("file://")) if scheme else value
-    if "\0" in name:
-        raise UsageError(f"image {name[:_SHOWN]!r}: a path has no NUL")
+    if "\0" in name or name != name.encode(errors="ignore").decode():
+        raise UsageError(f"image {name[:_SHOWN]!r}: a path has no NUL and no half of a character")
     path = resolved(root / name)
     if not any(path.is_relative_to(allowed) for allowed in _roots(root)):
         raise UsageError(f"image {name[:_SHOWN]!r}: is outside of {root}; --images-folder names another folder")

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from megarl.data.images.names import Pixels
-from megarl.mcore import device
 from megarl.mcore.any_model import source
 from megarl.mcore.any_model.attention import Unsupported
 from megarl.mcore.any_model.module_map import Conversions
@@ -70,17 +69,10 @@ class Tower:
 
     def check_reader(self, is_module: bool):
         """UsageError if the language model does not read images here. `is_module`: it is a module of transformers."""
-        if self._axes is None:
-            return
-        kind = f"model_type {self.folder.config['model_type']!r}: "
-        if is_module:
+        if is_module and self._axes is not None:
             raise self.folder.error(
-                f"{kind}{source.FLAG} does not go with images whose rows have three positions; Megatron's layers "
-                "compute it"
-            )
-        if device.has_cuda():
-            raise self.folder.error(
-                f"{kind}on a CUDA device images whose rows have three positions are not supported yet"
+                f"model_type {self.folder.config['model_type']!r}: {source.FLAG} does not go with images whose rows "
+                "have three positions; Megatron's layers compute it"
             )
 
     @property

@@ -145,6 +145,7 @@ class Rotation(NamedTuple):
 def _of_axes(turns: Tensor, axes: Tensor) -> Tensor:
     """[3, …, r] by axis -> […, r], each channel of its own axis."""
     time, height, width = turns
+    axes = axes.to(turns.device)
     return torch.where(axes == 0, time, torch.where(axes == 1, height, width))
 
 

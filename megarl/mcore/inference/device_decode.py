@@ -28,8 +28,9 @@ from megarl.mcore.moe.layer import max_equal_rows
 from megarl.mcore.parallel.process_groups import all_reduce_number
 
 MAX_AHEAD = 8  # requests; with more, steps are dropped so often that they take more time than the host's work
-# Of 32 bits, of a row before its blocks: token, position, recurrent state, temperature, greedy, two of its random key.
-_NUMBERS = 7
+# Of 32 bits, of a row before its blocks: token, position, shift (of its rotation, after images), recurrent state,
+# temperature, greedy, two of its random key.
+_NUMBERS = 8
 
 
 class StepOutputs(NamedTuple):
@@ -55,7 +56,8 @@ class DeviceStep:
         self.read = torch.zeros(2, rows, dtype=torch.float64, pin_memory=device.has_cuda())  # samples, on the host
         # Views of what was sent.
         fields = self._fields(self._sent)
-        self.keys, self.temperatures, self.greedy, self._tokens, self._positions, self.states, self.blocks = fields
+        self.keys, self.temperatures, self.greedy, self._tokens, self._positions, self.shifts, *fields = fields
+        self.states, self.blocks = fields
         # What `begin` makes of them, [B]: tokens to read and their positions (0 in padding), the keys that each sees (0
         # in padding), and rows of the flattened cache for its key and value.
         self.tokens, self.positions, self.slots = torch.zeros(3, rows, dtype=torch.int64, device=device.device())
@@ -63,17 +65,17 @@ class DeviceStep:
         self.arrived = torch.zeros(rows * groups, dtype=torch.int32, device=device.device())  # see `paged_decode`
 
     def _fields(self, memory: Tensor) -> tuple[Tensor, ...]:
-        """(keys [B] int64, temperatures [B] fp32, greedy [B], tokens [B], positions [B] (−1: padding), recurrent states
-        [B] (−1: padding), blocks [B, P]) of a buffer; int32 unless they say otherwise."""
+        """(keys [B] int64, temperatures [B] fp32, greedy [B], tokens [B], positions [B] (−1: padding), shifts [B],
+        recurrent states [B] (−1: padding), blocks [B, P]) of a buffer; int32 unless they say otherwise."""
         rows = self.rows
-        keys, temperatures, *others, blocks = memory.split([2 * rows, *[rows] * 5, len(memory) - _NUMBERS * rows])
+        keys, temperatures, *others, blocks = memory.split([2 * rows, *[rows] * 6, len(memory) - _NUMBERS * rows])
         return keys.view(torch.int64), temperatures.view(torch.float32), *others, blocks.view(rows, -1)
 
     def send(self, inputs: tuple[Tensor, ...]):
         """Sends the inputs of n requests, host tensors [n] and [n, P] in the order of `_fields`; a missing block is −1.
         The host may not send again before it has read the step's results."""
         count, fields = len(inputs[0]), self._fields(self._staged)
-        for field, values, padding in zip(fields, inputs, (0, 1, 0, 0, -1, -1, self._spare_block), strict=True):
+        for field, values, padding in zip(fields, inputs, (0, 1, 0, 0, -1, 0, -1, self._spare_block), strict=True):
             field[:count], field[count:] = values, padding
         fields[-1].masked_fill_(fields[-1] < 0, self._spare_block)
         self._sent.copy_(self._staged, non_blocking=True)
@@ -164,7 +166,8 @@ class DeviceDecode:
         ids, own = c.request_ids[requests].long(), slice(len(requests))
         draws = (each[ids] for each in (sampling.keys, sampling.temperatures, sampling.greedy))
         tokens, positions = c.token_to_input_ids[own], c.token_to_pos_ids[own]
-        step.send((*draws, tokens, positions, ids, c.request_to_kv_block_ids[requests]))
+        shifts = torch.zeros_like(ids) if c.image_positions is None else c.image_positions.shifts(ids)
+        step.send((*draws, tokens, positions, shifts, ids, c.request_to_kv_block_ids[requests]))
         with c.use_device_plan(step):
             self.stages.receive(step.hidden)
             outputs = self._outputs(step)

@@ -142,16 +142,12 @@ class ImageStore(OrderedDict[int, Image]):
                 continue
             key = keys[number]
             source = holders.index(1) if any(holders) else key % ranks
-            buffer = self._buffer(key)
+            size = _HEADER + _HEADER_OF_IMAGE + math.prod(self._size(key)) * self.row_bytes
+            buffer = torch.empty(size, dtype=torch.uint8, device=device.device())
             if dist.get_rank(group) == source:
                 buffer = images_to_bytes(self, [key]).to(buffer.device)
             dist.broadcast(buffer, dist.get_global_rank(group, source), group=group)
             images_from_bytes(self, buffer.cpu())
-
-    def _buffer(self, key: int) -> Tensor:
-        """Empty bytes for what `images_to_bytes` makes of one image."""
-        size = _HEADER + _HEADER_OF_IMAGE + math.prod(self._size(key)) * self.row_bytes
-        return torch.empty(size, dtype=torch.uint8, device=device.device())
 
     def take_counts(self) -> ImageCounts:
         """What was done since the last call."""

@@ -262,21 +262,25 @@ def model_of(folder: VisionFolder, flags: str = ""):
 
 
 def write_program_folder(rank: int, folder: Path, family: str = "qwen3_vl"):
-    """Writes `model`, a small Qwen3-VL, Mistral 3 or LLaVA with a tokenizer, a chat template and an image processor,
-    and prompts with pictures of three sizes: pictures.jsonl, answered.jsonl with responses, and pairs.jsonl with
-    preferences."""
+    """Writes `model`, a small Qwen3-VL, Qwen3.5, Mistral 3 or LLaVA with a tokenizer, a chat template and an image
+    processor, and prompts with pictures of three sizes: pictures.jsonl, answered.jsonl with responses, and pairs.jsonl
+    with preferences."""
     from tests.helpers.programs import write_lines
     from tests.helpers.texts import picture_prompts
 
     folder.mkdir(parents=True)
+    of_qwen = {"size": {"longest_edge": 16384, "shortest_edge": 1024}}, {"patch_size": 16, "depth": 2}
     settings, vision = {
-        "qwen3_vl": ({"size": {"longest_edge": 16384, "shortest_edge": 1024}}, {"patch_size": 16, "depth": 2}),
+        "qwen3_vl": of_qwen,
+        "qwen3_5": of_qwen,
         "mistral3": ({"size": {"longest_edge": 64}, "patch_size": 8}, {"patch_size": 8}),
         "llava": ({"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}, {}),
     }[family]
-    model = picture_prompts.write_folder(folder / "model", family, **settings)
+    processor = "qwen3_vl" if family.startswith("qwen3") else family
+    model = picture_prompts.write_folder(folder / "model", processor, **settings)
     config = json.loads((model / "config.json").read_text())
-    vocabulary = {"vocab_size": 512, "num_hidden_layers": 2, "eos_token_id": 2}
+    layers = 4 if family == "qwen3_5" else 2  # one in four of it attends
+    vocabulary = {"vocab_size": 512, "num_hidden_layers": layers, "eos_token_id": 2}
     place = {"image_token_id": config["image_token_id"]}
     module_of(family, vocabulary, vision, place).save_pretrained(model)
     rows = []

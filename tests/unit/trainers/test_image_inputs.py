@@ -31,7 +31,7 @@ def config(model_folder=None, role: str = "actor", virtual: int | None = None, *
     [
         ({"predicts": True}, "multi-token prediction (--mtp-drafts, --mtp-train) does not go with images"),
         ({"mtp_drafts": True}, "multi-token prediction (--mtp-drafts, --mtp-train) does not go with images"),
-        ({"rollout_server": "http://x"}, "--rollout-server http://x: does not go with images in prompts"),
+        ({"rollout_server": "http://x"}, "--rollout-server http://x: is sent tokens of texts alone, and prompts"),
         ({"role": "critic", "virtual": 2}, "critic: virtual pipeline stages do not go with images in prompts yet"),
         ({"role": "reward", "model_folder": "x"}, "reward: --model-source transformers does not go with images"),
     ],

@@ -11,7 +11,7 @@ from PIL import Image
 
 from megarl.confine import compute_only
 from megarl.data.images import decoding
-from megarl.data.images.decoding import decode, decode_confined, size_of
+from megarl.data.images.decoding import check_whole, decode, decode_confined, size_of
 from megarl.errors import UsageError
 from tests.helpers.texts.picture_prompts import encoded, picture
 from tests.helpers.tiers import by_default
@@ -165,6 +165,38 @@ def test_damaged_bytes_are_a_picture_or_one_line(kind):
             refused += 1
             assert "\n" not in str(error)
     assert refused
+
+
+def is_refused(function, data: bytes) -> bool:
+    try:
+        function(data)
+    except UsageError as error:
+        assert "\n" not in str(error) and " at 0x" not in str(error)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_what_is_cut_is_found_where_data_are_read(kind):
+    data, cuts = encoded(picture(48, 40), kind), 0
+    for length in range(8, len(data) + 1, 11):
+        is_cut = is_refused(decode, data[:length])
+        assert is_refused(check_whole, data[:length]) == is_cut, length
+        cuts += is_cut
+    assert cuts > 20 and not is_refused(check_whole, data) and not is_refused(check_whole, data + b"\0more")
+
+
+def test_what_is_whole_is_not_decoded_where_data_are_read(monkeypatch):
+    damaged = bytearray(encoded(PLAIN))
+    damaged[len(damaged) // 2] ^= 1
+    assert is_refused(check_whole, bytes(damaged)) == is_refused(decode, bytes(damaged))
+    asked = []
+    monkeypatch.setattr(decoding, "decode", asked.append)
+    for kind in ("PNG", "JPEG", "WEBP"):
+        check_whole(encoded(PLAIN, kind))
+    assert not asked
+    check_whole(bytes(damaged))
+    assert asked == [damaged]
 
 
 @pytest.mark.skipif(compute_only.works() is not None, reason="this machine cannot confine a process")

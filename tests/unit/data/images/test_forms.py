@@ -46,6 +46,7 @@ def files(tmp_path) -> Path:
     os.symlink(tmp_path / "secret.png", folder / "link.png")
     os.symlink("red.png", folder / "inside.png")
     os.mkfifo(folder / "fifo.png")
+    (folder / "cut.png").write_bytes(RED[:-90])
     return folder
 
 
@@ -213,6 +214,8 @@ WRONG = {
     "FIFO": ({"prompt": user(ASKED), "images": ["fifo.png"]}, "is no regular file"),
     "folder": ({"prompt": user(ASKED), "images": ["sub"]}, "image 'sub': cannot be read"),
     "NUL": ({"prompt": user(ASKED), "images": ["a\0.png"]}, "a path has no NUL"),
+    "half a character": ({"prompt": user(ASKED), "images": ["\ud800.png"]}, "no half of a character"),
+    "a cut picture": ({"prompt": user(ASKED), "images": ["cut.png"]}, "PNG that cannot be decoded"),
     "number": ({"prompt": user(ASKED), "images": [7]}, "a path, bytes, a data: URL or {bytes, path}, not 7"),
     "empty": ({"prompt": user(ASKED), "images": [""]}, "not ''"),
     "empty object": ({"prompt": user(ASKED), "images": [{"x": 1}]}, "an object without bytes, image, path"),
