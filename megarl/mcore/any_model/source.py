@@ -30,8 +30,6 @@ from megarl.mcore.weights.hf.folder import HFFolder
 
 FLAG = "--model-source transformers"
 NO_INTERFACE = "does not call transformers' attention interface"
-LARGE = 2**22  # elements of a tensor of three dimensions, which is a parameter
-MAKERS = "empty", "zeros", "ones", "randn"
 PROBED = 4  # tokens of the first pass
 SPREAD = 0.1  # of the values of vectors
 EXPERT_STEP = 7  # between the numbers with which two experts' matrices begin
@@ -64,10 +62,12 @@ class Source(NamedTuple):
         """
         config = copy.deepcopy(self.config)
         experts = "eager" if attention_name == "eager" else rows.NAME
-        with parameters_on_meta(), initialization.no_init_weights(), one_line_errors(self.kind, "be built"):
-            module = self.kind._from_config(
-                config, dtype=dtype, attn_implementation=attention_name, experts_implementation=experts
-            )
+        with one_line_errors(self.kind, "be built"):
+            with torch.device("meta"), initialization.no_init_weights():
+                module = self.kind._from_config(
+                    config, dtype=dtype, attn_implementation=attention_name, experts_implementation=experts
+                )
+            _set_places(module)
             module.tie_weights()
         for each in (module.config, module.config.get_text_config()):
             each._experts_implementation = experts
@@ -214,26 +214,20 @@ def check_length(source: Source, longest: int, error: Callable[[str], UsageError
             raise error(f"config.json: {name} {limit}: prompt and response together have up to {longest} tokens")
 
 
-@contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Context in which new modules have their parameters on the meta device, and their buffers where they say."""
-    register = nn.Module.register_parameter
-
-    def on_meta(module, name, parameter):
-        if parameter is not None and parameter.device.type != "meta":
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
-
-    def on_meta_if_large(make):  # experts of a layer have gigabytes
-        def made(*sizes, **kwargs):
-            is_large = len(sizes) > 2 and math.prod(sizes) > LARGE
-            return make(*sizes, **kwargs | {"device": "meta"} if is_large else kwargs)
-
-        return made
-
-    makers = [(torch, name, on_meta_if_large(getattr(torch, name))) for name in MAKERS]
-    with rows.replaced([(nn.Module, "register_parameter", on_meta), *makers]):
-        yield
+@torch.no_grad()
+def _set_places(module: PreTrainedModel):
+    """Moves the parameters of a module that was built on the meta device there, and its buffers to the CPU, with the
+    values that its class begins with; those of a folder, for which it has none, are 0."""
+    for part in module.modules():
+        for name, x in part._parameters.items():
+            if x is not None and not x.is_meta:  # made by a function without a device
+                part._parameters[name] = nn.Parameter(x.to("meta"), x.requires_grad)
+        part._buffers |= {
+            name: torch.zeros_like(x, device="cpu") for name, x in part._buffers.items() if x is not None and x.is_meta
+        }
+    for parameter in module.parameters():
+        parameter._is_hf_initialized = True  # for transformers, which then leaves it
+    module.initialize_weights()
 
 
 def _zeros(name: str, shape: torch.Size, dtype: torch.dtype, place: torch.device | str = "cpu") -> Tensor:
