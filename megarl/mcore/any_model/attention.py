@@ -170,7 +170,7 @@ class FirstPass(Pass):
 
     def recur(self, rule):
         self.states.append(tuple(rule.state_shape))
-        return rule.x.new_zeros(self.tokens, *rule.read_shape)
+        return rule.inputs.x.new_zeros(self.tokens, *rule.read_shape)
 
     def attend(self, module, query, key, value, scores):
         if key.shape[2] != query.shape[2]:

@@ -115,10 +115,10 @@ class HeldPass(Pass):
         return out[0].transpose(0, 1)
 
     def recur(self, rule):
-        name, count = str(self.next_state()), len(rule.x)
-        ends = [count] if self.sequence is None else self.sequence.bincount().cumsum(0).tolist()
+        name, x = str(self.next_state()), rule.inputs.x
+        ends = [len(x)] if self.sequence is None else self.sequence.bincount().cumsum(0).tolist()
         before = NONE if self.sequence is not None or name not in self.held else 0
-        state = self.held.setdefault(name, rule.x.new_zeros(1, *rule.state_shape))
+        state = self.held.setdefault(name, x.new_zeros(1, *rule.state_shape))
         after = NONE if self.sequence is not None else 0
         table = [(first, end - first, before, after) for first, end in zip([0, *ends], ends, strict=False)]
         return rule.apply(Runs(torch.tensor(table), 0, recurrence.taps_of([rule.state_shape])), state)
