@@ -38,7 +38,7 @@ def own_states(x: Tensor, sizes, runs) -> States:
 
 
 def apply_rule(inputs: Any, sizes, runs: AnyRuns, states: States | None = None) -> Tensor:
-    """[T, H, V]: what each row reads of `AnyInputs`, or of inputs with their methods; the runs change `states` in place.
+    """[T, H, V]: what each row reads of `AnyInputs`, or of inputs with their methods; runs change `states` in place.
     None: the runs name states of their own."""
     if states is not None or not torch.is_grad_enabled():
         return _read(inputs, sizes, runs, states)
