@@ -224,73 +224,69 @@ def products(module: nn.Module) -> tuple[list[Tensor], Iterator[tuple[Any, Tenso
 # -- recognition -------------------------------------------------------------------------------------------------------
 
 
+Call = tuple[Tensor, dict[str, Any], Any]  # hidden states that a part is given, further arguments, what it returns
+
+
 def fuse(module: PreTrainedModel):
     """Makes the parts of a module that the kernels compute call them. Its parameters may be on the meta device."""
     if not native.is_used() or module.dtype is not torch.float32:
         return
     with contextlib.suppress(Unsupported), torch.no_grad():
-        calls, outputs = _calls(module)
+        calls = _calls(module)
         for candidates in (_norms, _attentions, _mlps, _layers):
             for part, call in calls.items():
                 if "fused" not in vars(part) and not any(True for _ in part.buffers()):
                     _take(part, candidates(part), call)
-        _join(calls, outputs)
+        _join(calls)
 
 
-def _calls(module: PreTrainedModel) -> tuple[dict[nn.Module, tuple[Tensor, list, dict]], dict[nn.Module, Any]]:
-    """Of each part that one pass calls once, with hidden states: these, names for them, further arguments; and what
-    each part returns."""
-    found: dict[nn.Module, list] = {}
-    outputs: dict[nn.Module, Any] = {}
+def _calls(module: PreTrainedModel) -> dict[nn.Module, Call]:
+    """What each part that one pass calls once, with hidden states, is given and returns."""
+    found: dict[nn.Module, list] = {part: [] for part in module.modules()}
 
-    def note(part, args, kwargs):
-        name = [] if args else ["hidden_states"]
-        hidden = args[0] if args else kwargs.get("hidden_states")
-        rest = {key: value for key, value in kwargs.items() if key not in name}
-        is_plain = all(isinstance(x, PLAIN) for x in tree_leaves(list(rest.values())))
-        if len(args) < 2 and is_plain and torch.is_tensor(hidden) and hidden.is_floating_point():
-            found.setdefault(part, []).append((hidden, name, rest))
+    def note(part, args, kwargs, out):
+        hidden, *more = *args, *(kwargs.pop(name) for name in ("hidden_states",) if name in kwargs), None
+        is_plain = len(more) == 1 and all(isinstance(x, PLAIN) for x in tree_leaves(list(kwargs.values())))
+        if is_plain and torch.is_tensor(hidden) and hidden.is_floating_point():
+            found[part].append((hidden, kwargs, out))
 
-    hooks = [part.register_forward_pre_hook(note, with_kwargs=True) for part in module.modules()]
-    hooks += [part.register_forward_hook(lambda part, _, out: outputs.update({part: out})) for part in module.modules()]
+    hooks = [part.register_forward_hook(note, with_kwargs=True) for part in found]
     try:
         longest = getattr(module.config.get_text_config(), "max_position_embeddings", None) or source.PROBED
-        source.find_slots(module, [0, 1, longest // 2, longest - 1])
+        source.find_slots(module, torch.tensor([0, 1, longest // 2, longest - 1]))
     finally:
         for hook in hooks:
             hook.remove()
-    return {part: calls[0] for part, calls in found.items() if len(calls) == 1}, outputs
+    return {part: calls[0] for part, calls in found.items() if len(calls) == 1}
 
 
-def _join(calls: dict[nn.Module, tuple[Tensor, list, dict]], outputs: dict[nn.Module, Any]):
+def _join(calls: dict[nn.Module, Call]):
     """Lets the first of alike layers, each of which reads what the one before it returns, compute them all."""
-    layers = [part for part in calls if isinstance(vars(part).get("fused"), Layer)]
-    first = layers[:1]
-    for before, part in itertools.pairwise(layers):
-        (hidden, _, rest), one, other = calls[part], vars(before)["fused"], vars(part)["fused"]
-        arguments, others = (list(map(id, tree_leaves(each))) for each in (calls[before][2], rest))
-        if hidden is outputs[before] and arguments == others and one.kind() == other.kind():
-            vars(first[0])["fused"].following.append(other)
+    layers = [(fused, call) for part, call in calls.items() if isinstance(fused := vars(part).get("fused"), Layer)]
+    first = [each for each, _ in layers[:1]]
+    for (one, (_, given, out)), (other, (hidden, rest, _)) in itertools.pairwise(layers):
+        arguments, others = (list(map(id, tree_leaves(each))) for each in (given, rest))
+        if hidden is out and arguments == others and one.kind() == other.kind():
+            first[0].following.append(other)
         else:
-            first = [part]
+            first = [other]
 
 
-def _take(part: nn.Module, candidates: Iterator, call: tuple[Tensor, list, dict]):
+def _take(part: nn.Module, candidates: Iterator, call: Call):
     """Replaces a part's forward pass by the first candidate that computes the same in such a call."""
-    (hidden, name, others), generator = call, torch.Generator().manual_seed(0)
+    (hidden, others, _), generator = call, torch.Generator().manual_seed(0)
     inputs = [size * torch.randn(hidden.shape, generator=generator) for size in SIZES]
 
     def outcome(function, x: Tensor):
         probe = FirstPass()
         with attention.running(probe), rows.installed():
-            out = function(**dict.fromkeys(name, x), **others) if name else function(x, **others)
+            out = function(x, **others)
         *given, scores = probe.given or (None,)
         return [*tree_leaves(out), *given], scores
 
     for each in candidates:
         with source.values_in(part, source.spread_values), contextlib.suppress(Exception):  # whatever a part raises
-            wanted, each.scores = zip(*(outcome(part.forward, x) for x in inputs), strict=True)
-            each.scores = each.scores[0]
+            wanted, (each.scores, *_) = zip(*(outcome(part.forward, x) for x in inputs), strict=True)
             found = [outcome(getattr(each, "plain", each), x)[0] for x in inputs]
             limit = 0 if isinstance(each, Layer) else TOLERANCE
             if all(_agree(one, other, limit) for one, other in zip(found, wanted, strict=True)):

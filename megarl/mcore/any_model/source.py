@@ -115,28 +115,30 @@ def of_config(config: Any, mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING) -> Source
 
 
 def find_slots(
-    module: PreTrainedModel, positions: Sequence[int] = (), place: torch.device | str = "cpu"
+    module: PreTrainedModel,
+    positions: Tensor | None = None,
+    place: torch.device | str = "cpu",
+    matmul: Callable = rows.no_matmul,
 ) -> tuple[Slot, ...]:
     """The slots of a module's attention, in the order of a pass, which are also set on its parts. The shapes of a
     sequence's recurrent states are set on the module (`state_shapes`).
 
     Args:
-        positions: of the tokens; default: the first ones.
+        positions: [PROBED] of the tokens; default: the first ones.
         place: where its buffers are; a module that is split over ranks communicates from there.
+        matmul: in place of torch's.
 
     Raises:
         Unsupported: attention in another way, or the module needs what megarl does not hand over.
     """
     probe = FirstPass(tokens=PROBED, functions=functions_of(module))
-    stubs = rows.installed(rows.no_product, rows.no_matmul)
+    stubs = rows.installed(rows.no_product, matmul)
     with torch.no_grad(), values_in(module, functools.partial(_zeros, place=place)), attention.running(probe), stubs:
-        at = torch.tensor([positions or range(PROBED)], device=place)
-        text = module.config.get_text_config()
+        tokens, text = torch.arange(PROBED, device=place), module.config.get_text_config()
         indexer = [name for name, value in vars(text).items() if name.startswith("index") and value]
         with one_line_errors(type(module), f"run without its sparse indexer, {indexer[0]}" if indexer else "run"):
-            module(
-                input_ids=torch.arange(PROBED, device=place)[None] % text.vocab_size, position_ids=at, use_cache=False
-            )
+            at = tokens if positions is None else positions
+            module(input_ids=tokens[None] % text.vocab_size, position_ids=at[None], use_cache=False)
     if not probe.found and not probe.states:
         raise Unsupported(f"{type(module).__name__} {NO_INTERFACE}")
     module.state_shapes = tuple(probe.states)  # type: ignore[assignment]  # torch's type of an attribute

@@ -21,10 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from megarl.errors import one_line
-from megarl.mcore.any_model import attention, rows, source
-from megarl.mcore.any_model.attention import FirstPass, Slot
-from megarl.mcore.any_model.recurrence import functions_of
+from megarl.mcore.any_model import rows, source
+from megarl.mcore.any_model.attention import Slot, Unsupported
 from megarl.mcore.any_model.source import Source
 from megarl.mcore.config.optimizer_flags import matches
 
@@ -67,18 +65,21 @@ def _caller() -> str:
 
 def walk(module: PreTrainedModel) -> Walk:
     """Walks a pass of a module whose parameters are on the meta device, without numbers."""
-    found, fake = Walk(), FakeTensorMode(allow_non_fake_inputs=True)
-    stubs = rows.installed(rows.no_product, rows.no_matmul, lambda self, hidden, *_: torch.zeros_like(hidden))
-    probe = FirstPass(tokens=source.PROBED, functions=functions_of(module))
-    with torch.no_grad(), source.values_in(module), attention.running(probe), stubs, fake, found:
-        tokens = torch.zeros(1, source.PROBED, dtype=torch.long)
+    found = Walk()
+    experts = rows.installed(experts_function=lambda self, hidden, *_: torch.zeros_like(hidden))
+    with experts, FakeTensorMode(allow_non_fake_inputs=True), found:
         try:
-            module(input_ids=tokens, position_ids=tokens, use_cache=False)
-        except Exception as error:  # of what depends on numbers
-            found.waits = f"{type(module).__name__} asks for numbers ({one_line(str(error))[:100]})"
-    if probe.states:
+            source.find_slots(module, matmul=_matmul)
+        except Unsupported as error:  # of what depends on numbers
+            found.waits = f"{type(module).__name__} asks for numbers ({str(error)[:100]})"
+    if vars(module).get("state_shapes"):
         found.sums = f"{type(module).__name__} computes recurrences by chunks of tokens"
     return found
+
+
+def _matmul(x: Tensor, y: Tensor) -> Tensor:
+    """As `torch.matmul`, but nothing of what is megarl's product in a pass (`rows.matrix_product`)."""
+    return rows.no_matmul(x, y) if y.dim() == 2 else rows.matrix_product(x, y)
 
 
 def inexact_part(model: Source) -> str | None:
