@@ -184,7 +184,7 @@ def _targets(role: str, text: str | None, args) -> tuple[str, ...]:
     from megarl.mcore.lora.targets import parse_targets  # imports Megatron
 
     if args.model_folder is not None:
-        return args.model_folder.linears().parse_targets(text or ALL_LINEAR)
+        return args.model_folder.parse_targets(text or ALL_LINEAR)
     if text not in (None, ALL_LINEAR) and not {name.strip() for name in text.split(",")} <= {*TARGETS}:
         raise UsageError(f"--lora-targets {text}: allowed is {NAMES}")
     targets, missing = parse_targets(text or ALL_LINEAR), _missing(args)

@@ -205,7 +205,8 @@ def factors_apart(weights: list[Weight], args, lora: LoRASettings | None) -> lis
 def _factors(weight: Weight, args, lora: LoRASettings) -> list[Weight]:
     """A [r, K] and B [n, r] of each targeted projection of a weight; [] for a weight without."""
     if args.model_folder is not None:
-        names: tuple[str, ...] = ("",) if args.model_folder.linears().adapts(weight.name, lora.targets) else ()
+        name = layout_free(weight.name).removesuffix(".weight")
+        names: tuple[str, ...] = ("",) if name in args.model_folder.linears(lora.targets) else ()
     else:
         linears = linears_of(args).items()
         names = next((names for suffix, names in linears if weight.name.endswith(f"{suffix}.weight")), ())

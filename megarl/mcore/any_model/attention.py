@@ -105,7 +105,7 @@ class Pass:
         raise NotImplementedError
 
     def recur(self, rule: Any) -> Tensor:
-        """What the pass's tokens read by a `recurrence.Rule`, [T, …]."""
+        """What the pass's tokens read by a `recurrence.Recurrence`, [T, …]."""
         raise NotImplementedError
 
     def next_state(self) -> int:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 import types
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from megarl.mcore.any_model.walk import walk
 from megarl.mcore.attention import backends
 from megarl.mcore.config.optimizer_flags import MODULE as PREFIX
 from megarl.mcore.kernels.batch_invariance import is_exact
-from megarl.mcore.kernels.linear import logits_with, matmul
+from megarl.mcore.kernels.linear import at_least_rows, logits_with, matmul
+from megarl.mcore.lora.adapted_linear import AdaptedLinear
+from megarl.mcore.lora.targets import LoRASettings, Projection
 from megarl.mcore.parallel.fsdp import whole
 from megarl.mcore.vision.store import ImageStore
 
@@ -226,6 +229,18 @@ class AnyChunk(MegatronModule):
             return StateSlotContext(self.config, config, memory, snapshots)
         return SlotContext(self.config, config, memory)
 
+    def adapted(self, names: Collection[str], lora: LoRASettings, seed: int) -> "list[AdaptedModule]":
+        """Draws factors of linear layers."""
+        found = []
+        for name in names:
+            layer, split = self.hf.get_submodule(name), self.splits.get(f"{name}.weight")
+            if split is not None and split.parts > 1:
+                raise ValueError(f"{name} packs {split.parts} parts, each over several ranks: it can have no factors")
+            vars(layer).update(split_axis=split and split.axis, tp_group=self.tp_group, config=self.config)
+            owner, _, last = (PREFIX + name).rpartition(".")
+            found.append(AdaptedModule(owner, layer, [Projection(last, slice(0, len(layer.weight)))], lora, seed))
+        return found
+
     def set_input_tensor(self, tensor):
         """Does nothing: there are no pipeline stages before it."""
 
@@ -282,3 +297,23 @@ def _recomputed(forward, product, *args, **kwargs):
 def _computing(each: Pass, product):
     with attention.running(each), rows.installed(product):
         yield
+
+
+class AdaptedModule(AdaptedLinear):
+    """The factors of a linear layer of transformers."""
+
+    def attach(self, is_used: bool = True):
+        """As of `AdaptedLinear`, by the layer's own forward function."""
+        layer = self.layer
+        layer.adds_product = is_used and not self.product.is_merged
+        vars(layer).pop("forward", None)
+        if is_used:
+            layer.forward = self._forward
+
+    def _forward(self, x: Tensor) -> Tensor:
+        """[…, K] -> […, N], with the bias."""
+        weight, bias = self.layer.weight, self.layer.bias
+        if x.numel() == 0:  # of an expert without tokens
+            return x.new_zeros(*x.shape[:-1], len(weight))
+        out = at_least_rows(self._forward_impl, x.reshape(-1, x.shape[-1]), weight, bias, False, False)
+        return out.view(*x.shape[:-1], len(weight))

@@ -5,23 +5,26 @@ A role's Megatron namespace has it as `model_folder`. Rooms that `any_model` its
 
 import collections
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from megarl.data import node_files
+from megarl.errors import UsageError
 from megarl.mcore.any_model import routing, self_check, source, tensor_parallel, tensor_trial, walk
-from megarl.mcore.any_model.adapters import ModuleLinears
 from megarl.mcore.any_model.attention import Unsupported, mean_cache
 from megarl.mcore.any_model.chunk import PREFIX, AnyChunk
 from megarl.mcore.any_model.source import Source
 from megarl.mcore.any_model.walk import Reach
+from megarl.mcore.lora.targets import ALL_LINEAR, LoRASettings
 from megarl.mcore.model.pipeline_layout import RoutedLayers
 from megarl.mcore.model.weight_table import HEAD, Weight
 from megarl.mcore.weights.hf.folder import CONFIG, HFFolder
 
+# Projections of a dense MLP and of shared experts that PEFT 0.21 takes for those of experts, in models with experts.
+RENAMED = (".gate_proj", ".up_proj", ".down_proj", ".gate", ".w1", ".w2", ".w3")
 _once = functools.lru_cache(maxsize=8)  # by path: a process asks many times
 
 
@@ -55,11 +58,50 @@ class FolderModule(str):
         """
         self._tried("self-check", longest, lambda found: self_check.check(found, longest))
 
-    def linears(self) -> ModuleLinears:
-        """The layers that can have low-rank factors."""
-        reach = self.reach()
-        has_experts = any(parameter.dim() == 3 for parameter in reach.module.parameters())
-        return ModuleLinears(self, reach.linears, has_experts)
+    # -- low-rank factors, named and chosen as PEFT does ----------------------------------------------------------
+
+    @_once
+    def linears(self, targets: tuple[str, ...] | None = None) -> dict[str, tuple[int, int]]:
+        """(rows, columns) by name of the layers that can have factors, and that PEFT's `target_modules` name; None:
+        all."""
+        ends = None if targets is None else tuple(f".{target}" for target in targets)
+        return {x: size for x, size in self.reach().linears.items() if ends is None or f".{x}".endswith(ends)}
+
+    def renamed_by_peft(self) -> tuple[str, ...]:
+        """Ends of names of layers that PEFT must be given as parameters: some in models with experts that are one."""
+        return RENAMED if any(parameter.dim() == 3 for parameter in self.reach().module.parameters()) else ()
+
+    def parse_targets(self, text: str) -> tuple[str, ...]:
+        """`--lora-targets`, in the order of the text. UsageError for a name that no layer has."""
+        names = self.linears()
+        if not names:
+            raise UsageError(f"--lora-targets {text}: the module of {self} has no linear layers")
+        if text == ALL_LINEAR:
+            return self.targets_naming(names)
+        targets = tuple(dict.fromkeys(target.strip() for target in text.split(",")))
+        for target in targets:
+            if not self.linears((target,)):
+                allowed = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+                raise UsageError(
+                    f"--lora-targets {text}: no linear layer of {self} is {target}; allowed are {ALL_LINEAR}, "
+                    f"and with commas {allowed}"
+                )
+        return targets
+
+    def targets_naming(self, names: Collection[str]) -> tuple[str, ...]:
+        """The shortest targets that name exactly these layers: the last part of a name, or all of it."""
+        ends = {name: name.rpartition(".")[2] for name in names}
+        return tuple(dict.fromkeys(name if self.linears((end,)).keys() - names else end for name, end in ends.items()))
+
+    def factor_shapes(self, lora: LoRASettings) -> dict[str, tuple[int, ...]]:
+        """As of `lora.targets`."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, (rows, columns) in self.linears(lora.targets).items():
+            key = f"lora.{PREFIX}{name}.lora_"
+            shapes |= {f"{key}A": (lora.rank, columns), f"{key}B": (rows, lora.rank)}
+        return shapes
+
+    # -- what else runs with it -----------------------------------------------------------------------------------
 
     @_once
     def routed_layers(self) -> tuple[RoutedLayers, str | None]:

@@ -97,7 +97,7 @@ class HeadStates(NamedTuple):
         return fields, found
 
 
-class Rule(NamedTuple):
+class Recurrence(NamedTuple):
     """What a pass computes at one place: its rows, and how."""
 
     inputs: Convolution | HeadStates
@@ -115,12 +115,12 @@ class Rule(NamedTuple):
         """Of what each row reads."""
         return self.state_shape[1:] if isinstance(self.inputs, Convolution) else self.state_shape[::2]
 
-    def of_rows(self, change: Callable[[Tensor], Tensor]) -> "Rule":
+    def of_rows(self, change: Callable[[Tensor], Tensor]) -> "Recurrence":
         """The same of changed rows."""
         rows, names = self.inputs, ("x",) if isinstance(self.inputs, Convolution) else HeadStates._fields
         return self._replace(inputs=rows._replace(**{name: change(getattr(rows, name)) for name in names}))
 
-    def at(self, numbers: Tensor) -> "Rule":
+    def at(self, numbers: Tensor) -> "Recurrence":
         """The same of some of the rows."""
         return self.of_rows(lambda x: x[numbers])
 
@@ -145,7 +145,7 @@ def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **others
     tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
     weight = weight.float()
     inputs = Convolution(tokens, weight, weight.new_zeros(len(weight)) if bias is None else bias.float())
-    rule = Rule(inputs, Channels(len(weight), activates))
+    rule = Recurrence(inputs, Channels(len(weight), activates))
     read = _read(rule, hidden_states.shape[2]).t().unsqueeze(0)
     read = read if activates or activation is None else ACT2FN[activation](read)
     return read.to(hidden_states.dtype)
@@ -211,10 +211,10 @@ def _read_heads(wide: Tensor, scales: Tensor, log_decays: Tensor, sizes: SpaceSi
     whole vectors have the same bits at any place."""
     tokens, decays = attention.current().tokens, log_decays.exp() if has_kernels(wide) else log_decays
     inputs = HeadStates(*(x[:tokens].contiguous() for x in (wide.squeeze(0), scales, decays)))
-    return _read(Rule(inputs, sizes), wide.shape[1])[..., :values].unsqueeze(0)
+    return _read(Recurrence(inputs, sizes), wide.shape[1])[..., :values].unsqueeze(0)
 
 
-def _read(rule: Rule, rows: int) -> Tensor:
+def _read(rule: Recurrence, rows: int) -> Tensor:
     """[R, …]: what the pass's tokens read, and zeros."""
     read = attention.current().recur(rule)
     return functional.pad(read, (0, 0) * (read.dim() - 1) + (0, rows - len(read)))
