@@ -144,8 +144,6 @@ def _whole_model(args, vocab_size: int, value_head: bool) -> list[Weight]:
 
 def layout_free_names(args, value_head: bool) -> list[str]:
     """The names that patterns are matched with (`optimizer_flags`), each once."""
-    if args.model_folder is not None:
-        return args.model_folder.parameter_names(value_head)
     return list(dict.fromkeys(layout_free(weight.name) for weight in _whole_model(args, 1, value_head)))
 
 

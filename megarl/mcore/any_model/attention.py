@@ -12,7 +12,7 @@ import contextlib
 import copy
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface
 
-from megarl.mcore.any_model.rows import replaced
+from megarl.mcore.any_model.rows import installed, replaced
 from megarl.mcore.inference.paged_context import PagedContext
 from megarl.mcore.inference.recurrent_context import RecurrentContext
 from megarl.mcore.kernels.batch_invariance import VECTOR
@@ -77,6 +77,7 @@ class Pass:
     rotations: dict = field(default_factory=dict)  # of `fused.rotation`
     computed: set = field(default_factory=set)  # layers whose part of the pass a layer before them computed
     functions: Sequence = ()  # `recurrence.functions_of` the module
+    product: Callable | None = None  # of the model (`rows.product_of`); None: as it is installed
     recurrences: int = 0  # that ran so far, in the order of their states
     images: ImageRows | None = None  # among its tokens
 
@@ -210,7 +211,7 @@ def running(each: Pass) -> Iterator[None]:
     global _current
     before, _current = _current, each
     try:
-        with replaced(each.functions):
+        with replaced(each.functions), installed(each.product) if each.product else contextlib.nullcontext():
             yield
     finally:
         _current = before

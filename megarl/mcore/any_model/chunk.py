@@ -160,7 +160,7 @@ class AnyChunk(MegatronModule):
         if config.recompute_granularity == "full":
             is_block = config.recompute_method == "block"  # of Megatron: the first layers alone
             for layer in self.decoder.layers[: config.recompute_num_layers if is_block else None]:
-                layer.forward = functools.partial(_recomputed, layer.forward, self._product)
+                layer.forward = functools.partial(_recomputed, layer.forward)
 
     def to_empty_weights(self, place: torch.device):
         """Gives the parameters memory on a device, without values, and moves the buffers there; returns itself."""
@@ -197,20 +197,14 @@ class AnyChunk(MegatronModule):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
         """Parameters and persistent buffers by the module's own names; a tied one once, low-rank factors not."""
-        first, state = self._first_names(), self.state_dict(keep_vars=True)
-        own = {name for name, of in first.items() if of == name and not name.startswith(ADAPTER)}
-        state = {name: tensor for name, tensor in state.items() if name in own and torch.is_tensor(tensor)}
+        state = {name: x for name, x in source.own_tensors(self).items() if not name.startswith(ADAPTER)}
         splits = {PREFIX + name: split for name, split in self.splits.items()}
         return tensor_parallel.described(state, splits, prefix, self.tp_group, metadata["dp_cp_group"])
 
-    def _first_names(self) -> dict[str, str]:
-        """The name of each tensor -> the first name that it has."""
-        first: dict[int, str] = {}
-        return {name: first.setdefault(id(each), name) for name, each in self.state_dict(keep_vars=True).items()}
-
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
         """As of other modules; a tied weight is in the state by its first name alone."""
-        names = self._first_names().items()
+        first = {id(x): name for name, x in source.own_tensors(self).items()}
+        names = ((name, first.get(id(x))) for name, x in self.state_dict(keep_vars=True).items())
         tied = {name: state_dict[of] for name, of in names if name not in state_dict and of in state_dict}
         return super().load_state_dict(state_dict | tied, strict, assign)
 
@@ -258,12 +252,12 @@ class AnyChunk(MegatronModule):
 
     def _run(self, tokens: Tensor, positions: Tensor, each: Pass) -> Tensor:
         """Tokens and positions [1, T] -> [T, H], what a head reads."""
-        each.tokens, each.functions = tokens.shape[1], self._functions
+        each.tokens, each.functions, each.product = tokens.shape[1], self._functions, self._product
         if self.images is not None:  # rows of images stand on token 0, whose gradient then has nothing of them
             each.images, tokens = self.images.rows(tokens[0]), tokens.clamp(min=0)
         if missing := rows.missing_rows(each.tokens):
             tokens, positions = (nn.functional.pad(x, (0, missing)) for x in (tokens, positions))
-        with _computing(each, self._product):
+        with attention.running(each):
             return self._head_inputs(tokens, positions, not self._has_value_head)[: each.tokens]
 
     def _step(self, tokens: Tensor, positions: Tensor, context) -> Tensor:
@@ -281,22 +275,16 @@ class AnyChunk(MegatronModule):
         return gather_from_tensor_model_parallel_region(logits, group=self.tp_group).unsqueeze(0)
 
 
-def _recomputed(forward, product, *args, **kwargs):
+def _recomputed(forward, *args, **kwargs):
     """A layer's forward pass, repeated in the backward pass instead of keeping what it made."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     each = attention.current()
 
     def contexts():
-        return contextlib.nullcontext(), _computing(each, product)
+        return contextlib.nullcontext(), attention.running(each)
 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-@contextlib.contextmanager
-def _computing(each: Pass, product):
-    with attention.running(each), rows.installed(product):
-        yield
 
 
 class AdaptedModule(AdaptedLinear):

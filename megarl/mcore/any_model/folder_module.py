@@ -160,11 +160,6 @@ class FolderModule(str):
             raise Unsupported(problem)
         return tuple(names)
 
-    def parameter_names(self, value_head: bool) -> list[str]:
-        """The names of a role's parameters, a tied one once."""
-        tensors = self._tensors(value_head)[1].items()
-        return [name.removeprefix(PREFIX) for name, each in tensors if isinstance(each, torch.nn.Parameter)]
-
     def checkpoint_shapes(self, role: str, value_head: bool) -> dict[str, tuple[int, ...]]:
         """The global shapes by key that a checkpoint of a role must have."""
         tensors = self._tensors(value_head)[1]
@@ -203,6 +198,5 @@ class FolderModule(str):
         module = found.module(torch.float32) if value_head else self.reach().module
         if value_head:
             module.set_output_embeddings(torch.nn.Identity())
-        once = {id(each): (name, each) for name, each in reversed(module.state_dict(keep_vars=True).items())}
         head = {HEAD: torch.nn.Parameter(torch.empty(1, found.text.hidden_size, device="meta"))} if value_head else {}
-        return module, {f"{PREFIX}{name}": each for name, each in reversed(once.values())} | head
+        return module, {f"{PREFIX}{name}": each for name, each in source.own_tensors(module).items()} | head

@@ -152,6 +152,13 @@ def layers_of(module: nn.Module) -> nn.ModuleList:
     return max(with_slots or lists, key=lambda each: sum(1 for _ in each.parameters()))
 
 
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers of a module, each once, by the first of its names."""
+    tensors = [(name, x) for name, x in module.state_dict(keep_vars=True).items() if torch.is_tensor(x)]
+    once = {id(x): (name, x) for name, x in reversed(tensors)}
+    return dict(reversed(once.values()))
+
+
 @contextlib.contextmanager
 def one_line_errors(kind: type, what: str = "run") -> Iterator[None]:
     """Context in which an error of transformers' code is one line for the user: Unsupported."""
