@@ -45,7 +45,7 @@ class Unsupported(Exception):
 class Scores(NamedTuple):
     """What is special about a module's scores."""
 
-    scale: float | None  # None: 1/√D
+    scale: float
     window: int | None  # tokens that a token sees, with itself; None: all before it
     softcap: float | None  # c of scores c·tanh(score/c)
     sinks: Tensor | None  # [H]
@@ -92,9 +92,8 @@ class Pass:
         slot, rows = self.slot(module), query.shape[2]
         tokens = (x.squeeze(0).transpose(0, 1)[: self.tokens] for x in (query, key, value))
         query, key, value = (_padded(x, slot.channels) for x in tokens)
-        scale = slot.key_channels**-0.5 if scores.scale is None else scores.scale
         options = {"softcap": scores.softcap, "sinks": scores.sinks} if slot.has_score_options else {}
-        out = self.attend_tokens(slot, query, key, value, scale, options)
+        out = self.attend_tokens(slot, query, key, value, scores.scale, options)
         out = out.view(1, self.tokens, slot.heads, slot.channels)[..., : slot.value_channels]
         out = out if rows == self.tokens else pad(out, (0, 0, 0, 0, 0, rows - self.tokens))
         return out.contiguous()  # some modules view it in another shape
@@ -233,7 +232,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, **others)
     window, softcap, sinks = (others.pop(name, None) for name in ("sliding_window", "softcap", "s_aux"))
     if unknown := sorted(name for name, x in others.items() if x is not None and name not in UNREAD):
         raise Unsupported(f"{type(module).__name__} asks attention for {', '.join(unknown)}")
-    scale = None if scaling is None else float(scaling)
+    scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
     return current().attend(module, query, key, value, Scores(scale, window, softcap, sinks)), None
 
 

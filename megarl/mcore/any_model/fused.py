@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from megarl.mcore.any_model import attention, rows, source
-from megarl.mcore.any_model.attention import CachePass, FirstPass, Scores, Slot, Unsupported
+from megarl.mcore.any_model.attention import CachePass, FirstPass, Slot, Unsupported
 from megarl.mcore.any_model.rows import SIZES, TOLERANCE, ModuleNorm, agree, floats_of, norm_of, prepacked_product
 from megarl.mcore.attention.native_attention import NativeDecodes
 from megarl.mcore.attention.rotary_embeddings import rotated_heads
@@ -83,7 +83,7 @@ class Attention:
         """The linear layers are in the order q, k, v, output, the norms in the order q, k, if there are any."""
         self.part, self._own, self.norms, self.rotates = part, part.forward, norms, rotates
         self.merged, self.output = Merged(linears[:3], self.slot.groups), linears[3]
-        self.scores: Scores | None = None  # what the part says of its scores
+        self.scores: Any = None  # `Scores` that the part asks for
 
     @property
     def slot(self) -> Slot:
@@ -111,8 +111,8 @@ class Attention:
         if self.rotates:
             query, key = rotated_heads(query, key, *(x.unsqueeze(1) for x in rotation(position_embeddings)))
         query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-        scale, window, *_ = self.scores or (None, None)
-        out, _ = attention.attention(self.part, query, key, value, attention_mask, scaling=scale, sliding_window=window)
+        given = {"scaling": self.scores.scale, "sliding_window": self.scores.window}
+        out, _ = attention.attention(self.part, query, key, value, attention_mask, **given)
         return self.output(out.reshape(1, tokens, -1)), None
 
 
@@ -138,16 +138,10 @@ class Layer:
         self.following: list[Layer] = []  # layers that the same operator computes after it
         self._norms = [self.first, self.second, *(vars(norm)["fused"] for norm in self.attention.norms)]
 
-    @property
-    def scale(self) -> float:
-        """Of its scores."""
-        scale = self.attention.scores.scale
-        return self.attention.slot.key_channels**-0.5 if scale is None else scale
-
     def kind(self) -> tuple:
         """What layers that one operator computes have in common."""
         shape = self.attention.slot._replace(number=0), self.mlp.down.in_features, self.attention.rotates
-        return *shape, self.scale, self.multiplier, self.first.eps, len(self._norms)
+        return *shape, self.attention.scores.scale, self.multiplier, self.first.eps, len(self._norms)
 
     def has_operator(self) -> bool:
         """Whether the operator computes such a layer."""
@@ -182,8 +176,10 @@ class Layer:
             each.computed.update(self.following)
         caches = [each.plan.caches[layer.attention.slot.number] for layer in layers]
         keys = each.plan.slot_mapping, decodes.pages, decodes.keys, decodes.starts
-        options = slot.heads, self.mlp.down.in_features, self.first.eps, self.scale, decodes.window, self.multiplier
-        native.ops.decode_layers(out[0, : each.tokens], weights, caches, cosines, sines, *keys + options)
+        options = slot.heads, self.mlp.down.in_features, self.first.eps, self.attention.scores.scale, decodes.window
+        native.ops.decode_layers(
+            out[0, : each.tokens], weights, caches, cosines, sines, *keys, *options, self.multiplier
+        )
         return out
 
     def _weights(self) -> list[Tensor]:
@@ -192,11 +188,11 @@ class Layer:
         made_for, weights = self._made
         if (packed := prepacked(attend)) is None or packed is made_for:
             return [] if packed is None else weights
-        linears = [self.attention.output, self.mlp.down]
-        one, other = (prepacked(each.weight) if _is_bare(each) else None for each in linears)
-        both = prepacked(wide)
-        if one is None or both is None or other is None:
+        bare = (each.weight for each in (self.attention.output, self.mlp.down) if _is_bare(each))
+        rest = [prepacked(each) for each in (wide, *bare)]
+        if len(rest) < 3 or any(each is None for each in rest):
             return []
+        both, one, other = rest
         query, key = [norm.weight().detach() for norm in self._norms[2:]] or (empty, empty)
         bias, (first, second) = attend.bias(), (norm.weight().detach() for norm in self._norms[:2])
         self._made = packed, [first, packed, empty if bias is None else bias, query, key, one, second, both, other]
