@@ -79,11 +79,13 @@ def logits(module: PreTrainedModel, inputs: HeadInputs, tokens: Tensor, lengths:
     Args:
         lengths: of packed sequences; None: one sequence, as two parts of a prefill and its last tokens one by one.
     """
-    sizes, held, found, functions = [len(tokens)] if lengths else STEPS, {}, [], recurrence.functions_of(module)
-    positions = torch.cat([torch.arange(length) for length in lengths or [len(tokens)]])
-    sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)) if lengths else None
+    sizes, own = [len(tokens)] if lengths else STEPS, torch.tensor(lengths or [len(tokens)])
+    positions = torch.cat([torch.arange(length) for length in own])
+    sequence, functions = torch.arange(len(own)).repeat_interleave(own), recurrence.functions_of(module)
+    held, found, end = {}, [], 0
     for each, at in zip(tokens.split(sizes), positions.split(sizes), strict=True):
-        with attention.running(HeldPass(len(each), functions=functions, held=held, sequence=sequence)):
+        end += len(each)
+        with attention.running(HeldPass(len(each), functions=functions, held=held, sequence=sequence[:end])):
             hidden = inputs(each[None], at[None])
         found.append(linear(*head_inputs(module.get_output_embeddings(), hidden)).float())
     whole, cap = torch.cat(found), inputs.softcap
@@ -94,20 +96,17 @@ def logits(module: PreTrainedModel, inputs: HeadInputs, tokens: Tensor, lengths:
 class HeldPass(Pass):
     """A step whose keys and values are held in plain tensors, or a pass over packed sequences."""
 
-    # Slot's number -> (keys [1, T, G, C], values) so far; number of a recurrence, as text -> its state
+    # Slot's number -> (keys [1, T, G, C], values) so far; number of a recurrence, as text -> its states
     held: dict = field(default_factory=dict)
-    sequence: Tensor | None = None  # [T] number of each token's sequence; None: all are of one
+    sequence: Tensor = torch.zeros(1, dtype=torch.int64)  # [T] number of each token's sequence, so far
 
     def attend_tokens(self, slot, query, key, value, scale, options):
-        before = self.held.get(slot.number)
-        if before is not None:
+        if (before := self.held.get(slot.number)) is not None:
             key, value = torch.cat([before[0], key]), torch.cat([before[1], value])
         self.held[slot.number] = key, value
         places = torch.arange(len(key))
         at = places[-len(query) :, None]
-        mask = places <= at
-        if self.sequence is not None:
-            mask &= self.sequence[:, None] == self.sequence
+        mask = (places <= at) & (self.sequence[at] == self.sequence)
         if slot.window is not None:
             mask &= at - places < slot.window
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
@@ -116,12 +115,11 @@ class HeldPass(Pass):
 
     def recur(self, rule):
         name, x = str(self.next_state()), rule.inputs.x
-        ends = [len(x)] if self.sequence is None else self.sequence.bincount().cumsum(0).tolist()
-        before = NONE if self.sequence is not None or name not in self.held else 0
-        state = self.held.setdefault(name, x.new_zeros(1, *rule.state_shape))
-        after = NONE if self.sequence is not None else 0
-        table = [(first, end - first, before, after) for first, end in zip([0, *ends], ends, strict=False)]
-        return rule.apply(Runs(torch.tensor(table), 0, recurrence.taps_of([rule.state_shape])), state)
+        ends = self.sequence[-len(x) :].bincount().cumsum(0).tolist()
+        bounds = enumerate(zip([0, *ends], ends, strict=False))
+        table = [(first, end - first, i if name in self.held else NONE, i) for i, (first, end) in bounds]
+        states = self.held.setdefault(name, x.new_zeros(len(ends), *rule.state_shape))
+        return rule.apply(Runs(torch.tensor(table), 0, recurrence.taps_of([rule.state_shape])), states)
 
 
 # -- a small model -----------------------------------------------------------------------------------------------------
@@ -134,9 +132,8 @@ def shortened(found: Source, longest: int, ranks: int = 1) -> Source:
     text = config.get_text_config()
     if isinstance(getattr(text, "sliding_window", None), int) and text.sliding_window < longest:
         text.sliding_window = min(text.sliding_window, WINDOW)
-    for name in source.LIMITS:
-        if isinstance(getattr(text, name, None), int):
-            setattr(text, name, max(getattr(text, name), TOKENS))
+    if isinstance(limit := getattr(text, source.LIMIT, None), int):
+        setattr(text, source.LIMIT, max(limit, TOKENS))
     small = found._replace(config=_narrowed(config, ranks * WIDTH))
     try:
         kinds, lists = _kinds(small)

@@ -33,8 +33,7 @@ NO_INTERFACE = "does not call transformers' attention interface"
 PROBED = 4  # tokens of the first pass
 SPREAD = 0.1  # of the values of vectors
 EXPERT_STEP = 7  # between the numbers with which two experts' matrices begin
-# Entries of config.json that a model of transformers reads as the longest sequence that its attention sees whole.
-LIMITS = ("attention_chunk_size",)
+LIMIT = "attention_chunk_size"  # in config.json: the longest sequence that attention sees whole
 # Rotary embeddings with other angles for all tokens of a pass that has a longer sequence than an entry says.
 ROPES = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
 
@@ -211,7 +210,7 @@ def flags_of(source: Source, slots: Sequence[Slot], error: Callable[[str], Usage
 
 def check_length(source: Source, longest: int, error: Callable[[str], UsageError]):
     """UsageError if sequences of `longest` tokens are longer than what the type computes as a whole."""
-    limits = {name: getattr(source.text, name, None) for name in LIMITS}
+    limits = {LIMIT: getattr(source.text, LIMIT, None)}
     ropes = getattr(source.text, "rope_parameters", None) or {}
     for rope in (ropes, *ropes.values()):  # of each type of layers
         if isinstance(rope, dict) and (kind := rope.get("rope_type")) in ROPES:
@@ -247,18 +246,16 @@ def _zeros(name: str, shape: torch.Size, dtype: torch.dtype, place: torch.device
 def values_in(module: nn.Module, values: Callable[[str, torch.Size, torch.dtype], Tensor] = _zeros) -> Iterator[None]:
     """Context in which the parameters on the meta device have values, which need not fill memory: `values` of their
     name, shape and type."""
-    before, names = {}, {id(each): name for name, each in module.named_modules()}
-    for each in module.modules():
-        for name, parameter in each._parameters.items():
-            if parameter is not None and parameter.device.type == "meta":
-                before[each, name] = parameter
-                made = values(f"{names[id(each)]}.{name}", parameter.shape, parameter.dtype)
-                each._parameters[name] = nn.Parameter(made, requires_grad=False)
+    names = {owner: name for name, owner in module.named_modules()}
+    own = [(owner, name, x) for owner in names for name, x in owner._parameters.items() if x is not None and x.is_meta]
+    for owner, name, x in own:
+        made = values(f"{names[owner]}.{name}", x.shape, x.dtype)
+        owner._parameters[name] = nn.Parameter(made, requires_grad=False)
     try:
         yield
     finally:
-        for (each, name), parameter in before.items():
-            each._parameters[name] = parameter
+        for owner, name, x in own:
+            owner._parameters[name] = x
 
 
 def spread_values(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
