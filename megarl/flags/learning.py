@@ -159,11 +159,12 @@ def _settings_of(role: str, role_settings, args, hf_model) -> "LoRASettings | No
 def _of_adapter(role: str, role_settings, args, hf_model) -> "LoRASettings":
     """The factors of a PEFT adapter; a larger `--lora-rank` keeps their scale."""
     from megarl.mcore.lora.peft_files import read_adapter  # imports Megatron
+    from megarl.mcore.weights.hf.hf_model import check_adapters
 
     path, rank = role_settings.lora_adapter, role_settings.lora_rank
     if hf_model is None:
         raise UsageError(f"--lora-adapter {path}: the {role} needs --hf-model, whose modules it names")
-    hf_model.check_adapters(f"--lora-adapter {path}")
+    check_adapters(hf_model, f"--lora-adapter {path}")
     for name in (name for name in OF_ADAPTER if getattr(role_settings, name)):
         raise UsageError(f"--{name.replace('_', '-')}: --lora-adapter {path} gives it; leave it out")
     adapter = read_adapter(path, args, hf_model.family)

@@ -31,7 +31,7 @@ from megarl.mcore.model.weight_table import HEAD
 from megarl.mcore.parallel.fsdp import whole
 from megarl.mcore.weights.hf.family import Family
 from megarl.mcore.weights.hf.folder import READABLE, FolderReader, HFFolder
-from megarl.mcore.weights.hf.hf_model import CLASSIFIER, command_line
+from megarl.mcore.weights.hf.hf_model import CLASSIFIER
 from megarl.mcore.weights.reshard_plan import LocalWeights
 
 SCORE = "score.weight"  # a classifier's head in a folder
@@ -55,10 +55,6 @@ class AnyModel(NamedTuple):
         """The folder whose module of transformers computes the model."""
         return FolderModule(self.folder.path)
 
-    def tokens(self) -> list[str]:
-        """The flags as a command line."""
-        return command_line(self.flags)
-
     def other(self, path: str, flag: str, longest: int) -> "AnyModel":
         """As of `HFModel`: a folder with the same model, and other weights."""
         found = read_model(path, flag, longest)
@@ -71,9 +67,6 @@ class AnyModel(NamedTuple):
         """UsageError for a folder without weights, whose tensors have no names that an export could take."""
         if not self.folder.has_weights:
             raise self.folder.error("has no weights, whose names an export takes")
-
-    def check_adapters(self, flag: str):
-        """Passes: adapters name the module's own linear layers."""
 
     def weight_map(self, args, value_head: bool) -> "ModuleMap":
         """The tensors of a role's weights. Arguments as of `WeightMap`."""
