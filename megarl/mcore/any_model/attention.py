@@ -77,7 +77,7 @@ class Pass:
     rotations: dict = field(default_factory=dict)  # of `fused.rotation`
     computed: set = field(default_factory=set)  # layers whose part of the pass a layer before them computed
     functions: Sequence = ()  # `recurrence.functions_of` the module
-    product: Callable | None = None  # of the model (`rows.product_of`); None: as it is installed
+    product: Callable | None = None  # of the model, as `rows.product`; None: as it is installed
     recurrences: int = 0  # that ran so far, in the order of their states
     images: ImageRows | None = None  # among its tokens
 
@@ -245,9 +245,8 @@ AttentionInterface.register(NAME, attention)
 def mean_cache(slots: Sequence[Slot], ranks: int) -> tuple[int, int]:
     """Query groups of the whole model and channels whose product is the mean of the slots, as `SlotContext` has them
     on each of so many tensor-parallel ranks."""
-    if not slots:  # a module without attention, whose cache is of no use
-        return ranks, VECTOR
-    return ranks, -(-sum(slot.groups * slot.channels for slot in slots) // (ranks * len(slots)))
+    total = sum(slot.groups * slot.channels for slot in slots)
+    return ranks, -(-total // (ranks * len(slots))) if slots else VECTOR  # without attention the cache is of no use
 
 
 class SlotContext(PagedContext):

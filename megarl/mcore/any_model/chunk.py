@@ -25,7 +25,7 @@ from megarl.mcore.any_model.walk import walk
 from megarl.mcore.attention import backends
 from megarl.mcore.config.optimizer_flags import MODULE as PREFIX
 from megarl.mcore.kernels.batch_invariance import is_exact
-from megarl.mcore.kernels.linear import at_least_rows, logits_with, matmul
+from megarl.mcore.kernels.linear import at_least_rows, exact_product, logits_with, matmul
 from megarl.mcore.lora.adapted_linear import AdaptedLinear
 from megarl.mcore.lora.targets import LoRASettings, Projection
 from megarl.mcore.parallel.fsdp import whole
@@ -44,22 +44,6 @@ def positions_seen(positions: Tensor) -> types.SimpleNamespace:
     )
 
 
-def first_position(module: PreTrainedModel) -> int:
-    """The number of a sequence's first position: tables of RoBERTa and its kin begin with rows up to padding's."""
-    tables = (each for name, each in module.named_modules() if name.endswith("position_embeddings"))
-    paddings = (getattr(each, "padding_idx", None) for each in tables)
-    return next((padding + 1 for padding in paddings if padding is not None), 0)
-
-
-def counts_cached(module: PreTrainedModel) -> bool:
-    """Whether a module's positions are those after the tokens of its cache, whatever it is given as positions."""
-    if getattr(module.config.get_text_config(), "attn_temperature_tuning", False):
-        return True
-    models = [each for each in module.modules() if isinstance(each, PreTrainedModel)]
-    has_slots = any(hasattr(each, "attention_slots") for each in module.modules())
-    return has_slots and not any("position_ids" in inspect.signature(each.forward).parameters for each in models)
-
-
 class HeadInputs:
     """What a model's head reads: of logits, or the last hidden states.
 
@@ -71,7 +55,15 @@ class HeadInputs:
         """`module`: with its slots."""
         text = module.config.get_text_config()
         self._module, self.softcap = module, getattr(text, SOFTCAP, None)
-        self._first, self._counts_cached = first_position(module), counts_cached(module)
+        # Tables of RoBERTa and its kin begin with rows up to padding's.
+        tables = (each for name, each in module.named_modules() if name.endswith("position_embeddings"))
+        paddings = (getattr(each, "padding_idx", None) for each in tables)
+        self._first = next((padding + 1 for padding in paddings if padding is not None), 0)
+        # Whether positions are those after the tokens of a cache, whatever a module is given as positions.
+        models = [each for each in module.modules() if isinstance(each, PreTrainedModel)]
+        reads_given = any("position_ids" in inspect.signature(each.forward).parameters for each in models)
+        has_slots = any(hasattr(each, "attention_slots") for each in module.modules())
+        self._counts_cached = getattr(text, "attn_temperature_tuning", False) or has_slots and not reads_given
         if self.softcap is not None:
             vars(text)[SOFTCAP] = None  # which the checks of some classes refuse
 
@@ -154,8 +146,9 @@ class AnyChunk(MegatronModule):
             head.tp_group = pg_collection.tp
             self.__dict__["output_layer"] = head  # not a second name of its weights
         self._has_value_head = value_head is not None
-        self._backend, self._product = backends.load(config), rows.product_of(config)
+        self._backend, self._product = backends.load(config), rows.product
         if is_exact(config):
+            self._product = functools.partial(rows.product, multiply=exact_product())
             rows.use_row_norms(self.hf)
         if config.recompute_granularity == "full":
             is_block = config.recompute_method == "block"  # of Megatron: the first layers alone
@@ -178,7 +171,8 @@ class AnyChunk(MegatronModule):
     @property
     def reads_host(self) -> bool:
         """Whether the host reads numbers of the device within a pass."""
-        return self._waits is not None or bool(self.config.state_shapes) or rows.reads_host(self.hf)
+        experts = (each for each in self.hf.modules() if hasattr(each, "is_transposed"))
+        return self._waits is not None or bool(self.config.state_shapes) or not all(map(rows.is_grouped, experts))
 
     def train(self, mode: bool = True):
         """Modules of transformers stay in evaluation mode: dropout and the noise of routers are off."""

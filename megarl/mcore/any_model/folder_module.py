@@ -128,7 +128,6 @@ class FolderModule(str):
         """
         module = self.reach().module
         try:
-            tensor_parallel.check_heads(module, ranks)
             splits = tensor_parallel.splits_of(module, ranks)
             self.partial_weights(ranks)
         except Unsupported as error:

@@ -93,13 +93,19 @@ def splits_of(module: PreTrainedModel, ranks: int) -> dict[str, Split]:
     """How the weights of a module are split over tensor-parallel ranks, by name; those that are not named are whole.
 
     Raises:
-        Unsupported: no plan, a style that is not known, or a size that the ranks do not divide.
+        Unsupported: no plan, a style that is not known, or a size that the ranks do not divide: of a weight, and if the
+            module has its slots (`source.find_slots`) the number of its heads.
     """
     plan = module.tp_plan
     if not plan:
         raise Unsupported(f"{type(module).__name__} has no plan for tensor parallelism (base_model_tp_plan)")
     if unknown := sorted(set(plan.values()).difference(STYLES, ("embedding_rowwise",))):
         raise Unsupported(f"the plan of {type(module).__name__} for tensor parallelism has {unknown[0]}")
+    for name, part in module.named_modules():
+        styles = {_style(plan, f"{name}.{child}") for child, _ in part.named_children()}
+        for slot in getattr(part, "attention_slots", ()) if "colwise" in styles else ():
+            if slot.heads % ranks or slot.groups % ranks:
+                raise Unsupported(f"{name} has {slot.heads} heads with {slot.groups} keys, which it does not divide")
     found = {}
     for name, weight in module.named_parameters(remove_duplicate=False):
         owner, _, last = name.rpartition(".")
@@ -115,16 +121,6 @@ def splits_of(module: PreTrainedModel, ranks: int) -> dict[str, Split]:
         if size % (ranks * split.parts):
             raise Unsupported(f"{name} has {size} rows or columns, which {FLAG} {ranks} does not divide")
     return found
-
-
-def check_heads(module: PreTrainedModel, ranks: int):
-    """Unsupported if the plan splits projections of attention whose heads the ranks do not divide. The module has its
-    slots (`source.find_slots`)."""
-    for name, part in module.named_modules():
-        styles = {_style(module.tp_plan or {}, f"{name}.{child}") for child, _ in part.named_children()}
-        for slot in getattr(part, "attention_slots", ()) if "colwise" in styles else ():
-            if slot.heads % ranks or slot.groups % ranks:
-                raise Unsupported(f"{name} has {slot.heads} heads with {slot.groups} keys, which it does not divide")
 
 
 def starred(name: str) -> str:
