@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from megarl.data import node_files
 from megarl.errors import UsageError
-from megarl.mcore.any_model import routing, self_check, source, tensor_parallel, tensor_trial, walk
-from megarl.mcore.any_model.attention import Unsupported, mean_cache
+from megarl.mcore.any_model import routing, self_check, source, tensor_parallel, walk
+from megarl.mcore.any_model.attention import Unsupported
 from megarl.mcore.any_model.chunk import PREFIX, AnyChunk
 from megarl.mcore.any_model.source import Source
 from megarl.mcore.any_model.walk import Reach
@@ -108,10 +108,10 @@ class FolderModule(str):
         """The layers whose routes can be replayed; why those of the module's experts cannot be, if there are none."""
         module = self.source().module(torch.float32)
         source.find_slots(module)
-        problem = "calls no experts by transformers' interface"
         try:
             if routers := routing.install(module):
                 return RoutedLayers(tuple(x.layer_number for x in routers), routers[0].experts, routers[0].topk), None
+            problem = "calls no experts by transformers' interface"
         except Unsupported as error:
             problem = str(error)
         return RoutedLayers((), 0, 0), f"{type(module).__name__}: {problem}"
@@ -139,8 +139,8 @@ class FolderModule(str):
 
     @_once
     def partial_weights(self, ranks: int) -> tuple[str, ...]:
-        """As of `tensor_trial`. Raises Unsupported."""
-        return self._tried("trial", ranks, lambda found: tensor_trial.partial_weights(found, ranks))
+        """As of `self_check`. Raises Unsupported."""
+        return self._tried("trial", ranks, lambda found: self_check.partial_weights(found, ranks))
 
     def _tried(self, kind: str, size: int, attempt: Callable[[Source], Sequence[str] | None]) -> tuple[str, ...]:
         """The names that an attempt finds, which one process of a node makes. Raises Unsupported, as the attempt."""
@@ -185,10 +185,6 @@ class FolderModule(str):
     def used_experts(self) -> float:
         """The share of its experts' weights that a token uses; 1 if the module has none."""
         return next((topk / experts for experts, topk in self.reach().experts.values()), 1.0)
-
-    def mean_cache(self, ranks: int) -> tuple[int, int]:
-        """As of `attention.mean_cache`."""
-        return mean_cache(self.reach().slots, ranks)
 
     @_once
     def _tensors(self, value_head: bool) -> tuple[PreTrainedModel, dict[str, Tensor]]:

@@ -130,38 +130,34 @@ class Conversions:
         self.weights = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         self.tied: dict[str, str] = dict(module.all_tied_weights_keys)  # weight -> the one that it is
         self.groups: list[Group] = []
-        found, used = self._matched(tensors)
-        module._weight_conversions = used
-        for first, (conversion, sources) in found.items():
+        for first, (conversion, sources) in self._matched(tensors).items():
             group = Group(first, sources, conversion, {})
             made = group.made(lambda name: torch.empty(tensors[name], device="meta"), module)
             shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
             self.groups.append(group._replace(weights=shapes))
-        self.unknown = sorted(tensors.keys() - {name for group in self.groups for name in group.sources})
+        unknown = tensors.keys() - {name for group in self.groups for name in group.sources}
         given = {name for group in self.groups for name in group.weights}
-        given |= {weight for weight, source in self.tied.items() if source in given}
-        given |= {source for weight, source in self.tied.items() if weight in given}
+        given |= {name for pair in self.tied.items() if given.intersection(pair) for name in pair}
         self.missing = sorted(self.weights.keys() - given - self._ignored(dict(module.named_buffers()), "missing"))
-        self.unused = self._ignored(self.unknown, "unexpected")  # tensors that transformers does not read
-        self.unknown = sorted(set(self.unknown) - self.unused)
+        self.unused = self._ignored(unknown, "unexpected")  # tensors that transformers does not read
+        self.unknown = sorted(unknown - self.unused)
 
-    def _matched(self, names: Iterable[str]):
-        """First weight -> (conversion, sources), and the conversions that a name of the folder used."""
+    def _matched(self, names: Iterable[str]) -> dict[str, tuple[WeightConverter | WeightRenaming, dict[str, str]]]:
+        """First weight -> (conversion, sources). The module gets the conversions that a name of the folder used."""
         module, mapping = self.module, get_model_conversion_mapping(self.module)
         renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
         converters = [each for each in mapping if isinstance(each, WeightConverter)]
         by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-        prefix, state = module.base_model_prefix, module.state_dict()
-        found: dict[str, tuple] = {}
+        prefix, found = module.base_model_prefix, dict[str, tuple[WeightConverter | WeightRenaming, dict[str, str]]]()
         for name in sorted(names, key=dot_natural_key):
-            weight, pattern = rename_source_key(name, renamings, converters, prefix, state)
-            if weight not in state and name in state:
-                weight, pattern = rename_source_key(name, [], [], prefix, state)
-            if weight not in state:
-                continue
-            conversion = WeightRenaming(name, weight) if pattern is None else by_pattern[pattern]
-            found.setdefault(weight, (conversion, {}))[1][name] = pattern or name
-        return found, [each for each in mapping if each.was_used()]
+            weight, pattern = rename_source_key(name, renamings, converters, prefix, self.weights)
+            if weight not in self.weights and name in self.weights:
+                weight, pattern = rename_source_key(name, [], [], prefix, self.weights)
+            if weight in self.weights:
+                conversion = WeightRenaming(name, weight) if pattern is None else by_pattern[pattern]
+                found.setdefault(weight, (conversion, {}))[1][name] = pattern or name
+        vars(module)["_weight_conversions"] = [each for each in mapping if each.was_used()]
+        return found
 
     def _ignored(self, names: Collection[str], kind: str) -> set[str]:
         """Names that transformers' class says may be missing in, or unexpected of, a folder."""

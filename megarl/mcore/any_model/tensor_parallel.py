@@ -85,7 +85,7 @@ STYLES: dict[str, tuple[Split | None, str, str]] = {
     "mla_kv_a_proj": WHOLE,
     "replicate": WHOLE,
     "local_params": WHOLE,  # of a module with shares that the plan names for themselves: sinks
-    "replicated_with_grad_allreduce": WHOLE,  # `tensor_trial` finds these, and others that plans do not name
+    "replicated_with_grad_allreduce": WHOLE,  # `self_check` finds these, and others that plans do not name
 }
 
 

@@ -146,7 +146,17 @@ def reach(module: PreTrainedModel) -> Reach:
             hook.remove()
     shapes: Any = module.state_shapes
     untrained = _untrained(module, read)
-    return Reach(module, slots, _linears(module, called, untrained), experts, untrained, shapes)
+    # The layers of PEFT's `all-linear`, without the head, without those that no role trains, as of a tower of images,
+    # and without those that a part uses but does not call, which PEFT's factors do not reach either.
+    linears = {
+        name: (each.weight.shape[0], each.weight.shape[1])
+        for name, each in module.named_modules()
+        if isinstance(each, nn.Linear) and type(each).forward is nn.Linear.forward
+        if each is not module.get_output_embeddings()
+        if name in called or name.rpartition(".")[0] not in called
+        if not matches(f"{name}.weight", untrained)
+    }
+    return Reach(module, slots, linears, experts, untrained, shapes)
 
 
 def _own_experts(module: PreTrainedModel, reads: Reads) -> dict[str, tuple[int, int]]:
@@ -158,22 +168,6 @@ def _own_experts(module: PreTrainedModel, reads: Reads) -> dict[str, tuple[int, 
             counts = [count for among, count in reads.choices if id(weight) in reads.stacks and among >= len(weight)]
             found |= {name: (len(weight), max(counts))} if counts else {}
     return found
-
-
-def _linears(
-    module: PreTrainedModel, called: Collection[str], untrained: Collection[str]
-) -> dict[str, tuple[int, int]]:
-    """(rows, columns) by name: of the layers of PEFT's `all-linear`, without the head, without those that no role
-    trains, as of a tower of images, and without those that a part uses but does not call, which PEFT's factors do not
-    reach either."""
-    return {
-        name: (each.weight.shape[0], each.weight.shape[1])
-        for name, each in module.named_modules()
-        if isinstance(each, nn.Linear) and type(each).forward is nn.Linear.forward
-        if each is not module.get_output_embeddings()
-        if name in called or name.rpartition(".")[0] not in called
-        if not matches(f"{name}.weight", untrained)
-    }
 
 
 def _untrained(module: nn.Module, read: Collection[str]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megarl.mcore.any_model import source, tensor_parallel, tensor_trial
+from megarl.mcore.any_model import self_check, source, tensor_parallel
 from megarl.mcore.any_model.attention import Unsupported
 from megarl.mcore.any_model.tensor_parallel import STYLES, WHOLE, Split, starred
 from tests.helpers.folders import any_types
@@ -12,7 +12,7 @@ SUMMED = "replicated_with_grad_allreduce"  # of transformers' plans
 
 
 def found(kind: str, ranks: int = 2, **entries) -> set[str]:
-    return {*tensor_trial.partial_weights(source.of_config(any_types.small_config(kind, **entries)), ranks)}
+    return {*self_check.partial_weights(source.of_config(any_types.small_config(kind, **entries)), ranks)}
 
 
 @pytest.mark.parametrize("kind, own", [("qwen3", 0), ("granite", 0), ("phi3", 0), ("longcat_flash", 0), ("apertus", 2)])
