@@ -133,7 +133,7 @@ def _parameter_totals(model: ModelKey, vocab_size: int, value_head: bool) -> Par
 def used_experts(args) -> float:
     """k/E: the share of routed experts that a token uses; 1 without experts."""
     if args.model_folder is not None:
-        return args.model_folder.used_experts()
+        return next((topk / experts for experts, topk in args.model_folder.reach().experts.values()), 1.0)
     return args.moe_router_topk / args.num_experts if args.num_experts else 1.0
 
 

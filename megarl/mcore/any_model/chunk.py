@@ -135,9 +135,9 @@ class AnyChunk(MegatronModule):
         self._head_inputs = HeadInputs(self.hf)
         config.final_logit_softcapping = None if value_head else self._head_inputs.softcap
         head = self.hf.get_output_embeddings()
-        self.share_embeddings_and_output_weights = head.weight is self.hf.get_input_embeddings().weight
+        is_tied = head.weight is self.hf.get_input_embeddings().weight
+        self.share_embeddings_and_output_weights = is_tied and value_head is None
         if value_head is not None:
-            self.share_embeddings_and_output_weights = False
             names = {name for name, each in self.hf.named_modules() if each is head}
             self.splits = {name: each for name, each in self.splits.items() if name.rpartition(".")[0] not in names}
             self.hf.set_output_embeddings(nn.Identity())
@@ -160,10 +160,9 @@ class AnyChunk(MegatronModule):
         self._apply(lambda x: torch.empty_like(x, device=place) if x.is_meta else x.to(place))
         self.hf.tie_weights()
         tensor_parallel.mark(self.hf, self.splits)
-        ends: list[Any] = [self.hf.get_input_embeddings(), self.hf.get_output_embeddings()]
-        for part in ends:
-            for parameter in part.parameters():
-                parameter.is_embedding_or_output_parameter = True
+        ends: Any = self.hf.get_input_embeddings(), self.hf.get_output_embeddings()
+        for parameter in (each for part in ends for each in part.parameters()):
+            parameter.is_embedding_or_output_parameter = True
         if self.share_embeddings_and_output_weights:
             self.shared_embedding_or_output_weight().zero_out_wgrad = True  # autograd adds the embedding's gradient
         return self

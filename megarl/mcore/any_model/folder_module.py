@@ -182,10 +182,6 @@ class FolderModule(str):
                 found.append(Weight(name, tuple(shape) or (1,), element, is_routed=is_routed, layers=(*of_layers,)))
         return found
 
-    def used_experts(self) -> float:
-        """The share of its experts' weights that a token uses; 1 if the module has none."""
-        return next((topk / experts for experts, topk in self.reach().experts.values()), 1.0)
-
     @_once
     def _tensors(self, value_head: bool) -> tuple[PreTrainedModel, dict[str, Tensor]]:
         """The module, and a role's parameters and persistent buffers by name, each once. Nobody changes either."""

@@ -285,15 +285,11 @@ def _take(part: nn.Module, candidates: Iterator, call: Call):
             wanted, (each.scores, *_) = zip(*(outcome(part.forward, x) for x in inputs), strict=True)
             found = [outcome(getattr(each, "plain", each), x)[0] for x in inputs]
             limit = 0 if isinstance(each, Layer) else TOLERANCE
-            if all(_agree(one, other, limit) for one, other in zip(found, wanted, strict=True)):
+            pairs = [pair for both in zip(found, wanted, strict=True) for pair in zip(*both, strict=True)]
+            is_alike = all((one is None) == (other is None) for one, other in pairs)
+            if is_alike and all(agree(*pair, limit) for pair in pairs if torch.is_tensor(pair[1])):
                 part.fused = part.forward = each
                 return
-
-
-def _agree(found: list, wanted: list, limit: float) -> bool:
-    pairs = [(one, other) for one, other in zip(found, wanted, strict=True) if torch.is_tensor(other)]
-    is_alike = [one is not None for one in found] == [other is not None for other in wanted]
-    return is_alike and all(agree(one, other, limit) for one, other in pairs)
 
 
 def _children(part: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:

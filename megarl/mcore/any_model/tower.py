@@ -22,8 +22,6 @@ from megarl.mcore.vision.store import Compute, Image, ImageStore, SizeOf, axes_o
 from megarl.mcore.weights.hf.folder import FolderReader, HFFolder
 
 ATTENTION = "sdpa"  # eager attention keeps a square of the patches of an image
-
-
 # By `model_type` of config.json: the families whose images were compared with transformers' own forward. How the rotary
 # channels are divided among the axes of a position: sections where config.json has none, and whether these alternate.
 # None: a token has one position, its index.
@@ -58,8 +56,7 @@ class Tower:
         """Reads config.json. UsageError for a folder whose family is not one of `FAMILIES`, or that is no model."""
         self.folder, kind = folder, folder.config.get("model_type")
         if kind not in FAMILIES:
-            allowed = ", ".join(FAMILIES)
-            raise folder.error(f"model_type {kind!r}: images need a vision tower of {allowed}")
+            raise folder.error(f"model_type {kind!r}: images need a vision tower of {', '.join(FAMILIES)}")
         self.config = source.config_of(folder)
         self._axes, vision = FAMILIES[kind], self.config.vision_config.model_type
         strategy = getattr(self.config, "vision_feature_select_strategy", None)
@@ -70,18 +67,12 @@ class Tower:
 
     def check_reader(self, is_module: bool):
         """UsageError if the language model does not read images here. `is_module`: it is a module of transformers."""
-        if self._axes is None:
-            return
-        kind = f"model_type {self.folder.config['model_type']!r}: "
-        if is_module:
-            raise self.folder.error(
-                f"{kind}{source.FLAG} does not go with images whose rows have three positions; Megatron's layers "
-                "compute it"
-            )
-        if device.has_cuda():
-            raise self.folder.error(
-                f"{kind}on a CUDA device images whose rows have three positions are not supported yet"
-            )
+        kind, rows = self.folder.config["model_type"], "images whose rows have three positions"
+        if self._axes is not None and is_module:
+            text = f"{source.FLAG} does not go with {rows}; Megatron's layers compute it"
+            raise self.folder.error(f"model_type {kind!r}: {text}")
+        if self._axes is not None and device.has_cuda():
+            raise self.folder.error(f"model_type {kind!r}: on a CUDA device {rows} are not supported yet")
 
     @property
     def layers(self) -> int:
@@ -141,8 +132,8 @@ class Tower:
         if not len(embeddings) == size[0] * size[1] * size[2] == pixels.tokens:
             raise ValueError(f"an image of {pixels.tokens} tokens became {len(embeddings)} rows, of {size}")
         features = [_joined(each) for each in getattr(found, "deepstack_features", None) or ()]
-        stacked = torch.stack(features) if features else embeddings.new_zeros(0, *embeddings.shape)
-        return Image(size, embeddings.contiguous(), stacked)
+        none = embeddings.new_zeros(0, *embeddings.shape)
+        return Image(size, embeddings.contiguous(), torch.stack(features) if features else none)
 
     @property
     def bytes(self) -> int:
