@@ -195,6 +195,8 @@ class Conversions:
 class ModuleMap:
     """The tensors of a folder that a role's module is made of."""
 
+    keeps_prediction = True  # no tensor is one of multi-token prediction that could be left out
+
     def __init__(self, model: AnyModel, args, value_head: bool):
         """`value_head`: the role has a scalar head instead of the vocabulary's. UsageError if only the folder has."""
         if model.has_scalar_head and not value_head:
@@ -265,10 +267,6 @@ class ModuleMap:
     def keeps(self, name: str) -> bool:
         """Whether an export has a tensor of the folder that the model does not use."""
         return name in self._conversions.unused
-
-    def is_prediction(self, name: str) -> bool:
-        """No tensor is one of multi-token prediction that could be left out."""
-        return False
 
     def is_vocabulary(self, key: str) -> bool:
         """No weight has rows that pad the vocabulary."""

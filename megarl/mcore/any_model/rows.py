@@ -229,22 +229,22 @@ def _grouped(self, x: Tensor, numbers: Tensor) -> Tensor:
 
 def _one_by_one(self, x: Tensor, numbers: Tensor) -> Tensor:
     """As `_grouped`, expert by expert."""
+
+    def one(x: Tensor, expert: int) -> Tensor:
+        def with_expert(x: Tensor, weight: str, bias: str) -> Tensor:
+            matrix = getattr(self, weight)[expert]
+            added = getattr(self, bias)[expert] if self.has_bias else None
+            return functional.linear(x, matrix.t().contiguous() if self.is_transposed else matrix, added)
+
+        return _expert(self, x, with_expert)
+
     counts = numbers.bincount(minlength=self.num_experts).tolist()
     outputs = [
-        at_least_rows(_one_expert, rows, self, expert) if expert < self.num_experts else torch.zeros_like(rows)
+        at_least_rows(one, rows, expert) if expert < self.num_experts else torch.zeros_like(rows)
         for expert, rows in enumerate(x.split(counts))
         if len(rows)
     ]
     return torch.cat(outputs)
-
-
-def _one_expert(x: Tensor, self, expert: int) -> Tensor:
-    def with_expert(x: Tensor, weight: str, bias: str) -> Tensor:
-        matrix = getattr(self, weight)[expert]
-        added = getattr(self, bias)[expert] if self.has_bias else None
-        return functional.linear(x, matrix.t().contiguous() if self.is_transposed else matrix, added)
-
-    return _expert(self, x, with_expert)
 
 
 def _expert(self, x: Tensor, multiply: Callable[[Tensor, str, str], Tensor]) -> Tensor:

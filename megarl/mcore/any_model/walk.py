@@ -30,7 +30,6 @@ from megarl.mcore.config.optimizer_flags import matches
 PRODUCTS = {"addmm", "baddbmm", "bmm", "mm", "mv"}
 BY_ROW = {"convolution", "cumsum", "native_group_norm", "native_layer_norm", "_fused_rms_norm"}
 SUMS = {"linalg_vector_norm", "logsumexp", "mean", "prod", "std", "sum", "var", "var_mean"}
-TOPK = torch.topk, Tensor.topk
 FEW = 32  # terms that a warp of a GPU adds, in any number of rows alike
 
 
@@ -106,7 +105,7 @@ class Reads(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if any(map(torch.is_tensor, tree_leaves(out))):
             self.ids.update(id(each) for each in tree_leaves((args, kwargs)) if isinstance(each, nn.Parameter))
-        if func in TOPK:
+        if func in (torch.topk, Tensor.topk):
             self.choices.append((args[0].shape[-1], out.indices.shape[-1]))
         if func is Tensor.__getitem__ and isinstance(args[0], nn.Parameter) and (args[0].dim(), out.dim()) == (3, 2):
             self.stacks.add(id(args[0]))
@@ -134,7 +133,7 @@ def reach(module: PreTrainedModel) -> Reach:
         experts[names[part]] = part.num_experts, chosen.shape[1]
         return torch.zeros_like(hidden)
 
-    hooks = [part.register_forward_pre_hook(lambda part, _: called.add(names[part])) for part in names]
+    hook = nn.modules.module.register_module_forward_pre_hook(lambda part, _: called.add(names[part]))
     try:
         with source.values_in(module), rows.installed(experts_function=note), reads:
             slots = source.find_slots(module)
@@ -142,8 +141,7 @@ def reach(module: PreTrainedModel) -> Reach:
             experts = experts or _own_experts(module, reads)
             read = {name for name, each in own if id(each) in reads.ids or name.rpartition(".")[0] in called}
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
     shapes: Any = module.state_shapes
     untrained = _untrained(module, read)
     # The layers of PEFT's `all-linear`, without the head, without those that no role trains, as of a tower of images,
