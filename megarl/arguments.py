@@ -318,6 +318,7 @@ def _megatron_namespace(
 ) -> argparse.Namespace:  # fmt: skip
     """A role's namespace of Megatron's parser; the flags that describe a folder's model come before its tokens."""
     from megarl.mcore.config import megatron_flags
+    from megarl.mcore.weights.hf.hf_model import command_line as flag_tokens
 
     settings, is_judge = context.settings, role == "reward" and expression.JUDGE in context.rewards
     own: dict[str, Any] = {
@@ -336,7 +337,7 @@ def _megatron_namespace(
     extra = frozenset({"global_batch_size"}) if context.program in SUPERVISED.split() else frozenset()
     if hf_model is None:
         return megatron_flags.parse(role, tokens, ranks, own, extra)
-    described, folder = hf_model.tokens(), f"{hf_model.folder.flag} {hf_model.folder.path}"
+    described, folder = flag_tokens(hf_model.flags), f"{hf_model.folder.flag} {hf_model.folder.path}"
     is_module = hf_model.folder_of_module is not None
     tokens = megatron_flags.with_folder(role, described, folder, tokens, is_module)
     try:

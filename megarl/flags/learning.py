@@ -159,11 +159,12 @@ def _settings_of(role: str, role_settings, args, hf_model) -> "LoRASettings | No
 def _of_adapter(role: str, role_settings, args, hf_model) -> "LoRASettings":
     """The factors of a PEFT adapter; a larger `--lora-rank` keeps their scale."""
     from megarl.mcore.lora.peft_files import read_adapter  # imports Megatron
+    from megarl.mcore.weights.hf.hf_model import check_adapters
 
     path, rank = role_settings.lora_adapter, role_settings.lora_rank
     if hf_model is None:
         raise UsageError(f"--lora-adapter {path}: the {role} needs --hf-model, whose modules it names")
-    hf_model.check_adapters(f"--lora-adapter {path}")
+    check_adapters(hf_model, f"--lora-adapter {path}")
     for name in (name for name in OF_ADAPTER if getattr(role_settings, name)):
         raise UsageError(f"--{name.replace('_', '-')}: --lora-adapter {path} gives it; leave it out")
     adapter = read_adapter(path, args, hf_model.family)
@@ -184,7 +185,7 @@ def _targets(role: str, text: str | None, args) -> tuple[str, ...]:
     from megarl.mcore.lora.targets import parse_targets  # imports Megatron
 
     if args.model_folder is not None:
-        return args.model_folder.linears().parse_targets(text or ALL_LINEAR)
+        return args.model_folder.parse_targets(text or ALL_LINEAR)
     if text not in (None, ALL_LINEAR) and not {name.strip() for name in text.split(",")} <= {*TARGETS}:
         raise UsageError(f"--lora-targets {text}: allowed is {NAMES}")
     targets, missing = parse_targets(text or ALL_LINEAR), _missing(args)

@@ -133,7 +133,7 @@ def _parameter_totals(model: ModelKey, vocab_size: int, value_head: bool) -> Par
 def used_experts(args) -> float:
     """k/E: the share of routed experts that a token uses; 1 without experts."""
     if args.model_folder is not None:
-        return args.model_folder.used_experts()
+        return next((topk / experts for experts, topk in args.model_folder.reach().experts.values()), 1.0)
     return args.moe_router_topk / args.num_experts if args.num_experts else 1.0
 
 
@@ -144,8 +144,6 @@ def _whole_model(args, vocab_size: int, value_head: bool) -> list[Weight]:
 
 def layout_free_names(args, value_head: bool) -> list[str]:
     """The names that patterns are matched with (`optimizer_flags`), each once."""
-    if args.model_folder is not None:
-        return args.model_folder.parameter_names(value_head)
     return list(dict.fromkeys(layout_free(weight.name) for weight in _whole_model(args, 1, value_head)))
 
 
@@ -205,7 +203,8 @@ def factors_apart(weights: list[Weight], args, lora: LoRASettings | None) -> lis
 def _factors(weight: Weight, args, lora: LoRASettings) -> list[Weight]:
     """A [r, K] and B [n, r] of each targeted projection of a weight; [] for a weight without."""
     if args.model_folder is not None:
-        names: tuple[str, ...] = ("",) if args.model_folder.linears().adapts(weight.name, lora.targets) else ()
+        name = layout_free(weight.name).removesuffix(".weight")
+        names: tuple[str, ...] = ("",) if name in args.model_folder.linears(lora.targets) else ()
     else:
         linears = linears_of(args).items()
         names = next((names for suffix, names in linears if weight.name.endswith(f"{suffix}.weight")), ())

@@ -64,8 +64,11 @@ def cache_plan(role, settings, step: traffic.StepSizes) -> CachePlan:
     further = [prediction_kind(args).has_indexer] * int(settings.mtp_drafts)  # its layer has keys and values, too
     cached = [[kind.has_indexer for kind in stage if kind.has_mixer and not kind.is_recurrent] for stage in stages]
     if args.model_folder is not None:
-        config.num_query_groups, config.kv_channels = args.model_folder.mean_cache(sizes.tensor)
-        states = [bytes_of_shapes(args.model_folder.reach().state_shapes)]
+        from megarl.mcore.any_model.attention import mean_cache  # needs transformers
+
+        reach = args.model_folder.reach()
+        config.num_query_groups, config.kv_channels = mean_cache(reach.slots, sizes.tensor)
+        states = [bytes_of_shapes(reach.state_shapes)]
     tokens_of = [token_bytes(config, (own or [False]) + further, sizes.tensor) for own in cached]
     snapshots = snapshot_count(max_requests, settings.rollout_prefix_caching, settings.rollout_state_snapshots)
     buffers = [cache_bytes(settings.rollout_buffer_gb, max_requests, state, snapshots) for state in states]

@@ -13,6 +13,7 @@ from megarl.arguments import RoleSettings, RunConfig, Settings
 from megarl.data.conversations import Encoder
 from megarl.data.tokenizers_hf import FILES
 from megarl.errors import UsageError
+from megarl.mcore.weights.hf.hf_model import check_adapters
 from megarl.observe.files import step_name
 from megarl.roles.trainable_model import TrainableModel
 
@@ -118,7 +119,7 @@ def check_exports(s: Settings, trained: RoleSettings):
         return
     if model is None or lora is None:
         raise UsageError("--export-peft: needs --hf-model, whose modules it names, and --lora-rank")
-    model.check_adapters("--export-peft")
+    check_adapters(model, "--export-peft")
     if trained.megatron.hybrid_layer_pattern is not None and "out_proj" in lora.targets:
         targets = ",".join(name for name in lora.targets if name != "out_proj")
         raise UsageError(f"--export-peft: PEFT refuses the out_proj of Mamba-2; give --lora-targets {targets}")

@@ -208,7 +208,8 @@ def rows_of(save: Path, step: int = 1) -> list[dict]:
 def assert_close(found: dict, expected: dict, names: list[str], tolerance: float):
     """Metrics agree within a relative tolerance, absolute below 0.2: a small sum has the rounding of its terms."""
     for name in names:
-        assert found[name] == pytest.approx(expected[name], rel=tolerance, abs=tolerance * 0.2), name
+        wanted = pytest.approx(expected[name], rel=tolerance, abs=tolerance * 0.2)
+        assert found[name] == wanted, (name, found[name], expected[name])
 
 
 def broken_reward(sample) -> float:

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface
 
-from megarl.mcore.any_model.rows import replaced
+from megarl.mcore.any_model.rows import installed, replaced
 from megarl.mcore.inference.paged_context import PagedContext
 from megarl.mcore.inference.recurrent_context import RecurrentContext
 from megarl.mcore.kernels.batch_invariance import VECTOR
@@ -45,7 +45,7 @@ class Unsupported(Exception):
 class Scores(NamedTuple):
     """What is special about a module's scores."""
 
-    scale: float | None  # None: 1/√D
+    scale: float
     window: int | None  # tokens that a token sees, with itself; None: all before it
     softcap: float | None  # c of scores c·tanh(score/c)
     sinks: Tensor | None  # [H]
@@ -77,6 +77,7 @@ class Pass:
     rotations: dict = field(default_factory=dict)  # of `fused.rotation`
     computed: set = field(default_factory=set)  # layers whose part of the pass a layer before them computed
     functions: Sequence = ()  # `recurrence.functions_of` the module
+    product: Callable | None = None  # of the model, as `rows.product`; None: as it is installed
     recurrences: int = 0  # that ran so far, in the order of their states
     images: ImageRows | None = None  # among its tokens
 
@@ -91,9 +92,8 @@ class Pass:
         slot, rows = self.slot(module), query.shape[2]
         tokens = (x.squeeze(0).transpose(0, 1)[: self.tokens] for x in (query, key, value))
         query, key, value = (_padded(x, slot.channels) for x in tokens)
-        scale = slot.key_channels**-0.5 if scores.scale is None else scores.scale
         options = {"softcap": scores.softcap, "sinks": scores.sinks} if slot.has_score_options else {}
-        out = self.attend_tokens(slot, query, key, value, scale, options)
+        out = self.attend_tokens(slot, query, key, value, scores.scale, options)
         out = out.view(1, self.tokens, slot.heads, slot.channels)[..., : slot.value_channels]
         out = out if rows == self.tokens else pad(out, (0, 0, 0, 0, 0, rows - self.tokens))
         return out.contiguous()  # some modules view it in another shape
@@ -105,7 +105,7 @@ class Pass:
         raise NotImplementedError
 
     def recur(self, rule: Any) -> Tensor:
-        """What the pass's tokens read by a `recurrence.Rule`, [T, …]."""
+        """What the pass's tokens read by a `recurrence.Recurrence`, [T, …]."""
         raise NotImplementedError
 
     def next_state(self) -> int:
@@ -170,7 +170,7 @@ class FirstPass(Pass):
 
     def recur(self, rule):
         self.states.append(tuple(rule.state_shape))
-        return rule.x.new_zeros(self.tokens, *rule.read_shape)
+        return rule.inputs.x.new_zeros(self.tokens, *rule.read_shape)
 
     def attend(self, module, query, key, value, scores):
         if key.shape[2] != query.shape[2]:
@@ -210,7 +210,7 @@ def running(each: Pass) -> Iterator[None]:
     global _current
     before, _current = _current, each
     try:
-        with replaced(each.functions):
+        with replaced(each.functions), installed(each.product) if each.product else contextlib.nullcontext():
             yield
     finally:
         _current = before
@@ -232,7 +232,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, **others)
     window, softcap, sinks = (others.pop(name, None) for name in ("sliding_window", "softcap", "s_aux"))
     if unknown := sorted(name for name, x in others.items() if x is not None and name not in UNREAD):
         raise Unsupported(f"{type(module).__name__} asks attention for {', '.join(unknown)}")
-    scale = None if scaling is None else float(scaling)
+    scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
     return current().attend(module, query, key, value, Scores(scale, window, softcap, sinks)), None
 
 
@@ -245,9 +245,8 @@ AttentionInterface.register(NAME, attention)
 def mean_cache(slots: Sequence[Slot], ranks: int) -> tuple[int, int]:
     """Query groups of the whole model and channels whose product is the mean of the slots, as `SlotContext` has them
     on each of so many tensor-parallel ranks."""
-    if not slots:  # a module without attention, whose cache is of no use
-        return ranks, VECTOR
-    return ranks, -(-sum(slot.groups * slot.channels for slot in slots) // (ranks * len(slots)))
+    total = sum(slot.groups * slot.channels for slot in slots)
+    return ranks, -(-total // (ranks * len(slots))) if slots else VECTOR  # without attention the cache is of no use
 
 
 class SlotContext(PagedContext):

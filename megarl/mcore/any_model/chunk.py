@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 import types
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from megarl.mcore.any_model.walk import walk
 from megarl.mcore.attention import backends
 from megarl.mcore.config.optimizer_flags import MODULE as PREFIX
 from megarl.mcore.kernels.batch_invariance import is_exact
-from megarl.mcore.kernels.linear import logits_with, matmul
+from megarl.mcore.kernels.linear import at_least_rows, exact_product, logits_with, matmul
+from megarl.mcore.lora.adapted_linear import AdaptedLinear
+from megarl.mcore.lora.targets import LoRASettings, Projection
 from megarl.mcore.parallel.fsdp import whole
 from megarl.mcore.vision.store import ImageStore
 
@@ -41,22 +44,6 @@ def positions_seen(positions: Tensor) -> types.SimpleNamespace:
     )
 
 
-def first_position(module: PreTrainedModel) -> int:
-    """The number of a sequence's first position: tables of RoBERTa and its kin begin with rows up to padding's."""
-    tables = (each for name, each in module.named_modules() if name.endswith("position_embeddings"))
-    paddings = (getattr(each, "padding_idx", None) for each in tables)
-    return next((padding + 1 for padding in paddings if padding is not None), 0)
-
-
-def counts_cached(module: PreTrainedModel) -> bool:
-    """Whether a module's positions are those after the tokens of its cache, whatever it is given as positions."""
-    if getattr(module.config.get_text_config(), "attn_temperature_tuning", False):
-        return True
-    models = [each for each in module.modules() if isinstance(each, PreTrainedModel)]
-    has_slots = any(hasattr(each, "attention_slots") for each in module.modules())
-    return has_slots and not any("position_ids" in inspect.signature(each.forward).parameters for each in models)
-
-
 class HeadInputs:
     """What a model's head reads: of logits, or the last hidden states.
 
@@ -68,7 +55,15 @@ class HeadInputs:
         """`module`: with its slots."""
         text = module.config.get_text_config()
         self._module, self.softcap = module, getattr(text, SOFTCAP, None)
-        self._first, self._counts_cached = first_position(module), counts_cached(module)
+        # Tables of RoBERTa and its kin begin with rows up to padding's.
+        tables = (each for name, each in module.named_modules() if name.endswith("position_embeddings"))
+        paddings = (getattr(each, "padding_idx", None) for each in tables)
+        self._first = next((padding + 1 for padding in paddings if padding is not None), 0)
+        # Whether positions are those after the tokens of a cache, whatever a module is given as positions.
+        models = [each for each in module.modules() if isinstance(each, PreTrainedModel)]
+        reads_given = any("position_ids" in inspect.signature(each.forward).parameters for each in models)
+        has_slots = any(hasattr(each, "attention_slots") for each in module.modules())
+        self._counts_cached = getattr(text, "attn_temperature_tuning", False) or has_slots and not reads_given
         if self.softcap is not None:
             vars(text)[SOFTCAP] = None  # which the checks of some classes refuse
 
@@ -140,9 +135,9 @@ class AnyChunk(MegatronModule):
         self._head_inputs = HeadInputs(self.hf)
         config.final_logit_softcapping = None if value_head else self._head_inputs.softcap
         head = self.hf.get_output_embeddings()
-        self.share_embeddings_and_output_weights = head.weight is self.hf.get_input_embeddings().weight
+        is_tied = head.weight is self.hf.get_input_embeddings().weight
+        self.share_embeddings_and_output_weights = is_tied and value_head is None
         if value_head is not None:
-            self.share_embeddings_and_output_weights = False
             names = {name for name, each in self.hf.named_modules() if each is head}
             self.splits = {name: each for name, each in self.splits.items() if name.rpartition(".")[0] not in names}
             self.hf.set_output_embeddings(nn.Identity())
@@ -151,23 +146,23 @@ class AnyChunk(MegatronModule):
             head.tp_group = pg_collection.tp
             self.__dict__["output_layer"] = head  # not a second name of its weights
         self._has_value_head = value_head is not None
-        self._backend, self._product = backends.load(config), rows.product_of(config)
+        self._backend, self._product = backends.load(config), rows.product
         if is_exact(config):
+            self._product = functools.partial(rows.product, multiply=exact_product())
             rows.use_row_norms(self.hf)
         if config.recompute_granularity == "full":
             is_block = config.recompute_method == "block"  # of Megatron: the first layers alone
             for layer in self.decoder.layers[: config.recompute_num_layers if is_block else None]:
-                layer.forward = functools.partial(_recomputed, layer.forward, self._product)
+                layer.forward = functools.partial(_recomputed, layer.forward)
 
     def to_empty_weights(self, place: torch.device):
         """Gives the parameters memory on a device, without values, and moves the buffers there; returns itself."""
         self._apply(lambda x: torch.empty_like(x, device=place) if x.is_meta else x.to(place))
         self.hf.tie_weights()
         tensor_parallel.mark(self.hf, self.splits)
-        ends: list[Any] = [self.hf.get_input_embeddings(), self.hf.get_output_embeddings()]
-        for part in ends:
-            for parameter in part.parameters():
-                parameter.is_embedding_or_output_parameter = True
+        ends: Any = self.hf.get_input_embeddings(), self.hf.get_output_embeddings()
+        for parameter in (each for part in ends for each in part.parameters()):
+            parameter.is_embedding_or_output_parameter = True
         if self.share_embeddings_and_output_weights:
             self.shared_embedding_or_output_weight().zero_out_wgrad = True  # autograd adds the embedding's gradient
         return self
@@ -175,7 +170,8 @@ class AnyChunk(MegatronModule):
     @property
     def reads_host(self) -> bool:
         """Whether the host reads numbers of the device within a pass."""
-        return self._waits is not None or bool(self.config.state_shapes) or rows.reads_host(self.hf)
+        experts = (each for each in self.hf.modules() if hasattr(each, "is_transposed"))
+        return self._waits is not None or bool(self.config.state_shapes) or not all(map(rows.is_grouped, experts))
 
     def train(self, mode: bool = True):
         """Modules of transformers stay in evaluation mode: dropout and the noise of routers are off."""
@@ -194,20 +190,14 @@ class AnyChunk(MegatronModule):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
         """Parameters and persistent buffers by the module's own names; a tied one once, low-rank factors not."""
-        first, state = self._first_names(), self.state_dict(keep_vars=True)
-        own = {name for name, of in first.items() if of == name and not name.startswith(ADAPTER)}
-        state = {name: tensor for name, tensor in state.items() if name in own and torch.is_tensor(tensor)}
+        state = {name: x for name, x in source.own_tensors(self).items() if not name.startswith(ADAPTER)}
         splits = {PREFIX + name: split for name, split in self.splits.items()}
         return tensor_parallel.described(state, splits, prefix, self.tp_group, metadata["dp_cp_group"])
 
-    def _first_names(self) -> dict[str, str]:
-        """The name of each tensor -> the first name that it has."""
-        first: dict[int, str] = {}
-        return {name: first.setdefault(id(each), name) for name, each in self.state_dict(keep_vars=True).items()}
-
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
         """As of other modules; a tied weight is in the state by its first name alone."""
-        names = self._first_names().items()
+        first = {id(x): name for name, x in source.own_tensors(self).items()}
+        names = ((name, first.get(id(x))) for name, x in self.state_dict(keep_vars=True).items())
         tied = {name: state_dict[of] for name, of in names if name not in state_dict and of in state_dict}
         return super().load_state_dict(state_dict | tied, strict, assign)
 
@@ -226,6 +216,18 @@ class AnyChunk(MegatronModule):
             return StateSlotContext(self.config, config, memory, snapshots)
         return SlotContext(self.config, config, memory)
 
+    def adapted(self, names: Collection[str], lora: LoRASettings, seed: int) -> "list[AdaptedModule]":
+        """Draws factors of linear layers."""
+        found = []
+        for name in names:
+            layer, split = self.hf.get_submodule(name), self.splits.get(f"{name}.weight")
+            if split is not None and split.parts > 1:
+                raise ValueError(f"{name} packs {split.parts} parts, each over several ranks: it can have no factors")
+            vars(layer).update(split_axis=split and split.axis, tp_group=self.tp_group, config=self.config)
+            owner, _, last = (PREFIX + name).rpartition(".")
+            found.append(AdaptedModule(owner, layer, [Projection(last, slice(0, len(layer.weight)))], lora, seed))
+        return found
+
     def set_input_tensor(self, tensor):
         """Does nothing: there are no pipeline stages before it."""
 
@@ -243,12 +245,12 @@ class AnyChunk(MegatronModule):
 
     def _run(self, tokens: Tensor, positions: Tensor, each: Pass) -> Tensor:
         """Tokens and positions [1, T] -> [T, H], what a head reads."""
-        each.tokens, each.functions = tokens.shape[1], self._functions
+        each.tokens, each.functions, each.product = tokens.shape[1], self._functions, self._product
         if self.images is not None:  # rows of images stand on token 0, whose gradient then has nothing of them
             each.images, tokens = self.images.rows(tokens[0]), tokens.clamp(min=0)
         if missing := rows.missing_rows(each.tokens):
             tokens, positions = (nn.functional.pad(x, (0, missing)) for x in (tokens, positions))
-        with _computing(each, self._product):
+        with attention.running(each):
             return self._head_inputs(tokens, positions, not self._has_value_head)[: each.tokens]
 
     def _step(self, tokens: Tensor, positions: Tensor, context) -> Tensor:
@@ -266,19 +268,33 @@ class AnyChunk(MegatronModule):
         return gather_from_tensor_model_parallel_region(logits, group=self.tp_group).unsqueeze(0)
 
 
-def _recomputed(forward, product, *args, **kwargs):
+def _recomputed(forward, *args, **kwargs):
     """A layer's forward pass, repeated in the backward pass instead of keeping what it made."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     each = attention.current()
 
     def contexts():
-        return contextlib.nullcontext(), _computing(each, product)
+        return contextlib.nullcontext(), attention.running(each)
 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-@contextlib.contextmanager
-def _computing(each: Pass, product):
-    with attention.running(each), rows.installed(product):
-        yield
+class AdaptedModule(AdaptedLinear):
+    """The factors of a linear layer of transformers."""
+
+    def attach(self, is_used: bool = True):
+        """As of `AdaptedLinear`, by the layer's own forward function."""
+        layer = self.layer
+        layer.adds_product = is_used and not self.product.is_merged
+        vars(layer).pop("forward", None)
+        if is_used:
+            layer.forward = self._forward
+
+    def _forward(self, x: Tensor) -> Tensor:
+        """[…, K] -> […, N], with the bias."""
+        weight, bias = self.layer.weight, self.layer.bias
+        if x.numel() == 0:  # of an expert without tokens
+            return x.new_zeros(*x.shape[:-1], len(weight))
+        out = at_least_rows(self._forward_impl, x.reshape(-1, x.shape[-1]), weight, bias, False, False)
+        return out.view(*x.shape[:-1], len(weight))

@@ -5,23 +5,26 @@ A role's Megatron namespace has it as `model_folder`. Rooms that `any_model` its
 
 import collections
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from megarl.data import node_files
-from megarl.mcore.any_model import routing, self_check, source, tensor_parallel, tensor_trial, walk
-from megarl.mcore.any_model.adapters import ModuleLinears
-from megarl.mcore.any_model.attention import Unsupported, mean_cache
+from megarl.errors import UsageError
+from megarl.mcore.any_model import routing, self_check, source, tensor_parallel, walk
+from megarl.mcore.any_model.attention import Unsupported
 from megarl.mcore.any_model.chunk import PREFIX, AnyChunk
 from megarl.mcore.any_model.source import Source
 from megarl.mcore.any_model.walk import Reach
+from megarl.mcore.lora.targets import ALL_LINEAR, LoRASettings
 from megarl.mcore.model.pipeline_layout import RoutedLayers
 from megarl.mcore.model.weight_table import HEAD, Weight
 from megarl.mcore.weights.hf.folder import CONFIG, HFFolder
 
+# Projections of a dense MLP and of shared experts that PEFT 0.21 takes for those of experts, in models with experts.
+RENAMED = (".gate_proj", ".up_proj", ".down_proj", ".gate", ".w1", ".w2", ".w3")
 _once = functools.lru_cache(maxsize=8)  # by path: a process asks many times
 
 
@@ -55,21 +58,60 @@ class FolderModule(str):
         """
         self._tried("self-check", longest, lambda found: self_check.check(found, longest))
 
-    def linears(self) -> ModuleLinears:
-        """The layers that can have low-rank factors."""
-        reach = self.reach()
-        has_experts = any(parameter.dim() == 3 for parameter in reach.module.parameters())
-        return ModuleLinears(self, reach.linears, has_experts)
+    # -- low-rank factors, named and chosen as PEFT does ----------------------------------------------------------
+
+    @_once
+    def linears(self, targets: tuple[str, ...] | None = None) -> dict[str, tuple[int, int]]:
+        """(rows, columns) by name of the layers that can have factors, and that PEFT's `target_modules` name; None:
+        all."""
+        ends = None if targets is None else tuple(f".{target}" for target in targets)
+        return {x: size for x, size in self.reach().linears.items() if ends is None or f".{x}".endswith(ends)}
+
+    def renamed_by_peft(self) -> tuple[str, ...]:
+        """Ends of names of layers that PEFT must be given as parameters: some in models with experts that are one."""
+        return RENAMED if any(parameter.dim() == 3 for parameter in self.reach().module.parameters()) else ()
+
+    def parse_targets(self, text: str) -> tuple[str, ...]:
+        """`--lora-targets`, in the order of the text. UsageError for a name that no layer has."""
+        names = self.linears()
+        if not names:
+            raise UsageError(f"--lora-targets {text}: the module of {self} has no linear layers")
+        if text == ALL_LINEAR:
+            return self.targets_naming(names)
+        targets = tuple(dict.fromkeys(target.strip() for target in text.split(",")))
+        for target in targets:
+            if not self.linears((target,)):
+                allowed = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+                raise UsageError(
+                    f"--lora-targets {text}: no linear layer of {self} is {target}; allowed are {ALL_LINEAR}, "
+                    f"and with commas {allowed}"
+                )
+        return targets
+
+    def targets_naming(self, names: Collection[str]) -> tuple[str, ...]:
+        """The shortest targets that name exactly these layers: the last part of a name, or all of it."""
+        ends = {name: name.rpartition(".")[2] for name in names}
+        return tuple(dict.fromkeys(name if self.linears((end,)).keys() - names else end for name, end in ends.items()))
+
+    def factor_shapes(self, lora: LoRASettings) -> dict[str, tuple[int, ...]]:
+        """As of `lora.targets`."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, (rows, columns) in self.linears(lora.targets).items():
+            key = f"lora.{PREFIX}{name}.lora_"
+            shapes |= {f"{key}A": (lora.rank, columns), f"{key}B": (rows, lora.rank)}
+        return shapes
+
+    # -- what else runs with it -----------------------------------------------------------------------------------
 
     @_once
     def routed_layers(self) -> tuple[RoutedLayers, str | None]:
         """The layers whose routes can be replayed; why those of the module's experts cannot be, if there are none."""
         module = self.source().module(torch.float32)
         source.find_slots(module)
-        problem = "calls no experts by transformers' interface"
         try:
             if routers := routing.install(module):
                 return RoutedLayers(tuple(x.layer_number for x in routers), routers[0].experts, routers[0].topk), None
+            problem = "calls no experts by transformers' interface"
         except Unsupported as error:
             problem = str(error)
         return RoutedLayers((), 0, 0), f"{type(module).__name__}: {problem}"
@@ -86,7 +128,6 @@ class FolderModule(str):
         """
         module = self.reach().module
         try:
-            tensor_parallel.check_heads(module, ranks)
             splits = tensor_parallel.splits_of(module, ranks)
             self.partial_weights(ranks)
         except Unsupported as error:
@@ -98,8 +139,8 @@ class FolderModule(str):
 
     @_once
     def partial_weights(self, ranks: int) -> tuple[str, ...]:
-        """As of `tensor_trial`. Raises Unsupported."""
-        return self._tried("trial", ranks, lambda found: tensor_trial.partial_weights(found, ranks))
+        """As of `self_check`. Raises Unsupported."""
+        return self._tried("trial", ranks, lambda found: self_check.partial_weights(found, ranks))
 
     def _tried(self, kind: str, size: int, attempt: Callable[[Source], Sequence[str] | None]) -> tuple[str, ...]:
         """The names that an attempt finds, which one process of a node makes. Raises Unsupported, as the attempt."""
@@ -117,11 +158,6 @@ class FolderModule(str):
         if problem:
             raise Unsupported(problem)
         return tuple(names)
-
-    def parameter_names(self, value_head: bool) -> list[str]:
-        """The names of a role's parameters, a tied one once."""
-        tensors = self._tensors(value_head)[1].items()
-        return [name.removeprefix(PREFIX) for name, each in tensors if isinstance(each, torch.nn.Parameter)]
 
     def checkpoint_shapes(self, role: str, value_head: bool) -> dict[str, tuple[int, ...]]:
         """The global shapes by key that a checkpoint of a role must have."""
@@ -146,14 +182,6 @@ class FolderModule(str):
                 found.append(Weight(name, tuple(shape) or (1,), element, is_routed=is_routed, layers=(*of_layers,)))
         return found
 
-    def used_experts(self) -> float:
-        """The share of its experts' weights that a token uses; 1 if the module has none."""
-        return next((topk / experts for experts, topk in self.reach().experts.values()), 1.0)
-
-    def mean_cache(self, ranks: int) -> tuple[int, int]:
-        """As of `attention.mean_cache`."""
-        return mean_cache(self.reach().slots, ranks)
-
     @_once
     def _tensors(self, value_head: bool) -> tuple[PreTrainedModel, dict[str, Tensor]]:
         """The module, and a role's parameters and persistent buffers by name, each once. Nobody changes either."""
@@ -161,6 +189,5 @@ class FolderModule(str):
         module = found.module(torch.float32) if value_head else self.reach().module
         if value_head:
             module.set_output_embeddings(torch.nn.Identity())
-        once = {id(each): (name, each) for name, each in reversed(module.state_dict(keep_vars=True).items())}
         head = {HEAD: torch.nn.Parameter(torch.empty(1, found.text.hidden_size, device="meta"))} if value_head else {}
-        return module, {f"{PREFIX}{name}": each for name, each in reversed(once.values())} | head
+        return module, {f"{PREFIX}{name}": each for name, each in source.own_tensors(module).items()} | head

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from megarl.mcore.any_model import attention, rows, source
-from megarl.mcore.any_model.attention import CachePass, FirstPass, Scores, Slot, Unsupported
+from megarl.mcore.any_model.attention import CachePass, FirstPass, Slot, Unsupported
 from megarl.mcore.any_model.rows import SIZES, TOLERANCE, ModuleNorm, agree, floats_of, norm_of, prepacked_product
 from megarl.mcore.attention.native_attention import NativeDecodes
 from megarl.mcore.attention.rotary_embeddings import rotated_heads
@@ -83,7 +83,7 @@ class Attention:
         """The linear layers are in the order q, k, v, output, the norms in the order q, k, if there are any."""
         self.part, self._own, self.norms, self.rotates = part, part.forward, norms, rotates
         self.merged, self.output = Merged(linears[:3], self.slot.groups), linears[3]
-        self.scores: Scores | None = None  # what the part says of its scores
+        self.scores: Any = None  # `Scores` that the part asks for
 
     @property
     def slot(self) -> Slot:
@@ -111,8 +111,8 @@ class Attention:
         if self.rotates:
             query, key = rotated_heads(query, key, *(x.unsqueeze(1) for x in rotation(position_embeddings)))
         query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-        scale, window, *_ = self.scores or (None, None)
-        out, _ = attention.attention(self.part, query, key, value, attention_mask, scaling=scale, sliding_window=window)
+        given = {"scaling": self.scores.scale, "sliding_window": self.scores.window}
+        out, _ = attention.attention(self.part, query, key, value, attention_mask, **given)
         return self.output(out.reshape(1, tokens, -1)), None
 
 
@@ -138,16 +138,10 @@ class Layer:
         self.following: list[Layer] = []  # layers that the same operator computes after it
         self._norms = [self.first, self.second, *(vars(norm)["fused"] for norm in self.attention.norms)]
 
-    @property
-    def scale(self) -> float:
-        """Of its scores."""
-        scale = self.attention.scores.scale
-        return self.attention.slot.key_channels**-0.5 if scale is None else scale
-
     def kind(self) -> tuple:
         """What layers that one operator computes have in common."""
         shape = self.attention.slot._replace(number=0), self.mlp.down.in_features, self.attention.rotates
-        return *shape, self.scale, self.multiplier, self.first.eps, len(self._norms)
+        return *shape, self.attention.scores.scale, self.multiplier, self.first.eps, len(self._norms)
 
     def has_operator(self) -> bool:
         """Whether the operator computes such a layer."""
@@ -182,8 +176,10 @@ class Layer:
             each.computed.update(self.following)
         caches = [each.plan.caches[layer.attention.slot.number] for layer in layers]
         keys = each.plan.slot_mapping, decodes.pages, decodes.keys, decodes.starts
-        options = slot.heads, self.mlp.down.in_features, self.first.eps, self.scale, decodes.window, self.multiplier
-        native.ops.decode_layers(out[0, : each.tokens], weights, caches, cosines, sines, *keys + options)
+        options = slot.heads, self.mlp.down.in_features, self.first.eps, self.attention.scores.scale, decodes.window
+        native.ops.decode_layers(
+            out[0, : each.tokens], weights, caches, cosines, sines, *keys, *options, self.multiplier
+        )
         return out
 
     def _weights(self) -> list[Tensor]:
@@ -192,11 +188,11 @@ class Layer:
         made_for, weights = self._made
         if (packed := prepacked(attend)) is None or packed is made_for:
             return [] if packed is None else weights
-        linears = [self.attention.output, self.mlp.down]
-        one, other = (prepacked(each.weight) if _is_bare(each) else None for each in linears)
-        both = prepacked(wide)
-        if one is None or both is None or other is None:
+        bare = (each.weight for each in (self.attention.output, self.mlp.down) if _is_bare(each))
+        rest = [prepacked(each) for each in (wide, *bare)]
+        if len(rest) < 3 or any(each is None for each in rest):
             return []
+        both, one, other = rest
         query, key = [norm.weight().detach() for norm in self._norms[2:]] or (empty, empty)
         bias, (first, second) = attend.bias(), (norm.weight().detach() for norm in self._norms[:2])
         self._made = packed, [first, packed, empty if bias is None else bias, query, key, one, second, both, other]
@@ -224,84 +220,76 @@ def products(module: nn.Module) -> tuple[list[Tensor], Iterator[tuple[Any, Tenso
 # -- recognition -------------------------------------------------------------------------------------------------------
 
 
+Call = tuple[Tensor, dict[str, Any], Any]  # hidden states that a part is given, further arguments, what it returns
+
+
 def fuse(module: PreTrainedModel):
     """Makes the parts of a module that the kernels compute call them. Its parameters may be on the meta device."""
     if not native.is_used() or module.dtype is not torch.float32:
         return
     with contextlib.suppress(Unsupported), torch.no_grad():
-        calls, outputs = _calls(module)
+        calls = _calls(module)
         for candidates in (_norms, _attentions, _mlps, _layers):
             for part, call in calls.items():
                 if "fused" not in vars(part) and not any(True for _ in part.buffers()):
                     _take(part, candidates(part), call)
-        _join(calls, outputs)
+        _join(calls)
 
 
-def _calls(module: PreTrainedModel) -> tuple[dict[nn.Module, tuple[Tensor, list, dict]], dict[nn.Module, Any]]:
-    """Of each part that one pass calls once, with hidden states: these, names for them, further arguments; and what
-    each part returns."""
-    found: dict[nn.Module, list] = {}
-    outputs: dict[nn.Module, Any] = {}
+def _calls(module: PreTrainedModel) -> dict[nn.Module, Call]:
+    """What each part that one pass calls once, with hidden states, is given and returns."""
+    found: dict[nn.Module, list] = {part: [] for part in module.modules()}
 
-    def note(part, args, kwargs):
-        name = [] if args else ["hidden_states"]
-        hidden = args[0] if args else kwargs.get("hidden_states")
-        rest = {key: value for key, value in kwargs.items() if key not in name}
-        is_plain = all(isinstance(x, PLAIN) for x in tree_leaves(list(rest.values())))
-        if len(args) < 2 and is_plain and torch.is_tensor(hidden) and hidden.is_floating_point():
-            found.setdefault(part, []).append((hidden, name, rest))
+    def note(part, args, kwargs, out):
+        hidden, *more = *args, *(kwargs.pop(name) for name in ("hidden_states",) if name in kwargs), None
+        is_plain = len(more) == 1 and all(isinstance(x, PLAIN) for x in tree_leaves(list(kwargs.values())))
+        if is_plain and torch.is_tensor(hidden) and hidden.is_floating_point():
+            found[part].append((hidden, kwargs, out))
 
-    hooks = [part.register_forward_pre_hook(note, with_kwargs=True) for part in module.modules()]
-    hooks += [part.register_forward_hook(lambda part, _, out: outputs.update({part: out})) for part in module.modules()]
+    hooks = [part.register_forward_hook(note, with_kwargs=True) for part in found]
     try:
         longest = getattr(module.config.get_text_config(), "max_position_embeddings", None) or source.PROBED
-        source.find_slots(module, [0, 1, longest // 2, longest - 1])
+        source.find_slots(module, torch.tensor([0, 1, longest // 2, longest - 1]))
     finally:
         for hook in hooks:
             hook.remove()
-    return {part: calls[0] for part, calls in found.items() if len(calls) == 1}, outputs
+    return {part: calls[0] for part, calls in found.items() if len(calls) == 1}
 
 
-def _join(calls: dict[nn.Module, tuple[Tensor, list, dict]], outputs: dict[nn.Module, Any]):
+def _join(calls: dict[nn.Module, Call]):
     """Lets the first of alike layers, each of which reads what the one before it returns, compute them all."""
-    layers = [part for part in calls if isinstance(vars(part).get("fused"), Layer)]
-    first = layers[:1]
-    for before, part in itertools.pairwise(layers):
-        (hidden, _, rest), one, other = calls[part], vars(before)["fused"], vars(part)["fused"]
-        arguments, others = (list(map(id, tree_leaves(each))) for each in (calls[before][2], rest))
-        if hidden is outputs[before] and arguments == others and one.kind() == other.kind():
-            vars(first[0])["fused"].following.append(other)
+    layers = [(fused, call) for part, call in calls.items() if isinstance(fused := vars(part).get("fused"), Layer)]
+    first = [each for each, _ in layers[:1]]
+    for (one, (_, given, out)), (other, (hidden, rest, _)) in itertools.pairwise(layers):
+        arguments, others = (list(map(id, tree_leaves(each))) for each in (given, rest))
+        if hidden is out and arguments == others and one.kind() == other.kind():
+            first[0].following.append(other)
         else:
-            first = [part]
+            first = [other]
 
 
-def _take(part: nn.Module, candidates: Iterator, call: tuple[Tensor, list, dict]):
+def _take(part: nn.Module, candidates: Iterator, call: Call):
     """Replaces a part's forward pass by the first candidate that computes the same in such a call."""
-    (hidden, name, others), generator = call, torch.Generator().manual_seed(0)
+    (hidden, others, _), generator = call, torch.Generator().manual_seed(0)
     inputs = [size * torch.randn(hidden.shape, generator=generator) for size in SIZES]
 
     def outcome(function, x: Tensor):
         probe = FirstPass()
         with attention.running(probe), rows.installed():
-            out = function(**dict.fromkeys(name, x), **others) if name else function(x, **others)
+            out = function(x, **others)
         *given, scores = probe.given or (None,)
         return [*tree_leaves(out), *given], scores
 
     for each in candidates:
         with source.values_in(part, source.spread_values), contextlib.suppress(Exception):  # whatever a part raises
-            wanted, each.scores = zip(*(outcome(part.forward, x) for x in inputs), strict=True)
-            each.scores = each.scores[0]
+            wanted, (each.scores, *_) = zip(*(outcome(part.forward, x) for x in inputs), strict=True)
             found = [outcome(getattr(each, "plain", each), x)[0] for x in inputs]
             limit = 0 if isinstance(each, Layer) else TOLERANCE
-            if all(_agree(one, other, limit) for one, other in zip(found, wanted, strict=True)):
+            pairs = [pair for both in zip(found, wanted, strict=True) for pair in zip(*both, strict=True)]
+            is_alike = all((one is None) == (other is None) for one, other in pairs)
+            if is_alike and all(agree(*pair, limit) for pair in pairs if torch.is_tensor(pair[1])):
                 part.fused = part.forward = each
                 return
-
-
-def _agree(found: list, wanted: list, limit: float) -> bool:
-    pairs = [(one, other) for one, other in zip(found, wanted, strict=True) if torch.is_tensor(other)]
-    is_alike = [one is not None for one in found] == [other is not None for other in wanted]
-    return is_alike and all(agree(one, other, limit) for one, other in pairs)
 
 
 def _children(part: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:

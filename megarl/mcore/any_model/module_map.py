@@ -31,7 +31,7 @@ from megarl.mcore.model.weight_table import HEAD
 from megarl.mcore.parallel.fsdp import whole
 from megarl.mcore.weights.hf.family import Family
 from megarl.mcore.weights.hf.folder import READABLE, FolderReader, HFFolder
-from megarl.mcore.weights.hf.hf_model import CLASSIFIER, command_line
+from megarl.mcore.weights.hf.hf_model import CLASSIFIER
 from megarl.mcore.weights.reshard_plan import LocalWeights
 
 SCORE = "score.weight"  # a classifier's head in a folder
@@ -55,10 +55,6 @@ class AnyModel(NamedTuple):
         """The folder whose module of transformers computes the model."""
         return FolderModule(self.folder.path)
 
-    def tokens(self) -> list[str]:
-        """The flags as a command line."""
-        return command_line(self.flags)
-
     def other(self, path: str, flag: str, longest: int) -> "AnyModel":
         """As of `HFModel`: a folder with the same model, and other weights."""
         found = read_model(path, flag, longest)
@@ -71,9 +67,6 @@ class AnyModel(NamedTuple):
         """UsageError for a folder without weights, whose tensors have no names that an export could take."""
         if not self.folder.has_weights:
             raise self.folder.error("has no weights, whose names an export takes")
-
-    def check_adapters(self, flag: str):
-        """Passes: adapters name the module's own linear layers."""
 
     def weight_map(self, args, value_head: bool) -> "ModuleMap":
         """The tensors of a role's weights. Arguments as of `WeightMap`."""
@@ -137,38 +130,34 @@ class Conversions:
         self.weights = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         self.tied: dict[str, str] = dict(module.all_tied_weights_keys)  # weight -> the one that it is
         self.groups: list[Group] = []
-        found, used = self._matched(tensors)
-        module._weight_conversions = used
-        for first, (conversion, sources) in found.items():
+        for first, (conversion, sources) in self._matched(tensors).items():
             group = Group(first, sources, conversion, {})
             made = group.made(lambda name: torch.empty(tensors[name], device="meta"), module)
             shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
             self.groups.append(group._replace(weights=shapes))
-        self.unknown = sorted(tensors.keys() - {name for group in self.groups for name in group.sources})
+        unknown = tensors.keys() - {name for group in self.groups for name in group.sources}
         given = {name for group in self.groups for name in group.weights}
-        given |= {weight for weight, source in self.tied.items() if source in given}
-        given |= {source for weight, source in self.tied.items() if weight in given}
+        given |= {name for pair in self.tied.items() if given.intersection(pair) for name in pair}
         self.missing = sorted(self.weights.keys() - given - self._ignored(dict(module.named_buffers()), "missing"))
-        self.unused = self._ignored(self.unknown, "unexpected")  # tensors that transformers does not read
-        self.unknown = sorted(set(self.unknown) - self.unused)
+        self.unused = self._ignored(unknown, "unexpected")  # tensors that transformers does not read
+        self.unknown = sorted(unknown - self.unused)
 
-    def _matched(self, names: Iterable[str]):
-        """First weight -> (conversion, sources), and the conversions that a name of the folder used."""
+    def _matched(self, names: Iterable[str]) -> dict[str, tuple[WeightConverter | WeightRenaming, dict[str, str]]]:
+        """First weight -> (conversion, sources). The module gets the conversions that a name of the folder used."""
         module, mapping = self.module, get_model_conversion_mapping(self.module)
         renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
         converters = [each for each in mapping if isinstance(each, WeightConverter)]
         by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-        prefix, state = module.base_model_prefix, module.state_dict()
-        found: dict[str, tuple] = {}
+        prefix, found = module.base_model_prefix, dict[str, tuple[WeightConverter | WeightRenaming, dict[str, str]]]()
         for name in sorted(names, key=dot_natural_key):
-            weight, pattern = rename_source_key(name, renamings, converters, prefix, state)
-            if weight not in state and name in state:
-                weight, pattern = rename_source_key(name, [], [], prefix, state)
-            if weight not in state:
-                continue
-            conversion = WeightRenaming(name, weight) if pattern is None else by_pattern[pattern]
-            found.setdefault(weight, (conversion, {}))[1][name] = pattern or name
-        return found, [each for each in mapping if each.was_used()]
+            weight, pattern = rename_source_key(name, renamings, converters, prefix, self.weights)
+            if weight not in self.weights and name in self.weights:
+                weight, pattern = rename_source_key(name, [], [], prefix, self.weights)
+            if weight in self.weights:
+                conversion = WeightRenaming(name, weight) if pattern is None else by_pattern[pattern]
+                found.setdefault(weight, (conversion, {}))[1][name] = pattern or name
+        vars(module)["_weight_conversions"] = [each for each in mapping if each.was_used()]
+        return found
 
     def _ignored(self, names: Collection[str], kind: str) -> set[str]:
         """Names that transformers' class says may be missing in, or unexpected of, a folder."""
@@ -205,6 +194,8 @@ class Conversions:
 
 class ModuleMap:
     """The tensors of a folder that a role's module is made of."""
+
+    keeps_prediction = True  # no tensor is one of multi-token prediction that could be left out
 
     def __init__(self, model: AnyModel, args, value_head: bool):
         """`value_head`: the role has a scalar head instead of the vocabulary's. UsageError if only the folder has."""
@@ -276,10 +267,6 @@ class ModuleMap:
     def keeps(self, name: str) -> bool:
         """Whether an export has a tensor of the folder that the model does not use."""
         return name in self._conversions.unused
-
-    def is_prediction(self, name: str) -> bool:
-        """No tensor is one of multi-token prediction that could be left out."""
-        return False
 
     def is_vocabulary(self, key: str) -> bool:
         """No weight has rows that pad the vocabulary."""

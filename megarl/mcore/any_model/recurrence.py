@@ -22,7 +22,7 @@ from megarl.mcore.any_model import attention
 from megarl.mcore.any_model.attention import Unsupported
 from megarl.mcore.kernels import native
 from megarl.mcore.kernels.batch_invariance import VECTOR
-from megarl.mcore.recurrence import delta_rule, state_space, trained
+from megarl.mcore.recurrence import apply_rule, delta_rule, has_kernels, state_space
 from megarl.mcore.recurrence.delta_rule import HeadSizes
 from megarl.mcore.recurrence.runs import Runs, States, convolved, normed
 from megarl.mcore.recurrence.state_space import SpaceSizes
@@ -33,135 +33,104 @@ SILU = "silu", "swish"
 OTHERS = "cu_seqlens", "initial_state", "initial_states", "output_final_state", "return_final_states", "seq_idx", "z"
 
 
-def has_kernels(x: Tensor) -> bool:
-    """Whether compiled kernels compute with a tensor."""
-    return x.is_cpu and native.is_built()
+class Channels(NamedTuple):
+    """Sizes of a convolution, which has no memories."""
 
-
-def _apply(rule: "Rule", runs: Runs, states: Tensor | None = None) -> Tensor:
-    """[T, …]: what each row reads; the runs change `states` [S, …] in place. None: the runs name states of their own,
-    and there are gradients."""
-    if not has_kernels(rule.x):
-        return rule.by_chunks(runs, states)
-    if states is not None:
-        return rule.by_token(runs, states)
-    names = [name for name in rule._fields if torch.is_tensor(getattr(rule, name))]
-    replaced: Any = rule._replace
-
-    def forward(*fields: Tensor) -> tuple[Tensor, Tensor]:
-        states = rule.x.new_empty(runs.states, *rule.state_shape)
-        return replaced(**dict(zip(names, fields, strict=True))).by_token(runs, states), states
-
-    def backward(grad: Tensor, states: Tensor, *fields: Tensor) -> list[Tensor]:
-        found = replaced(**dict(zip(names, fields, strict=True))).gradients(grad, runs, states)
-        return [found[name] for name in names]
-
-    return trained(forward, backward, *(getattr(rule, name) for name in names))
-
-
-def _at(rule: "Rule", numbers: Tensor) -> "Rule":
-    """The same of some of the rows."""
-    return rule.of_rows(lambda x: x[numbers])
+    channels: int
+    activates: bool  # by a SiLU
+    heads = keys = values = 0
 
 
 class Convolution(NamedTuple):
-    """A causal convolution of each channel; fp32. Its state: the last inputs."""
+    """A causal convolution of each channel, as `apply_rule` takes it; fp32. Its state: the last inputs."""
 
     x: Tensor  # [T, C]
     weight: Tensor  # [C, taps]
-    bias: Tensor | None  # [C]
-    activates: bool  # by a SiLU
+    bias: Tensor  # [C]
 
-    apply = _apply
+    one_token = None
 
-    @property
-    def state_shape(self) -> tuple[int, ...]:
-        return self.weight.shape[1] - 1, self.x.shape[1]
-
-    @property
-    def read_shape(self) -> tuple[int, ...]:
-        """Of what each row reads."""
-        return (self.x.shape[1],)
-
-    def of_rows(self, change: Callable[[Tensor], Tensor]) -> "Convolution":
-        """The same of changed rows."""
-        return self._replace(x=change(self.x))
-
-    at = _at
-
-    def by_token(self, runs: Runs, states: Tensor) -> Tensor:
-        """[T, C] by compiled kernels; the runs change `states` [S, taps − 1, C] in place."""
+    def by_token(self, sizes: Channels, runs: Runs, states: States) -> Tensor:
+        """[T, C] by compiled kernels."""
         weight = self.weight.t().contiguous()
-        return native.ops.causal_convolution(self.x, weight, self.bias, runs.table, states, self.activates)
+        return native.ops.causal_convolution(self.x, weight, self.bias, runs.table, states.inputs, sizes.activates)
 
-    def by_chunks(self, runs: Runs, states: Tensor | None = None) -> Tensor:
+    def by_chunks(self, sizes: Channels, runs: Runs, states: States | None = None) -> Tensor:
         """As `by_token` up to rounding, by PyTorch's operations, which have gradients without `states`."""
-        runs = runs if runs.taps == self.weight.shape[1] else dataclasses.replace(runs, taps=self.weight.shape[1])
-        held = None if states is None else States(states, states)
-        return convolved(self.x, self.weight.unsqueeze(1), self.bias, runs, held, self.activates)
+        return convolved(self.x, self.weight.unsqueeze(1), self.bias, runs, states, sizes.activates)
 
-    def gradients(self, grad: Tensor, runs: Runs, states: Tensor) -> dict[str, Tensor]:
-        """By name of a field, from the gradient of what `by_token` returned and the states that it left."""
-        pairs = zip(self._fields, self, strict=True)
-        fields = {name: x.detach().requires_grad_() for name, x in pairs if torch.is_tensor(x)}
-        with torch.enable_grad():
-            read = self._replace(**fields).by_chunks(runs)  # type: ignore[arg-type]  # names of tensors alone
-        return dict(zip(fields, torch.autograd.grad(read, list(fields.values()), grad), strict=True))
+    def token_gradients(self, grad: Tensor, sizes: Channels, runs: Runs, _):
+        """Results with gradients, and theirs, from the gradient of what rows read."""
+        return self.by_chunks(sizes, runs), grad
 
 
 class HeadStates(NamedTuple):
-    """Heads with a state [K, V] each, by the rule of the type of `sizes`; fp32."""
+    """Heads with a state [K, V] each, by the rule of the type of `sizes`, as `apply_rule` takes them; fp32."""
 
     x: Tensor  # [T, C] after the convolution, as `state_space` and `delta_rule` lay out channels
     scales: Tensor  # [T, H] steps, or strengths
     decays: Tensor  # [T, H]; their logarithms where PyTorch's operations compute
-    sizes: Any  # `SpaceSizes` or `HeadSizes`
 
-    apply = _apply
+    one_token = None
+
+    def by_token(self, sizes: SpaceSizes | HeadSizes, runs: Runs, states: States) -> Tensor:
+        """[T, H, V] by compiled kernels."""
+        if isinstance(sizes, HeadSizes):
+            rule, numbers = native.ops.delta_rule, (self.decays, self.scales)
+        else:
+            rule, numbers = native.ops.state_space, (self.scales, self.decays, self.x.new_zeros(sizes.heads))
+        return rule(self.x, *numbers, sizes.groups, sizes.keys, runs.table, states.memories)
+
+    def by_chunks(self, sizes: SpaceSizes | HeadSizes, runs: Runs, states: States | None = None) -> Tensor:
+        """As of `Convolution`."""
+        if isinstance(sizes, HeadSizes):
+            return delta_rule.scan(normed(self.x, sizes.normed), self.decays, self.scales, sizes, runs, states)
+        return state_space.scan(self.x, self.scales, self.decays, sizes, runs, states)
+
+    def token_gradients(self, grad: Tensor, sizes: SpaceSizes | HeadSizes, runs: Runs, memories: Tensor):
+        """As of `Convolution`; the memories are those of the pass."""
+        fields, backward = (self.x, self.scales, self.decays), native.ops.state_space_backward
+        if isinstance(sizes, HeadSizes):
+            fields, backward = (self.x, self.decays, self.scales), native.ops.delta_rule_backward
+        with torch.no_grad():
+            found = backward(grad.contiguous(), *fields, sizes.groups, sizes.keys, runs.table, memories)
+        return fields, found
+
+
+class Recurrence(NamedTuple):
+    """What a pass computes at one place: its rows, and how."""
+
+    inputs: Convolution | HeadStates
+    sizes: Any  # `Channels`, `SpaceSizes` or `HeadSizes`
 
     @property
     def state_shape(self) -> tuple[int, ...]:
+        """Of a sequence's state."""
+        if isinstance(self.inputs, Convolution):
+            return self.inputs.weight.shape[1] - 1, self.sizes.channels
         return self.sizes.heads, self.sizes.keys, self.sizes.values
 
     @property
     def read_shape(self) -> tuple[int, ...]:
-        """As of `Convolution`."""
-        return self.sizes.heads, self.sizes.values
+        """Of what each row reads."""
+        return self.state_shape[1:] if isinstance(self.inputs, Convolution) else self.state_shape[::2]
 
-    def of_rows(self, change: Callable[[Tensor], Tensor]) -> "HeadStates":
-        """As of `Convolution`."""
-        return self._replace(x=change(self.x), scales=change(self.scales), decays=change(self.decays))
+    def of_rows(self, change: Callable[[Tensor], Tensor]) -> "Recurrence":
+        """The same of changed rows."""
+        rows, names = self.inputs, ("x",) if isinstance(self.inputs, Convolution) else HeadStates._fields
+        return self._replace(inputs=rows._replace(**{name: change(getattr(rows, name)) for name in names}))
 
-    at = _at
+    def at(self, numbers: Tensor) -> "Recurrence":
+        """The same of some of the rows."""
+        return self.of_rows(lambda x: x[numbers])
 
-    def by_token(self, runs: Runs, states: Tensor) -> Tensor:
-        """[T, H, V] by compiled kernels; the runs change `states` [S, H, K, V] in place."""
-        groups, keys, table = self.sizes.groups, self.sizes.keys, runs.table
-        if isinstance(self.sizes, HeadSizes):
-            return native.ops.delta_rule(self.x, self.decays, self.scales, groups, keys, table, states)
-        no_skips = self.x.new_zeros(self.sizes.heads)
-        return native.ops.state_space(self.x, self.scales, self.decays, no_skips, groups, keys, table, states)
-
-    def by_chunks(self, runs: Runs, states: Tensor | None = None) -> Tensor:
-        """As of `Convolution`."""
-        held = None if states is None else States(states, states)
-        if isinstance(self.sizes, HeadSizes):
-            return delta_rule.scan(normed(self.x, self.sizes.normed), self.decays, self.scales, self.sizes, runs, held)
-        return state_space.scan(self.x, self.scales, self.decays, self.sizes, runs, held)
-
-    def gradients(self, grad: Tensor, runs: Runs, states: Tensor) -> dict[str, Tensor]:
-        """As of `Convolution`."""
-        if isinstance(self.sizes, HeadSizes):
-            names, backward = ("x", "decays", "scales"), native.ops.delta_rule_backward
-            numbers = self.decays, self.scales
-        else:
-            names, backward = ("x", "scales", "decays"), native.ops.state_space_backward
-            numbers = self.scales, self.decays
-        found = backward(grad.contiguous(), self.x, *numbers, self.sizes.groups, self.sizes.keys, runs.table, states)
-        return dict(zip(names, found, strict=True))
-
-
-Rule = Convolution | HeadStates
+    def apply(self, runs: Runs, states: Tensor | None = None) -> Tensor:
+        """[T, …]: what each row reads; the runs change `states` [S, …] in place. None: the runs name states of their
+        own, and there are gradients."""
+        taps = self.state_shape[0] + 1
+        if isinstance(self.inputs, Convolution) and runs.taps != taps:
+            runs = dataclasses.replace(runs, taps=taps)
+        return apply_rule(self.inputs, self.sizes, runs, None if states is None else States(states, states))
 
 
 # -- functions of modeling files ---------------------------------------------------------------------------------------
@@ -174,7 +143,9 @@ def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **others
         raise Unsupported(f"a convolution reads {weight.shape[1]} tokens, more than {MAX_TAPS}")
     tokens, activates = hidden_states.squeeze(0).t()[: attention.current().tokens].float(), activation in SILU
     tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
-    rule = Convolution(tokens, weight.float(), None if bias is None else bias.float(), activates)
+    weight = weight.float()
+    inputs = Convolution(tokens, weight, weight.new_zeros(len(weight)) if bias is None else bias.float())
+    rule = Recurrence(inputs, Channels(len(weight), activates))
     read = _read(rule, hidden_states.shape[2]).t().unsqueeze(0)
     read = read if activates or activation is None else ACT2FN[activation](read)
     return read.to(hidden_states.dtype)
@@ -239,11 +210,11 @@ def _read_heads(wide: Tensor, scales: Tensor, log_decays: Tensor, sizes: SpaceSi
     """wide [1, R, C], scales and logarithms of decays [R, H] -> [1, R, H, values]. Exponents are of all rows: those of
     whole vectors have the same bits at any place."""
     tokens, decays = attention.current().tokens, log_decays.exp() if has_kernels(wide) else log_decays
-    rule = HeadStates(*(x[:tokens].contiguous() for x in (wide.squeeze(0), scales, decays)), sizes)
-    return _read(rule, wide.shape[1])[..., :values].unsqueeze(0)
+    inputs = HeadStates(*(x[:tokens].contiguous() for x in (wide.squeeze(0), scales, decays)))
+    return _read(Recurrence(inputs, sizes), wide.shape[1])[..., :values].unsqueeze(0)
 
 
-def _read(rule: Rule, rows: int) -> Tensor:
+def _read(rule: Recurrence, rows: int) -> Tensor:
     """[R, …]: what the pass's tokens read, and zeros."""
     read = attention.current().recur(rule)
     return functional.pad(read, (0, 0) * (read.dim() - 1) + (0, rows - len(read)))

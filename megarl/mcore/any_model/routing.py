@@ -7,6 +7,7 @@ experts shows that it does.
 """
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -25,46 +26,42 @@ class ModuleRouter:
     """The router of one layer, as `moe.router.Router` is to those that record and replay its routes."""
 
     to_recompute = ()  # a pass has its routes, in recomputation, too
+    experts = topk = 0
+    is_planting = False
 
     def __init__(self, layer_number: int, block: nn.Module):
         """`block`: holds the router and the experts."""
-        self.layer_number, self.experts, self.topk = layer_number, 0, 0
-        self.router_replay = RouteRecorder("")
+        self.layer_number, self.router_replay = layer_number, RouteRecorder("")
         self.router_replay.layer_number = layer_number
         self._place: int | None = None  # of the choice among the block's calls of `topk`
         self._seen: list[Tensor] = []  # indices of these calls, until the place is known
         self._planted: Tensor | None = None
-        self.is_planting, self._calls = False, 0
         block.forward = functools.partial(self._forward, block.forward)
 
     def _forward(self, forward, *args, **kwargs):
-        def choose(input, k, dim=-1, largest=True, sorted=True):  # of torch, and a method of tensors
-            return self._topk(input, k, dim, largest, sorted)
+        calls = itertools.count()
 
-        self._calls = 0
+        def choose(input, k, dim=-1, largest=True, sorted=True):  # of torch, and a method of tensors
+            if next(calls) == self._place:
+                return self._chosen(input, k)
+            found = _topk(input, k, dim, largest, sorted)
+            if self._place is None:
+                self._seen.append(found.indices)
+            return found
+
         with rows.replaced([(torch, "topk", choose), (Tensor, "topk", choose)]):
             return forward(*args, **kwargs)
-
-    def _topk(self, input: Tensor, k: int, dim: int, largest: bool, sorted: bool):
-        self._calls += 1
-        if self._calls - 1 == self._place:
-            return self._chosen(input, k)
-        found = _topk(input, k, dim, largest, sorted)
-        if self._place is None:
-            self._seen.append(found.indices)
-        return found
 
     def _chosen(self, input: Tensor, k: int):
         """The router's choice, of the last axis, as `torch.topk` returns it."""
         each, scores, recorder = attention.current(), input.reshape(-1, input.shape[-1]), self.router_replay
-        layout, self.experts, self.topk = getattr(each, "layout", None), scores.shape[1], k
-        routing: Any = self if self.is_planting else getattr(layout, "routing", None)
+        self.experts, self.topk = scores.shape[1], k
+        routing: Any = self if self.is_planting else getattr(getattr(each, "layout", None), "routing", None)
         recorder.routing = routing
-        values, experts = recorder.get_replay_topk(scores[: each.tokens], k, default_compute_topk=_of_rows)
+        own = recorder.get_replay_topk(scores[: each.tokens], k, default_compute_topk=_of_rows)
         others = _of_rows(scores[each.tokens :], k)  # rows that fill up vectors
-        shape = *input.shape[:-1], k
-        both = torch.cat([values, others[0]]).view(shape), torch.cat([experts, others[1]]).view(shape)
-        return torch.return_types.topk(both)
+        values, experts = (torch.cat(pair).view(*input.shape[:-1], k) for pair in zip(own, others, strict=True))
+        return torch.return_types.topk((values, experts))
 
     def choose(self, _: int, live: Tensor) -> Tensor:
         """As of `Routing`: plants other experts than the live ones."""
@@ -110,10 +107,8 @@ def install(module: PreTrainedModel, place: torch.device | str = "cpu") -> list[
         if hasattr(each, "_is_expert_parallel")  # of transformers' interface
     ]
     routers = [ModuleRouter(number, block) for number, block, _ in blocks]
-    hooks = [
-        each.register_forward_pre_hook(router.take, with_kwargs=True)
-        for router, (_, _, each) in zip(routers, blocks, strict=True)
-    ]
+    pairs = zip(routers, (each for *_, each in blocks), strict=True)
+    hooks = [each.register_forward_pre_hook(router.take, with_kwargs=True) for router, each in pairs]
     try:
         for is_planting in (False, True) if routers else ():
             for router in routers:

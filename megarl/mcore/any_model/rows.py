@@ -21,8 +21,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from megarl.mcore import device
 from megarl.mcore.kernels import native
-from megarl.mcore.kernels.batch_invariance import VECTOR, is_exact
-from megarl.mcore.kernels.linear import Product, at_least_rows, exact_product, linear, matmul, prepacked
+from megarl.mcore.kernels.batch_invariance import VECTOR
+from megarl.mcore.kernels.linear import Product, at_least_rows, linear, matmul, prepacked
 from megarl.mcore.kernels.norm import rms_norm
 
 NAME = "megarl"
@@ -71,11 +71,6 @@ def no_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def no_matmul(x: Tensor, y: Tensor) -> Tensor:
     """As `no_product`, of `torch.matmul`."""
     return _matmul(x, y) if y.dim() < 2 else _matmul(x[..., :1], y[..., :1, :])
-
-
-def product_of(config) -> Callable:
-    """The `product` of a model with Megatron's config."""
-    return functools.partial(product, multiply=exact_product()) if is_exact(config) else product
 
 
 @contextlib.contextmanager
@@ -211,14 +206,10 @@ def experts(self, hidden: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
 
 
 def is_grouped(module: nn.Module) -> bool:
-    """Whether grouped products compute a module's experts: on CUDA, in bf16, of sizes that are multiples of 8."""
+    """Whether grouped products compute a module's experts: on CUDA, in bf16, of sizes that are multiples of 8. Of other
+    experts the host must know how many rows each has."""
     weights = [weight for name, weight in module.named_parameters(recurse=False) if name.endswith("_proj")]
     return all(w.is_cuda and w.dtype is torch.bfloat16 and not (w.shape[1] % 8 or w.shape[2] % 8) for w in weights)
-
-
-def reads_host(module: nn.Module) -> bool:
-    """Whether a module has experts of which the host must know how many rows each has."""
-    return any(hasattr(each, "is_transposed") and not is_grouped(each) for each in module.modules())
 
 
 def _grouped(self, x: Tensor, numbers: Tensor) -> Tensor:
@@ -238,22 +229,22 @@ def _grouped(self, x: Tensor, numbers: Tensor) -> Tensor:
 
 def _one_by_one(self, x: Tensor, numbers: Tensor) -> Tensor:
     """As `_grouped`, expert by expert."""
+
+    def one(x: Tensor, expert: int) -> Tensor:
+        def with_expert(x: Tensor, weight: str, bias: str) -> Tensor:
+            matrix = getattr(self, weight)[expert]
+            added = getattr(self, bias)[expert] if self.has_bias else None
+            return functional.linear(x, matrix.t().contiguous() if self.is_transposed else matrix, added)
+
+        return _expert(self, x, with_expert)
+
     counts = numbers.bincount(minlength=self.num_experts).tolist()
     outputs = [
-        at_least_rows(_one_expert, rows, self, expert) if expert < self.num_experts else torch.zeros_like(rows)
+        at_least_rows(one, rows, expert) if expert < self.num_experts else torch.zeros_like(rows)
         for expert, rows in enumerate(x.split(counts))
         if len(rows)
     ]
     return torch.cat(outputs)
-
-
-def _one_expert(x: Tensor, self, expert: int) -> Tensor:
-    def with_expert(x: Tensor, weight: str, bias: str) -> Tensor:
-        matrix = getattr(self, weight)[expert]
-        added = getattr(self, bias)[expert] if self.has_bias else None
-        return functional.linear(x, matrix.t().contiguous() if self.is_transposed else matrix, added)
-
-    return _expert(self, x, with_expert)
 
 
 def _expert(self, x: Tensor, multiply: Callable[[Tensor, str, str], Tensor]) -> Tensor:

@@ -1,4 +1,5 @@
-"""Whether a module of transformers computes under megarl what it computes alone: tried before work starts.
+"""Whether a module of transformers computes under megarl what it computes alone, and on several ranks what it does on
+one: tried before work starts.
 
 A gap of 0 between rollout and training does not show it: both would be wrong alike. The module is cut to the layers
 that show each kind, and gets weights of little memory. Its logits with transformers' own attention and experts are
@@ -8,21 +9,24 @@ CPU: the flags of a run are read before its devices are used.
 
 import copy
 import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
-from megarl.mcore.any_model import attention, fused, recurrence, source
+from megarl.mcore.any_model import attention, fused, recurrence, source, tensor_parallel
 from megarl.mcore.any_model.attention import Pass, Unsupported
 from megarl.mcore.any_model.chunk import HeadInputs, head_inputs
 from megarl.mcore.any_model.source import Source
+from megarl.mcore.any_model.tensor_parallel import Ranks, starred
 from megarl.mcore.attention.backends import eager
 from megarl.mcore.recurrence.runs import NONE, Runs
 
 TOKENS, FIRST = 40, 13  # of the sequence; of the first of two packed ones
+SPLIT_TOKENS = 12  # of a split module
 STEPS = [FIRST, TOKENS - FIRST - 3, 1, 1, 1]  # tokens of each step: a prefill in two parts, and a decode
 WINDOW = 8  # at most, so that the sequence is longer
 TOLERANCE = 1e-3  # of a logit, beside the largest
@@ -79,11 +83,13 @@ def logits(module: PreTrainedModel, inputs: HeadInputs, tokens: Tensor, lengths:
     Args:
         lengths: of packed sequences; None: one sequence, as two parts of a prefill and its last tokens one by one.
     """
-    sizes, held, found, functions = [len(tokens)] if lengths else STEPS, {}, [], recurrence.functions_of(module)
-    positions = torch.cat([torch.arange(length) for length in lengths or [len(tokens)]])
-    sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)) if lengths else None
+    sizes, own = [len(tokens)] if lengths else STEPS, torch.tensor(lengths or [len(tokens)])
+    positions = torch.cat([torch.arange(length) for length in own])
+    sequence, functions = torch.arange(len(own)).repeat_interleave(own), recurrence.functions_of(module)
+    held, found, end = {}, [], 0
     for each, at in zip(tokens.split(sizes), positions.split(sizes), strict=True):
-        with attention.running(HeldPass(len(each), functions=functions, held=held, sequence=sequence)):
+        end += len(each)
+        with attention.running(HeldPass(len(each), functions=functions, held=held, sequence=sequence[:end])):
             hidden = inputs(each[None], at[None])
         found.append(linear(*head_inputs(module.get_output_embeddings(), hidden)).float())
     whole, cap = torch.cat(found), inputs.softcap
@@ -94,20 +100,17 @@ def logits(module: PreTrainedModel, inputs: HeadInputs, tokens: Tensor, lengths:
 class HeldPass(Pass):
     """A step whose keys and values are held in plain tensors, or a pass over packed sequences."""
 
-    # Slot's number -> (keys [1, T, G, C], values) so far; number of a recurrence, as text -> its state
+    # Slot's number -> (keys [1, T, G, C], values) so far; number of a recurrence, as text -> its states
     held: dict = field(default_factory=dict)
-    sequence: Tensor | None = None  # [T] number of each token's sequence; None: all are of one
+    sequence: Tensor = torch.zeros(1, dtype=torch.int64)  # [T] number of each token's sequence, so far
 
     def attend_tokens(self, slot, query, key, value, scale, options):
-        before = self.held.get(slot.number)
-        if before is not None:
+        if (before := self.held.get(slot.number)) is not None:
             key, value = torch.cat([before[0], key]), torch.cat([before[1], value])
         self.held[slot.number] = key, value
         places = torch.arange(len(key))
         at = places[-len(query) :, None]
-        mask = places <= at
-        if self.sequence is not None:
-            mask &= self.sequence[:, None] == self.sequence
+        mask = (places <= at) & (self.sequence[at] == self.sequence)
         if slot.window is not None:
             mask &= at - places < slot.window
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
@@ -115,13 +118,109 @@ class HeldPass(Pass):
         return out[0].transpose(0, 1)
 
     def recur(self, rule):
-        name, count = str(self.next_state()), len(rule.x)
-        ends = [count] if self.sequence is None else self.sequence.bincount().cumsum(0).tolist()
-        before = NONE if self.sequence is not None or name not in self.held else 0
-        state = self.held.setdefault(name, rule.x.new_zeros(1, *rule.state_shape))
-        after = NONE if self.sequence is not None else 0
-        table = [(first, end - first, before, after) for first, end in zip([0, *ends], ends, strict=False)]
-        return rule.apply(Runs(torch.tensor(table), 0, recurrence.taps_of([rule.state_shape])), state)
+        name, x = str(self.next_state()), rule.inputs.x
+        ends = self.sequence[-len(x) :].bincount().cumsum(0).tolist()
+        bounds = enumerate(zip([0, *ends], ends, strict=False))
+        table = [(first, end - first, i if name in self.held else NONE, i) for i, (first, end) in bounds]
+        states = self.held.setdefault(name, x.new_zeros(len(ends), *rule.state_shape))
+        return rule.apply(Runs(torch.tensor(table), 0, recurrence.taps_of([rule.state_shape])), states)
+
+
+# -- a module that is split over ranks ---------------------------------------------------------------------------------
+
+# A plan of transformers says how weights are split. It does not say that a part takes a mean over a split axis, or that
+# a whole weight, as the norm of single heads, gets a part of its gradient on each rank. A small model is run as each of
+# the ranks, one after the other. What ranks would sum has the values of the whole model, so that no rank waits. What a
+# rank's part of a sum depends on is found by changes: a backward pass would start threads, before ranks are forked.
+
+
+class Trial(Ranks):
+    """A model as one of so many ranks has it, where what they would send each other is known."""
+
+    def __init__(self, found: Source, rank: int, size: int, sums: Sequence[Tensor] = ()):
+        """`sums`: of all ranks, in the order of a pass; empty: those of this rank. Raises Unsupported."""
+        self.rank, self.size, self._found = rank, size, found
+        self._sums: Sequence[Tensor] = ()
+        self._parts: list[Tensor] = []  # of the sums, by this rank
+        self._inputs: list[Tensor] = []  # of what is split, in the first pass
+        self._replayed: Iterator[Tensor] | None = None  # the same, in later ones
+        self._shift = 0.0
+        self.module = found.module(torch.float32)
+        self.shapes = {name: each.shape for name, each in self.module.named_parameters(remove_duplicate=False)}
+        self.splits = tensor_parallel.splits_of(self.module, size)
+        tensor_parallel.split(self.module, self.splits, self)
+        source.find_slots(self.module)
+        self._sums, self._inputs = sums, []
+
+    def to_all(self, x: Tensor) -> Tensor:
+        """x, or in later passes what it was in the first one."""
+        if self._replayed is not None:
+            return next(self._replayed)
+        self._inputs.append(x)
+        return x
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The known sum."""
+        self._parts.append(x)
+        return (self._sums[len(self._parts) - 1] if self._sums else x) + self._shift
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """As of `summed`: each rank has zeros in the columns of others."""
+        width = x.shape[-1]
+        return self.summed(pad(x, (self.rank * width, (self.size - 1 - self.rank) * width)))
+
+    def own_columns(self, x: Tensor) -> Tensor:
+        """This rank's columns."""
+        return self.to_all(x).chunk(self.size, -1)[self.rank]
+
+    @torch.no_grad()
+    def run(self, changed: str = "", shift: float = 0.0) -> list[Tensor]:
+        """This rank's parts of all sums. In later passes than the first the inputs of what is split are as there.
+
+        Args:
+            changed: whole weights of this name, with * for numbers, are doubled.
+            shift: added to each sum that the module gets.
+        """
+        self._parts, self._shift = [], shift
+        self._replayed = iter(self._inputs) if self._inputs else None
+
+        def values(name: str, _, dtype: torch.dtype) -> Tensor:
+            whole = source.spread_values(name, self.shapes[name.removeprefix(".")], dtype)
+            whole = whole * 2 if starred(name) == changed else whole
+            return self.splits[name].of(whole, self.rank, self.size) if name in self.splits else whole
+
+        tokens = torch.randint(self._found.text.vocab_size, (SPLIT_TOKENS,), generator=torch.Generator().manual_seed(0))
+        with source.values_in(self.module, values):
+            logits(self.module, HeadInputs(self.module), tokens, [SPLIT_TOKENS])
+        return self._parts
+
+
+def partial_weights(found: Source, ranks: int) -> tuple[str, ...]:
+    """Names, with * for numbers, of whole weights that get a part of their gradient on each of so many ranks.
+
+    Raises:
+        Unsupported: a module that is split computes something else, or a gradient that no function of its plan sums.
+    """
+    small, kind = shortened(found, SPLIT_TOKENS, ranks), found.kind.__name__
+    with source.one_line_errors(found.kind, f"run on {ranks} tensor-parallel ranks"):
+        whole = Trial(small, 0, 1).run()
+        trials = [Trial(small, rank, ranks, whole) for rank in range(ranks)]
+        for wanted, *parts in zip(whole, *(trial.run() for trial in trials), strict=True):
+            difference, largest = float((sum(parts) - wanted).abs().max()), max(1.0, float(wanted.abs().max()))
+            if not difference <= TOLERANCE * largest:
+                raise Unsupported(
+                    f"{kind} computes something else in parts (off by {difference:.1g}, the largest is {largest:.1g}): "
+                    "its plan splits what a part of it needs whole"
+                )
+        first, own = trials[0], trials[0].run()
+        if _differ(first.run(shift=1.0), own):
+            raise Unsupported(f"the plan of {kind} does not sum the gradient of what its ranks share")
+        names = dict.fromkeys(starred(name) for name in first.shapes if name not in first.splits)
+        return tuple(name for name in names if _differ(first.run(changed=name), own))
+
+
+def _differ(found: list[Tensor], others: list[Tensor]) -> bool:
+    return not all(map(torch.equal, found, others))
 
 
 # -- a small model -----------------------------------------------------------------------------------------------------
@@ -134,10 +233,14 @@ def shortened(found: Source, longest: int, ranks: int = 1) -> Source:
     text = config.get_text_config()
     if isinstance(getattr(text, "sliding_window", None), int) and text.sliding_window < longest:
         text.sliding_window = min(text.sliding_window, WINDOW)
-    for name in source.LIMITS:
-        if isinstance(getattr(text, name, None), int):
-            setattr(text, name, max(getattr(text, name), TOKENS))
-    small = found._replace(config=_narrowed(config, ranks * WIDTH))
+    if isinstance(limit := getattr(text, source.LIMIT, None), int):
+        setattr(text, source.LIMIT, max(limit, TOKENS))
+    small, width = found._replace(config=copy.deepcopy(config)), ranks * WIDTH
+    for name in WIDTHS.split():
+        if isinstance(getattr(small.text, name, None), int):
+            setattr(small.text, name, min(getattr(small.text, name), width))
+    if (getattr(small.text, "pad_token_id", None) or 0) >= width:
+        small.text.pad_token_id = 0
     try:
         kinds, lists = _kinds(small)
     except Unsupported:  # a width that others have to fit
@@ -158,17 +261,6 @@ def shortened(found: Source, longest: int, ranks: int = 1) -> Source:
         return shorter if _kinds(shorter, lists)[0] == kinds[:count] else small
     except Unsupported:  # a number of layers by another name
         return small
-
-
-def _narrowed(config, width: int):
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    for name in WIDTHS.split():
-        if isinstance(getattr(text, name, None), int):
-            setattr(text, name, min(getattr(text, name), width))
-    if (getattr(text, "pad_token_id", None) or 0) >= width:
-        text.pad_token_id = 0
-    return config
 
 
 def _kinds(found: Source, names: list[str] | None = None) -> tuple[list[tuple], list[str]]:

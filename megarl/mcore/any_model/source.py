@@ -30,13 +30,10 @@ from megarl.mcore.weights.hf.folder import HFFolder
 
 FLAG = "--model-source transformers"
 NO_INTERFACE = "does not call transformers' attention interface"
-LARGE = 2**22  # elements of a tensor of three dimensions, which is a parameter
-MAKERS = "empty", "zeros", "ones", "randn"
 PROBED = 4  # tokens of the first pass
 SPREAD = 0.1  # of the values of vectors
 EXPERT_STEP = 7  # between the numbers with which two experts' matrices begin
-# Entries of config.json that a model of transformers reads as the longest sequence that its attention sees whole.
-LIMITS = ("attention_chunk_size",)
+LIMIT = "attention_chunk_size"  # in config.json: the longest sequence that attention sees whole
 # Rotary embeddings with other angles for all tokens of a pass that has a longer sequence than an entry says.
 ROPES = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
 
@@ -64,10 +61,12 @@ class Source(NamedTuple):
         """
         config = copy.deepcopy(self.config)
         experts = "eager" if attention_name == "eager" else rows.NAME
-        with parameters_on_meta(), initialization.no_init_weights(), one_line_errors(self.kind, "be built"):
-            module = self.kind._from_config(
-                config, dtype=dtype, attn_implementation=attention_name, experts_implementation=experts
-            )
+        with one_line_errors(self.kind, "be built"):
+            with torch.device("meta"), initialization.no_init_weights():
+                module = self.kind._from_config(
+                    config, dtype=dtype, attn_implementation=attention_name, experts_implementation=experts
+                )
+            _set_places(module)
             module.tie_weights()
         for each in (module.config, module.config.get_text_config()):
             each._experts_implementation = experts
@@ -115,28 +114,30 @@ def of_config(config: Any, mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING) -> Source
 
 
 def find_slots(
-    module: PreTrainedModel, positions: Sequence[int] = (), place: torch.device | str = "cpu"
+    module: PreTrainedModel,
+    positions: Tensor | None = None,
+    place: torch.device | str = "cpu",
+    matmul: Callable = rows.no_matmul,
 ) -> tuple[Slot, ...]:
     """The slots of a module's attention, in the order of a pass, which are also set on its parts. The shapes of a
     sequence's recurrent states are set on the module (`state_shapes`).
 
     Args:
-        positions: of the tokens; default: the first ones.
+        positions: [PROBED] of the tokens; default: the first ones.
         place: where its buffers are; a module that is split over ranks communicates from there.
+        matmul: in place of torch's.
 
     Raises:
         Unsupported: attention in another way, or the module needs what megarl does not hand over.
     """
     probe = FirstPass(tokens=PROBED, functions=functions_of(module))
-    stubs = rows.installed(rows.no_product, rows.no_matmul)
+    stubs = rows.installed(rows.no_product, matmul)
     with torch.no_grad(), values_in(module, functools.partial(_zeros, place=place)), attention.running(probe), stubs:
-        at = torch.tensor([positions or range(PROBED)], device=place)
-        text = module.config.get_text_config()
+        tokens, text = torch.arange(PROBED, device=place), module.config.get_text_config()
         indexer = [name for name, value in vars(text).items() if name.startswith("index") and value]
         with one_line_errors(type(module), f"run without its sparse indexer, {indexer[0]}" if indexer else "run"):
-            module(
-                input_ids=torch.arange(PROBED, device=place)[None] % text.vocab_size, position_ids=at, use_cache=False
-            )
+            at = tokens if positions is None else positions
+            module(input_ids=tokens[None] % text.vocab_size, position_ids=at[None], use_cache=False)
     if not probe.found and not probe.states:
         raise Unsupported(f"{type(module).__name__} {NO_INTERFACE}")
     module.state_shapes = tuple(probe.states)  # type: ignore[assignment]  # torch's type of an attribute
@@ -148,6 +149,13 @@ def layers_of(module: nn.Module) -> nn.ModuleList:
     lists = [each for each in module.modules() if isinstance(each, nn.ModuleList) and len(each)]
     with_slots = [each for each in lists if any(hasattr(part, "attention_slots") for part in each.modules())]
     return max(with_slots or lists, key=lambda each: sum(1 for _ in each.parameters()))
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers of a module, each once, by the first of its names."""
+    tensors = [(name, x) for name, x in module.state_dict(keep_vars=True).items() if torch.is_tensor(x)]
+    once = {id(x): (name, x) for name, x in reversed(tensors)}
+    return dict(reversed(once.values()))
 
 
 @contextlib.contextmanager
@@ -202,7 +210,7 @@ def flags_of(source: Source, slots: Sequence[Slot], error: Callable[[str], Usage
 
 def check_length(source: Source, longest: int, error: Callable[[str], UsageError]):
     """UsageError if sequences of `longest` tokens are longer than what the type computes as a whole."""
-    limits = {name: getattr(source.text, name, None) for name in LIMITS}
+    limits = {LIMIT: getattr(source.text, LIMIT, None)}
     ropes = getattr(source.text, "rope_parameters", None) or {}
     for rope in (ropes, *ropes.values()):  # of each type of layers
         if isinstance(rope, dict) and (kind := rope.get("rope_type")) in ROPES:
@@ -214,26 +222,20 @@ def check_length(source: Source, longest: int, error: Callable[[str], UsageError
             raise error(f"config.json: {name} {limit}: prompt and response together have up to {longest} tokens")
 
 
-@contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Context in which new modules have their parameters on the meta device, and their buffers where they say."""
-    register = nn.Module.register_parameter
-
-    def on_meta(module, name, parameter):
-        if parameter is not None and parameter.device.type != "meta":
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
-
-    def on_meta_if_large(make):  # experts of a layer have gigabytes
-        def made(*sizes, **kwargs):
-            is_large = len(sizes) > 2 and math.prod(sizes) > LARGE
-            return make(*sizes, **kwargs | {"device": "meta"} if is_large else kwargs)
-
-        return made
-
-    makers = [(torch, name, on_meta_if_large(getattr(torch, name))) for name in MAKERS]
-    with rows.replaced([(nn.Module, "register_parameter", on_meta), *makers]):
-        yield
+@torch.no_grad()
+def _set_places(module: PreTrainedModel):
+    """Moves the parameters of a module that was built on the meta device there, and its buffers to the CPU, with the
+    values that its class begins with; those of a folder, for which it has none, are 0."""
+    for part in module.modules():
+        for name, x in part._parameters.items():
+            if x is not None and not x.is_meta:  # made by a function without a device
+                part._parameters[name] = nn.Parameter(x.to("meta"), x.requires_grad)
+        part._buffers |= {
+            name: torch.zeros_like(x, device="cpu") for name, x in part._buffers.items() if x is not None and x.is_meta
+        }
+    for parameter in module.parameters():
+        parameter._is_hf_initialized = True  # for transformers, which then leaves it
+    module.initialize_weights()
 
 
 def _zeros(name: str, shape: torch.Size, dtype: torch.dtype, place: torch.device | str = "cpu") -> Tensor:
@@ -244,18 +246,16 @@ def _zeros(name: str, shape: torch.Size, dtype: torch.dtype, place: torch.device
 def values_in(module: nn.Module, values: Callable[[str, torch.Size, torch.dtype], Tensor] = _zeros) -> Iterator[None]:
     """Context in which the parameters on the meta device have values, which need not fill memory: `values` of their
     name, shape and type."""
-    before, names = {}, {id(each): name for name, each in module.named_modules()}
-    for each in module.modules():
-        for name, parameter in each._parameters.items():
-            if parameter is not None and parameter.device.type == "meta":
-                before[each, name] = parameter
-                made = values(f"{names[id(each)]}.{name}", parameter.shape, parameter.dtype)
-                each._parameters[name] = nn.Parameter(made, requires_grad=False)
+    names = {owner: name for name, owner in module.named_modules()}
+    own = [(owner, name, x) for owner in names for name, x in owner._parameters.items() if x is not None and x.is_meta]
+    for owner, name, x in own:
+        made = values(f"{names[owner]}.{name}", x.shape, x.dtype)
+        owner._parameters[name] = nn.Parameter(made, requires_grad=False)
     try:
         yield
     finally:
-        for (each, name), parameter in before.items():
-            each._parameters[name] = parameter
+        for owner, name, x in own:
+            owner._parameters[name] = x
 
 
 def spread_values(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

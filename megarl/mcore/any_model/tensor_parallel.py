@@ -24,6 +24,7 @@ from megarl.mcore.any_model.attention import Unsupported
 FLAG = "--tensor-model-parallel-size"
 Change = Callable[[Tensor], Tensor]
 ROWS, COLUMNS = -2, -1  # axes of a matrix, of one expert or of a linear layer
+WHOLE = None, "", ""  # as of `STYLES`
 
 
 class Ranks:
@@ -57,32 +58,6 @@ class Ranks:
         return x / self.size
 
 
-class Style(NamedTuple):
-    """What a plan's word means. Methods of `Ranks` are given by name."""
-
-    axis: int | None = None  # of the weights that is split; None: none
-    parts: int = 1  # that a weight packs along the axis, each of which is split
-    before: str | None = None  # of a module's inputs
-    after: str | None = None  # of its output
-
-
-STYLES = {
-    "colwise": Style(ROWS, before="to_all"),
-    "colwise_gather_output": Style(ROWS, before="to_all", after="gathered"),
-    "packed_colwise": Style(ROWS, parts=2, before="to_all"),
-    "rowwise": Style(COLUMNS, after="summed"),
-    "rowwise_split_input": Style(COLUMNS, before="own_columns", after="summed"),
-    "packed_rowwise": Style(COLUMNS, parts=2, after="summed"),
-    "moe_tp_experts": Style(before="to_all", after="summed"),
-    "moe_identity_expert": Style(after="share"),
-    "all_reduce": Style(after="summed"),
-    "mla_kv_a_proj": Style(),
-    "replicate": Style(),
-    "local_params": Style(),  # of a module with shares that the plan names for themselves: sinks
-    "replicated_with_grad_allreduce": Style(),  # `tensor_trial` finds these, and others that plans do not name
-}
-
-
 class Split(NamedTuple):
     """How a weight is split: along an axis, counted from the first, in so many packed parts."""
 
@@ -95,25 +70,49 @@ class Split(NamedTuple):
         return shares[0] if self.parts == 1 else torch.cat(shares, self.axis)
 
 
+# What a plan's word means: the axis along which weights are split, and the parts that they pack along it, or nothing;
+# what happens to a module's inputs, and to its output, by names of methods of `Ranks`.
+STYLES: dict[str, tuple[Split | None, str, str]] = {
+    "colwise": (Split(ROWS), "to_all", ""),
+    "colwise_gather_output": (Split(ROWS), "to_all", "gathered"),
+    "packed_colwise": (Split(ROWS, parts=2), "to_all", ""),
+    "rowwise": (Split(COLUMNS), "", "summed"),
+    "rowwise_split_input": (Split(COLUMNS), "own_columns", "summed"),
+    "packed_rowwise": (Split(COLUMNS, parts=2), "", "summed"),
+    "moe_tp_experts": (None, "to_all", "summed"),
+    "moe_identity_expert": (None, "", "share"),
+    "all_reduce": (None, "", "summed"),
+    "mla_kv_a_proj": WHOLE,
+    "replicate": WHOLE,
+    "local_params": WHOLE,  # of a module with shares that the plan names for themselves: sinks
+    "replicated_with_grad_allreduce": WHOLE,  # `self_check` finds these, and others that plans do not name
+}
+
+
 def splits_of(module: PreTrainedModel, ranks: int) -> dict[str, Split]:
     """How the weights of a module are split over tensor-parallel ranks, by name; those that are not named are whole.
 
     Raises:
-        Unsupported: no plan, a style that is not known, or a size that the ranks do not divide.
+        Unsupported: no plan, a style that is not known, or a size that the ranks do not divide: of a weight, and if the
+            module has its slots (`source.find_slots`) the number of its heads.
     """
     plan = module.tp_plan
     if not plan:
         raise Unsupported(f"{type(module).__name__} has no plan for tensor parallelism (base_model_tp_plan)")
     if unknown := sorted(set(plan.values()).difference(STYLES, ("embedding_rowwise",))):
         raise Unsupported(f"the plan of {type(module).__name__} for tensor parallelism has {unknown[0]}")
+    for name, part in module.named_modules():
+        styles = {_style(plan, f"{name}.{child}") for child, _ in part.named_children()}
+        for slot in getattr(part, "attention_slots", ()) if "colwise" in styles else ():
+            if slot.heads % ranks or slot.groups % ranks:
+                raise Unsupported(f"{name} has {slot.heads} heads with {slot.groups} keys, which it does not divide")
     found = {}
     for name, weight in module.named_parameters(remove_duplicate=False):
         owner, _, last = name.rpartition(".")
-        style = STYLES.get(_style(plan, name) or _style(plan, owner) or "", Style())
-        if style.axis is None or style.axis == COLUMNS and last == "bias":
+        share, *_ = STYLES.get(_style(plan, name) or _style(plan, owner) or "", WHOLE)
+        if share is None or share.axis == COLUMNS and last == "bias":
             continue
-        axis = weight.dim() + style.axis if weight.dim() > 1 else 0
-        found[name] = Split(axis, style.parts)
+        found[name] = share._replace(axis=weight.dim() + share.axis if weight.dim() > 1 else 0)
     for part in (module.get_input_embeddings(), module.get_output_embeddings()):
         names = [name for name, each in module.named_modules() if each is part]
         found |= {f"{name}.{last}": Split(0) for name in names for last, _ in part.named_parameters()}
@@ -122,16 +121,6 @@ def splits_of(module: PreTrainedModel, ranks: int) -> dict[str, Split]:
         if size % (ranks * split.parts):
             raise Unsupported(f"{name} has {size} rows or columns, which {FLAG} {ranks} does not divide")
     return found
-
-
-def check_heads(module: PreTrainedModel, ranks: int):
-    """Unsupported if the plan splits projections of attention whose heads the ranks do not divide. The module has its
-    slots (`source.find_slots`)."""
-    for name, part in module.named_modules():
-        styles = {_style(module.tp_plan or {}, f"{name}.{child}") for child, _ in part.named_children()}
-        for slot in getattr(part, "attention_slots", ()) if "colwise" in styles else ():
-            if slot.heads % ranks or slot.groups % ranks:
-                raise Unsupported(f"{name} has {slot.heads} heads with {slot.groups} keys, which it does not divide")
 
 
 def starred(name: str) -> str:
@@ -156,12 +145,12 @@ def split(module: PreTrainedModel, splits: dict[str, Split], ranks: Ranks, parti
     ends = module.get_input_embeddings(), module.get_output_embeddings()
     for name, part in module.named_modules():
         word = None if part in ends else _style(plan, name)
-        style = STYLES.get(word or "", Style())
-        before, after = (getattr(ranks, function or "", None) for function in (style.before, style.after))
+        _, *names = STYLES.get(word or "", WHOLE)
+        before, after = (getattr(ranks, each, None) for each in names)
         after = functools.partial(_with_shared_key, config, ranks) if word == "mla_kv_a_proj" else after
         shared = [each for each in part._parameters if starred(f"{name}.{each}") in partial]
         if before or after or shared:
-            _surround(part, before, after, dict.fromkeys(shared, ranks.to_all), style.after == "summed")
+            _surround(part, before, after, dict.fromkeys(shared, ranks.to_all), names[1] == "summed")
     _split_embedding(ends[0], ranks)
 
 

@@ -21,8 +21,6 @@ from megarl.mcore.vision.store import Compute, Image, ImageStore, SizeOf, axes_o
 from megarl.mcore.weights.hf.folder import FolderReader, HFFolder
 
 ATTENTION = "sdpa"  # eager attention keeps a square of the patches of an image
-
-
 # By `model_type` of config.json: the families whose images were compared with transformers' own forward. How the rotary
 # channels are divided among the axes of a position: sections where config.json has none, and whether these alternate.
 # None: a token has one position, its index.
@@ -57,8 +55,7 @@ class Tower:
         """Reads config.json. UsageError for a folder whose family is not one of `FAMILIES`, or that is no model."""
         self.folder, kind = folder, folder.config.get("model_type")
         if kind not in FAMILIES:
-            allowed = ", ".join(FAMILIES)
-            raise folder.error(f"model_type {kind!r}: images need a vision tower of {allowed}")
+            raise folder.error(f"model_type {kind!r}: images need a vision tower of {', '.join(FAMILIES)}")
         self.config = source.config_of(folder)
         self._axes, vision = FAMILIES[kind], self.config.vision_config.model_type
         strategy = getattr(self.config, "vision_feature_select_strategy", None)
@@ -133,8 +130,8 @@ class Tower:
         if not len(embeddings) == size[0] * size[1] * size[2] == pixels.tokens:
             raise ValueError(f"an image of {pixels.tokens} tokens became {len(embeddings)} rows, of {size}")
         features = [_joined(each) for each in getattr(found, "deepstack_features", None) or ()]
-        stacked = torch.stack(features) if features else embeddings.new_zeros(0, *embeddings.shape)
-        return Image(size, embeddings.contiguous(), stacked)
+        none = embeddings.new_zeros(0, *embeddings.shape)
+        return Image(size, embeddings.contiguous(), torch.stack(features) if features else none)
 
     @property
     def bytes(self) -> int:

@@ -21,10 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from megarl.errors import one_line
-from megarl.mcore.any_model import attention, rows, source
-from megarl.mcore.any_model.attention import FirstPass, Slot
-from megarl.mcore.any_model.recurrence import functions_of
+from megarl.mcore.any_model import rows, source
+from megarl.mcore.any_model.attention import Slot, Unsupported
 from megarl.mcore.any_model.source import Source
 from megarl.mcore.config.optimizer_flags import matches
 
@@ -32,7 +30,6 @@ from megarl.mcore.config.optimizer_flags import matches
 PRODUCTS = {"addmm", "baddbmm", "bmm", "mm", "mv"}
 BY_ROW = {"convolution", "cumsum", "native_group_norm", "native_layer_norm", "_fused_rms_norm"}
 SUMS = {"linalg_vector_norm", "logsumexp", "mean", "prod", "std", "sum", "var", "var_mean"}
-TOPK = torch.topk, Tensor.topk
 FEW = 32  # terms that a warp of a GPU adds, in any number of rows alike
 
 
@@ -67,18 +64,21 @@ def _caller() -> str:
 
 def walk(module: PreTrainedModel) -> Walk:
     """Walks a pass of a module whose parameters are on the meta device, without numbers."""
-    found, fake = Walk(), FakeTensorMode(allow_non_fake_inputs=True)
-    stubs = rows.installed(rows.no_product, rows.no_matmul, lambda self, hidden, *_: torch.zeros_like(hidden))
-    probe = FirstPass(tokens=source.PROBED, functions=functions_of(module))
-    with torch.no_grad(), source.values_in(module), attention.running(probe), stubs, fake, found:
-        tokens = torch.zeros(1, source.PROBED, dtype=torch.long)
+    found = Walk()
+    experts = rows.installed(experts_function=lambda self, hidden, *_: torch.zeros_like(hidden))
+    with experts, FakeTensorMode(allow_non_fake_inputs=True), found:
         try:
-            module(input_ids=tokens, position_ids=tokens, use_cache=False)
-        except Exception as error:  # of what depends on numbers
-            found.waits = f"{type(module).__name__} asks for numbers ({one_line(str(error))[:100]})"
-    if probe.states:
+            source.find_slots(module, matmul=_matmul)
+        except Unsupported as error:  # of what depends on numbers
+            found.waits = f"{type(module).__name__} asks for numbers ({str(error)[:100]})"
+    if vars(module).get("state_shapes"):
         found.sums = f"{type(module).__name__} computes recurrences by chunks of tokens"
     return found
+
+
+def _matmul(x: Tensor, y: Tensor) -> Tensor:
+    """As `torch.matmul`, but nothing of what is megarl's product in a pass (`rows.matrix_product`)."""
+    return rows.no_matmul(x, y) if y.dim() == 2 else rows.matrix_product(x, y)
 
 
 def inexact_part(model: Source) -> str | None:
@@ -105,7 +105,7 @@ class Reads(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if any(map(torch.is_tensor, tree_leaves(out))):
             self.ids.update(id(each) for each in tree_leaves((args, kwargs)) if isinstance(each, nn.Parameter))
-        if func in TOPK:
+        if func in (torch.topk, Tensor.topk):
             self.choices.append((args[0].shape[-1], out.indices.shape[-1]))
         if func is Tensor.__getitem__ and isinstance(args[0], nn.Parameter) and (args[0].dim(), out.dim()) == (3, 2):
             self.stacks.add(id(args[0]))
@@ -133,7 +133,7 @@ def reach(module: PreTrainedModel) -> Reach:
         experts[names[part]] = part.num_experts, chosen.shape[1]
         return torch.zeros_like(hidden)
 
-    hooks = [part.register_forward_pre_hook(lambda part, _: called.add(names[part])) for part in names]
+    hook = nn.modules.module.register_module_forward_pre_hook(lambda part, _: called.add(names[part]))
     try:
         with source.values_in(module), rows.installed(experts_function=note), reads:
             slots = source.find_slots(module)
@@ -141,11 +141,20 @@ def reach(module: PreTrainedModel) -> Reach:
             experts = experts or _own_experts(module, reads)
             read = {name for name, each in own if id(each) in reads.ids or name.rpartition(".")[0] in called}
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
     shapes: Any = module.state_shapes
     untrained = _untrained(module, read)
-    return Reach(module, slots, _linears(module, called, untrained), experts, untrained, shapes)
+    # The layers of PEFT's `all-linear`, without the head, without those that no role trains, as of a tower of images,
+    # and without those that a part uses but does not call, which PEFT's factors do not reach either.
+    linears = {
+        name: (each.weight.shape[0], each.weight.shape[1])
+        for name, each in module.named_modules()
+        if isinstance(each, nn.Linear) and type(each).forward is nn.Linear.forward
+        if each is not module.get_output_embeddings()
+        if name in called or name.rpartition(".")[0] not in called
+        if not matches(f"{name}.weight", untrained)
+    }
+    return Reach(module, slots, linears, experts, untrained, shapes)
 
 
 def _own_experts(module: PreTrainedModel, reads: Reads) -> dict[str, tuple[int, int]]:
@@ -157,22 +166,6 @@ def _own_experts(module: PreTrainedModel, reads: Reads) -> dict[str, tuple[int, 
             counts = [count for among, count in reads.choices if id(weight) in reads.stacks and among >= len(weight)]
             found |= {name: (len(weight), max(counts))} if counts else {}
     return found
-
-
-def _linears(
-    module: PreTrainedModel, called: Collection[str], untrained: Collection[str]
-) -> dict[str, tuple[int, int]]:
-    """(rows, columns) by name: of the layers of PEFT's `all-linear`, without the head, without those that no role
-    trains, as of a tower of images, and without those that a part uses but does not call, which PEFT's factors do not
-    reach either."""
-    return {
-        name: (each.weight.shape[0], each.weight.shape[1])
-        for name, each in module.named_modules()
-        if isinstance(each, nn.Linear) and type(each).forward is nn.Linear.forward
-        if each is not module.get_output_embeddings()
-        if name in called or name.rpartition(".")[0] not in called
-        if not matches(f"{name}.weight", untrained)
-    }
 
 
 def _untrained(module: nn.Module, read: Collection[str]) -> tuple[str, ...]:

@@ -191,10 +191,10 @@ class RecurrentContext(PagedContext):
         """Computes the first `counts` [n] rows of each request again, for the states that they leave."""
         drafts, ids = self.draft_rows, self.request_ids[: self.total_request_count].long()
         first = (drafts.places == 0).nonzero().flatten()
-        rows = expand_ranges(drafts.computed[first], counts)
+        rows = expand_ranges(drafts.computed[first], counts).to(device.device())
         runs = Runs(torch.stack([counts.cumsum(0) - counts, counts, ids, ids], 1).contiguous(), 0, self._taps)
         for layer, inputs in self._plan.drafted.items():
-            self._take(inputs.at(rows.to(inputs.x.device)), runs, layer)
+            self._take(inputs.at(rows), runs, layer)
 
     def _take(self, inputs, runs: Runs, layer: int):
         """Computes rows that a layer's states take."""

@@ -27,7 +27,7 @@ class Adapter(torch.nn.Module):
         super().__init__()
         self.pg_collection, self.experts = pg_collection, args.num_experts
         if args.model_folder is not None:
-            self.linears = torch.nn.ModuleList(args.model_folder.linears().adapted(chunk, lora, args.seed))
+            self.linears = torch.nn.ModuleList(chunk.adapted(args.model_folder.linears(lora.targets), lora, args.seed))
             return
         found = []
         for name, layer in chunk.decoder.named_modules(prefix="decoder"):

@@ -68,7 +68,7 @@ def read_adapter(path: str, args, family: Family) -> PeftAdapter:
     rank = max(factor.shape[-2] for key, factor in factors.items() if key.endswith("A"))
     targets = tuple(target for target in TARGETS if target in projections)
     if args.model_folder is not None:
-        targets = args.model_folder.linears().targets_naming({module.name for module in trained})
+        targets = args.model_folder.targets_naming({module.name for module in trained})
     return PeftAdapter(dataclasses.replace(stored_settings(config).with_rank(rank), targets=targets), factors, head)
 
 
@@ -249,7 +249,7 @@ def write_adapter(
     tensors, modules = {}, []
     parameters, ranks, renamed = [], {}, MLP_TARGETS if args.num_experts else ()
     if args.model_folder is not None:
-        renamed = args.model_folder.linears().renamed_by_peft()
+        renamed = args.model_folder.renamed_by_peft()
     for module in peft_modules(args, family, family.module_prefixes[0]):
         pair = fuse(module, factors, lora.rank)
         if pair is None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.mcore.config.model_flags import is_gated
+from megarl.mcore.config.optimizer_flags import MODULE
 from megarl.mcore.lora.targets import IN_PROJ_TARGETS, TARGETS, LoRASettings, factor_shapes
 from megarl.mcore.model.projections import MAMBA_LINEARS, HeadLayout, linears_of, projections_by_part
 from megarl.mcore.weights.hf.family import Family
@@ -67,10 +68,9 @@ def peft_modules(args, family: Family, prefix: str, table: dict[str, Mapping] | 
         table: of the family, with other names than transformers has.
     """
     if args.model_folder is not None:
-        linears = args.model_folder.linears()
         return [
-            PeftModule(name, (Member(linears.key_of(name), slice(0, rows), rows, ()),), columns, None)
-            for name, (rows, columns) in linears.sizes.items()
+            PeftModule(name, (Member(f"lora.{MODULE}{name}", slice(0, rows), rows, ()),), columns, None)
+            for name, (rows, columns) in args.model_folder.linears().items()
         ]
     shapes, modules = factor_shapes(args, LoRASettings(rank=1, alpha=1.0, rslora=False, targets=TARGETS)), {}
     heads, linears, layers = HeadLayout.of(args), linears_of(args), table or family.modules or family.layers

@@ -141,7 +141,7 @@ def _projections_of_heads(heads: HeadLayout, rows: Tensor, rank: int, ranks: int
 def factor_shapes(args, lora: LoRASettings) -> dict[str, tuple[int, ...]]:
     """Global shapes of all factors of a model by their keys in a checkpoint, which stack the experts."""
     if args.model_folder is not None:
-        return args.model_folder.linears().factor_shapes(lora)
+        return args.model_folder.factor_shapes(lora)
     linears, shapes = linears_of(args), {}
 
     def add(prefix: str, stacked: tuple[int, ...], sizes: Sizes):

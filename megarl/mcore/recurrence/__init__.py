@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.mcore.kernels import with_gradient
+from megarl.mcore.kernels import native, with_gradient
 from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs
 from megarl.mcore.recurrence.runs import AnyRuns, States
 from megarl.mcore.recurrence.state_space import SpaceInputs, SpaceSizes
@@ -29,7 +29,7 @@ def layer_sizes(config, ranks: int) -> HeadSizes | SpaceSizes:
 
 def has_kernels(x: Tensor) -> bool:
     """Whether compiled kernels compute the rules on the device of a tensor."""
-    return not x.is_cuda
+    return not x.is_cuda and native.is_built()
 
 
 def own_states(x: Tensor, sizes, runs) -> States:
@@ -37,8 +37,9 @@ def own_states(x: Tensor, sizes, runs) -> States:
     return States(*map(x.new_empty, States.shapes(runs.states, runs.taps, sizes)))
 
 
-def apply_rule(inputs: AnyInputs, sizes, runs: AnyRuns, states: States | None = None) -> Tensor:
-    """[T, H, V]: what each row reads; the runs change `states` in place. None: the runs name states of their own."""
+def apply_rule(inputs: Any, sizes, runs: AnyRuns, states: States | None = None) -> Tensor:
+    """[T, H, V]: what each row reads of `AnyInputs`, or of inputs with their methods; runs change `states` in place.
+    None: the runs name states of their own."""
     if states is not None or not torch.is_grad_enabled():
         return _read(inputs, sizes, runs, states)
     kind: Any = type(inputs)
@@ -59,12 +60,12 @@ def apply_rule(inputs: AnyInputs, sizes, runs: AnyRuns, states: States | None = 
     return trained(forward, backward, *inputs)
 
 
-def _read(inputs: AnyInputs, sizes, runs: AnyRuns, states: States | None) -> Tensor:
+def _read(inputs: Any, sizes, runs: AnyRuns, states: States | None) -> Tensor:
     if isinstance(runs, Tensor):
         return inputs.one_token(sizes, runs, states)
     if has_kernels(inputs.x):
         return inputs.by_token(sizes, runs, own_states(inputs.x, sizes, runs) if states is None else states)
-    if states is not None and runs.decodes is not None:
+    if states is not None and inputs.one_token is not None and runs.decodes is not None:
         return inputs.one_token(sizes, runs.decodes, states)
     return inputs.by_chunks(sizes, runs, states)
 

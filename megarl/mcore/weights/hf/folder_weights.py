@@ -155,7 +155,7 @@ def _config(weight_map) -> dict | None:
         changed = {name: value for name, value in changed.items() if name != CONFIG_ENTRY}
     if weight_map.value_head != model.has_scalar_head:
         changed = _of_classifier(changed)
-    if folder.has_weights and not all(map(weight_map.keeps, filter(weight_map.is_prediction, folder.weights))):
+    if folder.has_weights and not weight_map.keeps_prediction and any(map(weight_map.is_prediction, folder.weights)):
         changed = model.prediction.without(changed)
     return None if changed is folder.config else changed
 

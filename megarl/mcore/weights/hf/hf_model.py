@@ -66,19 +66,17 @@ class HFModel(NamedTuple):
         if self.family.multimodal and not self.folder.has_weights:
             raise self.folder.error("a multimodal folder without weights; an export takes its other parts from there")
 
-    def check_adapters(self, flag: str):
-        """UsageError if PEFT's adapters of the model cannot be read and written. `flag`: that asks for one."""
-        if any(isinstance(mapping, Heads) and len(mapping.names) > 3 for mapping in self.family.layers.values()):
-            raise self.folder.error(f"gates of attention in tensors of their own; {flag} needs them beside the queries")
-
     def is_unused(self, name: str) -> bool:
         """Whether a tensor of the folder is known and has no part in the model: an export keeps it as it is."""
         plain = self.naming.plain(name)
         is_other = plain is not None and (bool(ROTARY_BUFFER.fullmatch(plain)) or self.prediction.has(plain))
         return is_other or is_kept(self.family, name)
 
-    def tokens(self) -> list[str]:
-        return command_line(self.flags)
+
+def check_adapters(model, flag: str):
+    """UsageError if PEFT's adapters of a model cannot be read and written. `flag`: that asks for one."""
+    if any(isinstance(mapping, Heads) and len(mapping.names) > 3 for mapping in model.family.layers.values()):
+        raise model.folder.error(f"gates of attention in tensors of their own; {flag} needs them beside the queries")
 
 
 def command_line(flags: dict[str, object]) -> list[str]:

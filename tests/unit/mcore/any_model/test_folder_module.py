@@ -5,7 +5,7 @@ import math
 import pytest
 from safetensors.torch import load_file
 
-from megarl.mcore.any_model.attention import Unsupported
+from megarl.mcore.any_model.attention import Unsupported, mean_cache
 from megarl.mcore.any_model.folder_module import FolderModule
 from megarl.planning import memory
 from tests.helpers.folders import any_types
@@ -20,7 +20,8 @@ def folder(tmp_path_factory):
 
 def test_a_checkpoint_has_the_tensors_of_the_folder(folder):
     module, stored = FolderModule(folder), load_file(folder / "model.safetensors")
-    assert sorted(module.parameter_names(False)) == sorted(stored)  # the tied head once
+    names = [weight.name for weight in module.rank_weights(False, 1, 4)]
+    assert sorted(names) == sorted(f"hf.{name}" for name in stored)  # the tied head once
     shapes = module.checkpoint_shapes("actor", False)
     assert shapes == {f"actor.hf.{name}": tuple(each.shape) for name, each in stored.items()}
     of_values = module.checkpoint_shapes("critic", True)
@@ -54,10 +55,11 @@ def test_what_cannot_be_split_is_named(folder):
 
 def test_the_slots_and_the_mean_of_their_caches(folder, tmp_path):
     module = FolderModule(folder)
-    assert [slot.window for slot in module.reach().slots] == [8, None] and module.mean_cache(1) == (1, 32)
+    slots = module.reach().slots
+    assert [slot.window for slot in slots] == [8, None] and mean_cache(slots, 1) == (1, 32)
     assert module.routed_layers()[1] == "Gemma2ForCausalLM: calls no experts by transformers' interface"
     any_types.small_config("gemma4_text").save_pretrained(tmp_path)
-    assert FolderModule(tmp_path).mean_cache(1) == (1, 32)  # of 2 · 16 and of 1 · 32 channels
+    assert mean_cache(FolderModule(tmp_path).reach().slots, 1) == (1, 32)  # of 2 · 16 and of 1 · 32 channels
 
 
 def test_a_type_that_does_not_run_is_refused_each_time(tmp_path):

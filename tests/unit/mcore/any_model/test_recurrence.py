@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from megarl.mcore import recurrence as rules
 from megarl.mcore.any_model import attention, recurrence
 from megarl.mcore.any_model.attention import FirstPass, PackedPass, Unsupported
 from megarl.mcore.kernels import native
@@ -71,7 +72,8 @@ def test_values_and_gradients_are_those_of_transformers(case, is_compiled, monke
     file = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     if is_compiled and not native.is_built():
         pytest.skip("no compiled kernels")
-    monkeypatch.setattr(recurrence, "has_kernels", lambda x: is_compiled)
+    for each in (recurrence, rules):
+        monkeypatch.setattr(each, "has_kernels", lambda x: is_compiled)
     wanted = of_sequences(getattr(file, name), args, given, axis)
     each = PackedPass(TOKENS, functions=[(file, name, recurrence.FUNCTIONS[name])])
     each.layout = types.SimpleNamespace(order=None, runs=RUNS)

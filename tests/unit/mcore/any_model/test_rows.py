@@ -78,8 +78,7 @@ def test_grouped_products_compute_the_same_experts(kind, experts_of):
 
 def test_experts_are_grouped_on_a_device_alone(experts_of):
     experts = copy.deepcopy(experts_of("ernie4_5_moe")).bfloat16()
-    assert not rows.is_grouped(experts) and rows.reads_host(experts)
-    assert not rows.reads_host(torch.nn.Linear(2, 2))
+    assert not rows.is_grouped(experts)
 
 
 @pytest.mark.parametrize("kind", by_default(KINDS, ("gpt_oss",)))

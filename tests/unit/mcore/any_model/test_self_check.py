@@ -23,15 +23,16 @@ def without_windows(self, slot, *rest):
 
 
 def without_windows_in_steps(self, slot, *rest):
-    return attend(self, slot if self.sequence is not None else slot._replace(window=None), *rest)
+    return attend(self, slot if len(self.sequence) == self.tokens else slot._replace(window=None), *rest)
 
 
 def other_scale_in_steps(self, slot, query, key, value, scale, options):
-    return attend(self, slot, query, key, value, scale if self.sequence is not None else scale * 1.1, options)
+    is_whole = len(self.sequence) == self.tokens  # nothing is held
+    return attend(self, slot, query, key, value, scale if is_whole else scale * 1.1, options)
 
 
 def as_one_sequence(self, *rest):
-    self.sequence = None if self.sequence is None else self.sequence * 0
+    self.sequence = self.sequence * 0
     return attend(self, *rest)
 
 
@@ -45,12 +46,12 @@ recur = self_check.HeldPass.recur
 
 
 def without_states(self, rule):
-    self.held = {name: each for name, each in self.held.items() if not isinstance(name, str)}
+    self.held.pop(str(self.recurrences), None)
     return recur(self, rule)
 
 
 def states_of_others(self, rule):
-    self.sequence = None if self.sequence is None else self.sequence * 0
+    self.sequence = self.sequence * 0
     return recur(self, rule)
 
 
@@ -59,7 +60,7 @@ def late_states(self, rule):
     name, held = str(self.recurrences), self.held
     before = held[name].clone() if name in held else None
     read = recur(self, rule)
-    if self.sequence is None and before is not None:
+    if before is not None:
         held[name] = before
     return read
 

@@ -120,11 +120,20 @@ def test_a_composite_type_is_the_class_that_transformers_takes_with_its_part_of_
     assert whole.config.model_type == "gemma3" and whole.text.model_type == "gemma3_text"
 
 
-def test_a_module_has_parameters_without_memory_and_its_buffers():
-    module = source.of_config(any_types.small_config("cohere2")).module(torch.float32)
-    assert {each.device.type for each in module.parameters()} == {"meta"}
-    assert all(each.device.type == "cpu" and each.isfinite().all() for each in module.buffers()) and not module.training
-    assert module.lm_head.weight is module.model.embed_tokens.weight
+# A table of angles; parameters of functions that take no device; buffers that a part sets on others.
+BUFFERS = "cohere2", "gptj", "diffllama", "falcon_h1"
+
+
+@pytest.mark.parametrize("kind", by_default(BUFFERS, BUFFERS[2:]))
+def test_a_module_has_parameters_without_memory_and_its_buffers(kind):
+    found = source.of_config(any_types.small_config(kind))
+    module, own = found.module(torch.float32), found.kind(found.config)
+    assert {each.device.type for each in module.parameters()} == {"meta"} and not module.training
+    buffers = dict(own.named_buffers())
+    assert buffers and dict(module.named_buffers()).keys() == buffers.keys()
+    assert all(each.is_cpu and torch.equal(each, buffers[name]) for name, each in module.named_buffers())
+    ties = [(name, of) for name, of in own.all_tied_weights_keys.items()]
+    assert all(module.get_parameter(name) is module.get_parameter(of) for name, of in ties)
 
 
 def test_slots_are_found_without_memory_and_set_on_their_modules():

@@ -37,12 +37,14 @@ def test_waits_and_sums_of_a_type_are_found(kind):
 class Copies(torch.nn.Module):
     """Makes a tensor of a number within a pass."""
 
-    def forward(self, input_ids, position_ids, use_cache):
-        return input_ids * torch.tensor([2])
+    def forward(self, hidden):
+        return hidden * torch.tensor([2])
 
 
 def test_a_number_of_the_host_that_a_pass_copies_is_found():
-    assert walk.walk(Copies()).waits == "Copies copies numbers of the host to it"
+    module = source.of_config(any_types.small_config("granite")).module(torch.float32)
+    module.model.norm = Copies()
+    assert walk.walk(module).waits == "Copies copies numbers of the host to it"
 
 
 # -- what a text reaches -----------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint.pretrained import folder_weights
 from megarl.errors import UsageError
-from megarl.mcore.weights.hf.hf_model import read_model
+from megarl.mcore.weights.hf.hf_model import command_line, read_model
 from tests.helpers.folders.hf_folders import reference, write_folder
 from tests.helpers.folders.hf_layouts import role_of
 
@@ -31,7 +31,7 @@ def test_what_is_no_policy_and_no_reward_model_is_refused(entries, says, tmp_pat
 
 def test_flags_are_tokens_and_switches_have_no_value(tmp_path):
     model = model_of(tmp_path)
-    tokens = model.tokens()
+    tokens = command_line(model.flags)
     assert "--qk-layernorm" in tokens and tokens[tokens.index("--num-layers") + 1].isdigit()
     assert ("--untie-embeddings-and-output-weights" in tokens) == (not reference("qwen3").config["tie_word_embeddings"])
     assert not model.has_scalar_head and not model.stores_tied_head and model.notes == ()
@@ -40,7 +40,7 @@ def test_flags_are_tokens_and_switches_have_no_value(tmp_path):
 def test_a_head_of_one_label_is_scalar_and_never_tied(tmp_path):
     entries = {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1, "tie_word_embeddings": True}
     model = model_of(tmp_path, **entries)
-    assert model.has_scalar_head and "--untie-embeddings-and-output-weights" in model.tokens()
+    assert model.has_scalar_head and "--untie-embeddings-and-output-weights" in command_line(model.flags)
 
 
 def test_an_export_of_a_multimodal_folder_needs_its_other_parts(tmp_path):

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from megarl.mcore.any_model import source, tensor_parallel, tensor_trial
+from megarl.mcore.any_model import self_check, source, tensor_parallel
 from megarl.mcore.any_model.attention import Unsupported
-from megarl.mcore.any_model.tensor_parallel import STYLES, Style, starred
+from megarl.mcore.any_model.tensor_parallel import STYLES, WHOLE, Split, starred
 from tests.helpers.folders import any_types
 
 SUMMED = "replicated_with_grad_allreduce"  # of transformers' plans
 
 
 def found(kind: str, ranks: int = 2, **entries) -> set[str]:
-    return {*tensor_trial.partial_weights(source.of_config(any_types.small_config(kind, **entries)), ranks)}
+    return {*self_check.partial_weights(source.of_config(any_types.small_config(kind, **entries)), ranks)}
 
 
 @pytest.mark.parametrize("kind, own", [("qwen3", 0), ("granite", 0), ("phi3", 0), ("longcat_flash", 0), ("apertus", 2)])
@@ -40,8 +40,8 @@ def test_what_is_needed_whole_is_refused():
 
 
 @pytest.mark.parametrize("word, style, says", [
-    ("moe_identity_expert", Style(), "computes something else in parts"),
-    ("colwise", Style(tensor_parallel.ROWS), "does not sum the gradient of what its ranks share"),
+    ("moe_identity_expert", WHOLE, "computes something else in parts"),
+    ("colwise", (Split(tensor_parallel.ROWS), "", ""), "does not sum the gradient of what its ranks share"),
     ("mla_kv_a_proj", None, "does not sum the gradient"),
 ])  # fmt: skip
 def test_wrong_styles_are_found(word, style, says, monkeypatch):
