@@ -134,7 +134,8 @@ MODELS = {
         moved=(TWO, TP2, FSDP)),
     "modules, sharded": _of_modules(SHARDED[1], 2), "modules, FSDP": _of_modules(FSDP[1], 2),
     "modules, tensor": _of_modules(TP2[1], 2, steps=3, moved=((1, "--tensor-model-parallel-size 1"),)),
-    "modules, tensor, FSDP": _of_modules(TP2_FSDP[1], 4), "modules in bf16": _of_modules("--bf16 --attention-backend eager"),
+    "modules, tensor, FSDP": _of_modules(TP2_FSDP[1], 4),
+    "modules in bf16": _of_modules("--bf16 --attention-backend eager"),
     "modules of experts": _of_modules("--hf-model {qwen3_moe}", layouts=(TWO, FSDP, TP2, CP2)),
     "modules of unlike layers": _of_modules("--hf-model {gemma4_text} --speculative-rollout"
                                             " --rollout-prefix-caching", layouts=(FSDP,),
