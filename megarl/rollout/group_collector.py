@@ -282,6 +282,9 @@ class SavedRollout(Rollout):
     def sync_weights(self, step: int, has_trained: bool):
         """As `load_weights`."""
 
+    def close(self):
+        """There are no guests."""
+
     def generation_metrics(self) -> dict[str, float]:
         """Nothing is generated; the metrics of the generation are in the record of the step."""
         return {}

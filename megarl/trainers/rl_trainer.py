@@ -10,6 +10,7 @@ from megarl.checkpoint.resume import PROMPTS
 from megarl.comm.step_batch import StepBatch
 from megarl.errors import UsageError
 from megarl.flags.distillation import AVERAGE, LOSS
+from megarl.mcore import kernel_choice
 from megarl.observe import samples
 from megarl.observe.timers import Timers
 from megarl.roles.actor import Actor
@@ -23,6 +24,7 @@ from megarl.rollout import waiting_groups
 from megarl.rollout.batcher import RolloutBatcher
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.group_collector import SavedGroupCollector, SavedRollout
+from megarl.rollout.guest_engine import GuestEngine
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
 from megarl.router_replay.route_exchange import RoutingReplay
@@ -30,6 +32,7 @@ from megarl.trainers.environment_inputs import open_sessions
 from megarl.trainers.evaluator import ACCURACY, Evaluations
 from megarl.trainers.events import export
 from megarl.trainers.generation_lag import leading_ranks
+from megarl.trainers.guest import facts_of
 from megarl.trainers.policy import PolicyService, load_policy
 from megarl.trainers.rl_inputs import RLInputs, saves_reference
 from megarl.trainers.setup import read_inputs
@@ -150,8 +153,11 @@ class RLTrainer(Trainer):
             if inputs.sessions is not None:
                 sessions = open_sessions(inputs.sessions, s, mesh["rollout"], inputs.encoder, self._processes)
             episodes = EpisodeRunner(s, mesh["rollout"], inputs.encoder, self.folder, sessions)
-        schedule, thinking = self.inputs.schedule, self.inputs.thinking
-        return Rollout(s, role, mesh, trained, self.tokenizer, timers, cache, episodes, schedule, thinking)
+        schedule, thinking, guests = self.inputs.schedule, self.inputs.thinking, None
+        if s.replica_port is not None and mesh["rollout"].is_member:
+            facts = facts_of(self.config, mesh.size) | {"kernels": kernel_choice.used()}
+            guests = GuestEngine(s, mesh["rollout"], facts)
+        return Rollout(s, role, mesh, trained, self.tokenizer, timers, cache, episodes, schedule, thinking, guests)
 
     def _build_batcher(self) -> RolloutBatcher:
         s, inputs, rollout = self.settings, self.inputs, self.rollout
@@ -326,6 +332,7 @@ class RLTrainer(Trainer):
         self.reward.verifiers.close()
         if self.rollout.episodes:
             self.rollout.episodes.close()
+        self.rollout.close()
         self._processes.close()
         if self._accuracy_after is not None:
             before = "" if self._accuracy_before is None else f"{self._accuracy_before:.4f} before, "
