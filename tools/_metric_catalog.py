@@ -87,7 +87,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                " an evicted request, with its response so far, again", "with --rollout-prefix-caching"),
         Metric("rollout/reused_tokens", "tokens", "prompt tokens that were already in the cache",
                "with --rollout-prefix-caching"),
-        Metric("rollout/replicas", "replicas", "replicas that had joined, and were there after the step's rounds", JOINED),
+        Metric("rollout/replicas", "replicas", "those that were there after the step's rounds", JOINED),
         Metric("rollout/joined", "replicas", "those that joined since the last step", JOINED),
         Metric("rollout/reissued", "requests", "requests that went from a replica to others", JOINED),
         Metric("rollout/lost_tokens", "tokens", "tokens of these that were generated in vain, at most", JOINED),

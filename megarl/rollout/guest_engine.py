@@ -19,17 +19,17 @@ import torch
 import torch.distributed as dist
 
 from megarl.algorithms.token_sampling import SamplingSettings
-from megarl.arguments import Settings
+from megarl.arguments import RunConfig
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import UsageError, warn
-from megarl.mcore import device
+from megarl.mcore import device, kernel_choice
 from megarl.mcore.inference.engine import RequestSource
 from megarl.mcore.inference.generation import Completion, EngineCounts, GenerationRequest, Response
 from megarl.mcore.weights.reshard_plan import LocalWeights
 from megarl.observe import activity
 from megarl.rollout import guest_ledger, response_log
 from megarl.rollout.bank import unpack
-from megarl.rollout.guest_ledger import ENDED, HOME, LEFT, PAUSE, Front, Ledger
+from megarl.rollout.guest_ledger import ENDED, HOME, LEFT, PAUSE, Front, entry, facts_of, is_set, queued
 
 MAX_REQUESTS = 1 << 30  # of a replica at a time: all that there are
 MAX_LOOK = 1.0  # seconds at most between two looks at heartbeats
@@ -43,8 +43,9 @@ class GuestEngine:
 
     is_coupled, interrupted, max_requests = False, 0, MAX_REQUESTS
 
-    def __init__(self, settings: Settings, role_groups: RoleGroups, facts: dict[str, Any]):
-        """`facts`: what guests must have in common with the run. Collective. UsageError if the port is not free."""
+    def __init__(self, config: RunConfig, role_groups: RoleGroups):
+        """Opens the ledger. A collective of the role. UsageError if the port is not free."""
+        settings = config.settings
         self.role_groups, self._timeout = role_groups, settings.replica_timeout
         self._min_replicas, self._look_after = settings.min_replicas, min(MAX_LOOK, settings.replica_timeout / 10)
         self.weights = ""  # name of the present ones
@@ -58,27 +59,30 @@ class GuestEngine:
         self._counts = EngineCounts()
         self._events = dict.fromkeys(_COUNTED, 0)
         self._said = False
-        self._meet(settings, facts)
+        size = dist.get_world_size()
+        world = {"size": size, "ranks_per_node": int(os.environ.get("LOCAL_WORLD_SIZE", size))}
+        self._meet(settings.replica_port, facts_of(config) | world | {"kernels": kernel_choice.used()})
 
-    def _meet(self, settings: Settings, facts: dict[str, Any]):
+    def _meet(self, port: int, facts: dict[str, Any]):
         """Opens the ledger on the first rank, and connects the others."""
         ranks, own = dist.distributed_c10d._get_default_store(), self.role_groups.rank
         if own == self.role_groups.ranks.start:
             try:
-                self._store = guest_ledger.serve(settings.replica_port)
+                self._store = guest_ledger.serve(port)
             except UsageError as error:
                 raise UsageError(str(error), own) from None
             start = secrets.token_hex(8)
             self._store.set(HOME, json.dumps(facts | {"start": start}))
-            size = os.environ.get("WORLD_SIZE")
-            is_one_node = os.environ.get("LOCAL_WORLD_SIZE", size) == size
-            ranks.set(_KEY, json.dumps(["127.0.0.1" if is_one_node else socket.gethostname(), start]))
+            ranks.set(
+                _KEY,
+                json.dumps(["127.0.0.1" if facts["size"] == facts["ranks_per_node"] else socket.gethostname(), start]),
+            )
         host, start = json.loads(ranks.get(_KEY))
         if own != self.role_groups.ranks.start:
-            self._store = guest_ledger.find(f"{host}:{settings.replica_port}", guest_ledger.PATIENCE.total_seconds())
+            self._store = guest_ledger.find(f"{host}:{port}", guest_ledger.PATIENCE.total_seconds())
             if self._store is None:
-                raise RuntimeError(f"{host}:{settings.replica_port}: the first rank of the rollout does not answer")
-        self._ledger, self._replica = Ledger(self._store, start), self.role_groups.dp_rank
+                raise RuntimeError(f"{host}:{port}: the first rank of the rollout does not answer")
+        self._ledger, self._replica = dist.PrefixStore(start, self._store), self.role_groups.dp_rank
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -114,11 +118,14 @@ class GuestEngine:
         finally:
             self._end_call(first)
 
+    def _key(self, kind: str, number: object) -> str:
+        return f"{kind}/{self._replica}/{number}"
+
     def _tell(self, **changes: Any):
         """Writes down what guests see of this replica."""
         front = self._front._replace(**changes)
         if front != self._front and self.role_groups.is_leader:
-            self._ledger.set(json.dumps(front), "front", self._replica)
+            self._ledger.set(f"front/{self._replica}", json.dumps(front))
         self._front = front
 
     def _post(self, requests: list[tuple[int, GenerationRequest]]):
@@ -126,7 +133,7 @@ class GuestEngine:
         for own, (number, request) in zip(range(self._front.posted, end), requests, strict=True):
             self._open[own] = number, Response(request)
             if self.role_groups.is_leader:
-                self._ledger.post(self._replica, own, request)
+                guest_ledger.post(self._ledger, self._key("request", own), request)
         share = -(-(end - self._front.first) // max(len(self._present()), 1))
         self._tell(posted=end, share=self.role_groups.broadcast_number(share))
 
@@ -145,13 +152,15 @@ class GuestEngine:
     def _look(self) -> tuple[list[tuple[int, Completion]], list[tuple[str, bool]]]:
         """(completions by number, pairs over which guests take weights), on the leader."""
         gone = self._silent_guests()  # before the answers: a guest that leaves sends them first
-        completions = [each for item in self._ledger.pop("answers", self._replica) if (each := self._answer(item))]
+        completions = [
+            each for item in queued(self._ledger, f"answers/{self._replica}") if (each := self._answer(item))
+        ]
         for guest in gone:
             self._take_over(guest)
         pairs = []
-        for item in self._ledger.pop("wants", self._replica):
+        for item in queued(self._ledger, f"wants/{self._replica}"):
             pair, weights, knows_base = json.loads(item)
-            if weights == self.weights and self._ledger.is_set("", "given", "pair", pair):
+            if weights == self.weights and is_set(self._ledger, f"pair/{pair}", "", "given"):
                 pairs.append((pair, knows_base))
         if not completions and not pairs:
             time.sleep(PAUSE)
@@ -169,7 +178,7 @@ class GuestEngine:
             warn([f"a replica has sent a damaged response, which is generated again: {error}"])
             self._free_all()
             return None
-        self._counts = self._counts.plus(EngineCounts(*counts))
+        self._counts = self._counts.plus(EngineCounts._make(counts))
         if own not in self._open:
             self._compare(own, completion, has_left)
             return None
@@ -181,12 +190,12 @@ class GuestEngine:
         whole = Completion(kept[0] + completion.tokens, kept[1] + completion.logprobs, completion.finished)
         if not has_left:
             self._digests[own] = _digest(whole)
-            self._ledger.forget("request", self._replica, own)
+            self._ledger.delete_key(self._key("request", own))
             return own, whole
         if len(whole.tokens) > response.length:
             response.spans.clear()
             response.take(whole, None)
-            self._ledger.post(self._replica, own, response.request())
+            guest_ledger.post(self._ledger, self._key("request", own), response.request())
         self._free(own, guest)
         return None
 
@@ -204,8 +213,8 @@ class GuestEngine:
         self._tell(weights="")
         self._looked = 0.0  # the next call looks first
         for own in range(first, self._front.posted) if self.role_groups.is_leader else ():
-            self._ledger.forget("request", self._replica, own)
-            self._ledger.forget("lease", self._replica, own)
+            self._ledger.delete_key(self._key("request", own))
+            self._ledger.delete_key(self._key("lease", own))
         self._open.clear()
         self._digests = {own: digest for own, digest in self._digests.items() if own in self._reissued}
 
@@ -226,8 +235,8 @@ class GuestEngine:
         if now - self._looked < self._look_after:
             return []
         self._looked = now
-        for guest in range(self._store.add(self._ledger.key("members"), 0)):
-            beat = self._ledger.get("beat", guest)
+        for guest in range(self._ledger.add("members", 0)):
+            beat = entry(self._ledger, f"beat/{guest}")
             if beat is None:
                 continue
             if guest not in self._beats:
@@ -261,14 +270,14 @@ class GuestEngine:
             self._free(own, str(guest))
 
     def _lease_of(self, own: int) -> str:
-        return (self._ledger.get("lease", self._replica, own) or b"").decode()
+        return (entry(self._ledger, self._key("lease", own)) or b"").decode()
 
     def _free(self, own: int, guest: str):
         """Lets others generate a request, if it is still the guest's."""
-        if self._lease_of(own) == guest and self._ledger.is_set(guest, "", "lease", self._replica, own):
+        if self._lease_of(own) == guest and is_set(self._ledger, self._key("lease", own), guest, ""):
             self._reissued.add(own)
             self._events["reissued"] += 1
-            self._ledger.set(str(own), "again", self._replica, self._front.first, self._front.again)
+            self._ledger.set(self._key("again", f"{self._front.first}/{self._front.again}"), str(own))
             self._tell(again=self._front.again + 1)
 
     def _free_all(self):
@@ -277,10 +286,9 @@ class GuestEngine:
 
     def _give(self, pair: str, knows_base: bool):
         """Sends this rank's weights to the same rank of a guest; one that is gone loses its requests later."""
-        where = self._ledger.key("pair", pair, self.role_groups.replica.index(self.role_groups.rank))
-        models = self.models()
+        place, models = self.role_groups.replica.index(self.role_groups.rank), self.models()
         try:
-            guest_ledger.move_weights(self._store, where, 0, models[knows_base:], self._timeout)
+            guest_ledger.move_weights(self._ledger, f"pair/{pair}/{place}", 0, models[knows_base:], self._timeout)
         except RuntimeError as error:
             warn([f"a replica has not taken its weights: {str(error).splitlines()[0]}"])
 
@@ -309,7 +317,7 @@ class GuestEngine:
         """Lets guests end, at the end of the run."""
         if self.role_groups.rank != self.role_groups.ranks.start:
             return
-        self._ledger.set("", ENDED)
+        self._ledger.set(ENDED, "")
         self._said = True  # that there are none
         deadline = time.monotonic() + GOODBYE
         while time.monotonic() < deadline and self._present():

@@ -26,11 +26,15 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
+from megarl.arguments import RunConfig
+from megarl.checkpoint import manifest, resume
 from megarl.errors import UsageError
+from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.inference.generation import GenerationRequest
 from megarl.mcore.weights.reshard_plan import LocalWeights
+from megarl.rollout.bank import numerics
 from megarl.tool_formats.thinking_budget import ThinkingBudget
 
 FLAG = "--join"
@@ -39,7 +43,20 @@ PAUSE = 0.003  # seconds between two looks
 LEFT = "left"  # state of a guest that takes no more requests
 PATIENCE = timedelta(seconds=30)  # for one answer of the store
 _PROBE = 5.0  # seconds to connect
+_PLAIN = (bool, int, float, str, type(None))  # values of flags
 _FIELDS = ("prompt", "key", "max_new_tokens", "written", "counted_tokens")  # of a request
+
+
+def facts_of(config: RunConfig) -> dict[str, Any]:
+    """What a guest must have in common with a run, or has to know, as JSON."""
+    rollout = config.roles["rollout"]
+    sizes = parallel_sizes(rollout.megatron)
+    same = {"--seed": config.settings.seed, "processor": numerics(), **resume.settings_entry(config)}
+    same |= {f"package {name}": version for name, version in manifest.versions().items()}
+    same |= {f"rollout {name}": value for name, value in vars(rollout.megatron).items() if isinstance(value, _PLAIN)}
+    replicas = {"ranks": sizes.replica_size(), "replicas": sizes.data(len(rollout.ranks))}
+    found = replicas | {"same": same, "timeout": config.settings.replica_timeout}
+    return json.loads(json.dumps(found, default=str))
 
 
 class Front(NamedTuple):
@@ -91,67 +108,52 @@ def find(address: str, seconds: float, goes_on: Callable[[], bool] = lambda: Tru
     return None
 
 
-class Ledger:
-    """The entries of one start of a run, seen by one process; its store may be gone: RuntimeError."""
+def entry(ledger: PrefixStore, key: str) -> bytes | None:
+    """An entry; None: there is none. RuntimeError, as of all requests, if the store is gone."""
+    return ledger.get(key) if ledger.check([key]) else None
 
-    def __init__(self, store: TCPStore, start: str):
-        self.store, self.start = store, start
 
-    def key(self, *parts: object) -> str:
-        return "/".join(map(str, (self.start, *parts)))
+def is_set(ledger: PrefixStore, key: str, before: str, after: str) -> bool:
+    """Sets an entry that is `before` ("": there is none); whether it was, or is `after` already."""
+    return ledger.compare_set(key, before, after).decode() == after
 
-    def set(self, value: str | bytes, *parts: object):
-        self.store.set(self.key(*parts), value)  # type: ignore[arg-type]  # it takes bytes, too
 
-    def get(self, *parts: object) -> bytes | None:
-        """An entry; None: there is none."""
-        key = self.key(*parts)
-        return self.store.get(key) if self.store.check([key]) else None
+def queued(ledger: PrefixStore, key: str) -> list[bytes]:
+    """All that a queue has now, taken by its only reader."""
+    return [ledger.queue_pop(key, False) for _ in range(ledger.queue_len(key))]
 
-    def is_set(self, before: str, after: str, *parts: object) -> bool:
-        """Sets an entry that is `before` ("": there is none); whether it was, or is `after` already."""
-        return self.store.compare_set(self.key(*parts), before, after).decode() == after
 
-    def forget(self, *parts: object):
-        self.store.delete_key(self.key(*parts))
+def front_of(ledger: PrefixStore, replica: int) -> Front:
+    """What a replica of the run asks for now."""
+    text = entry(ledger, f"front/{replica}")
+    return Front() if text is None else Front(*json.loads(text))
 
-    def push(self, item: bytes, *parts: object):
-        self.store.queue_push(self.key(*parts), item)
 
-    def pop(self, *parts: object) -> list[bytes]:
-        """All that a queue has now; its only reader takes it."""
-        key = self.key(*parts)
-        return [self.store.queue_pop(key, False) for _ in range(self.store.queue_len(key))]
+def post(ledger: PrefixStore, key: str, request: GenerationRequest):
+    """Writes a request down; its ends and its sampling are those of the front."""
+    values = [getattr(request, name) for name in _FIELDS]
+    ledger.set(key, json.dumps([*values, request.thinking is not None]))
 
-    def front(self, replica: int) -> Front:
-        """What a replica of the run asks for now."""
-        text = self.get("front", replica)
-        return Front() if text is None else Front(*json.loads(text))
 
-    def request(self, replica: int, number: int, thinking: ThinkingBudget | None) -> GenerationRequest | None:
-        """A request; None: it has been answered. `thinking`: the budget of the run."""
-        text = self.get("request", replica, number)
-        if text is None:
-            return None
-        *values, has_budget = json.loads(text)
-        options = dict(zip(_FIELDS, values, strict=True))
-        return GenerationRequest(**options, thinking=thinking if has_budget else None)
-
-    def post(self, replica: int, number: int, request: GenerationRequest):
-        """Writes a request down, which has the ends and the sampling of its call."""
-        values = [getattr(request, name) for name in _FIELDS]
-        self.set(json.dumps([*values, request.thinking is not None]), "request", replica, number)
+def request_of(ledger: PrefixStore, key: str, thinking: ThinkingBudget | None) -> GenerationRequest | None:
+    """A request; None: it has been answered. `thinking`: the budget of the run."""
+    text = entry(ledger, key)
+    if text is None:
+        return None
+    *values, has_budget = json.loads(text)
+    options = dict(zip(_FIELDS, values, strict=True))
+    return GenerationRequest(**options, thinking=thinking if has_budget else None)
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
-def move_weights(store: TCPStore, pair: str, side: int, weights: Iterable[LocalWeights], seconds: float):
+def move_weights(ledger: Store, pair: str, side: int, weights: Iterable[LocalWeights], seconds: float):
     """Sends weights from side 0 to side 1 of a pair, which have the same layout, over a group of these two processes.
 
     RuntimeError if the other one is gone, or does nothing for so long.
     """
-    group = ProcessGroupGloo(PrefixStore(pair, store), side, 2, timedelta(seconds=seconds))
+    group = ProcessGroupGloo(PrefixStore(pair, ledger), side, 2, timedelta(seconds=seconds))
     for each in weights:
         for shard in sorted(each.description().shards):
             box = each.view(shard)

@@ -10,7 +10,6 @@ from megarl.checkpoint.resume import PROMPTS
 from megarl.comm.step_batch import StepBatch
 from megarl.errors import UsageError
 from megarl.flags.distillation import AVERAGE, LOSS
-from megarl.mcore import kernel_choice
 from megarl.observe import samples
 from megarl.observe.timers import Timers
 from megarl.roles.actor import Actor
@@ -32,7 +31,6 @@ from megarl.trainers.environment_inputs import open_sessions
 from megarl.trainers.evaluator import ACCURACY, Evaluations
 from megarl.trainers.events import export
 from megarl.trainers.generation_lag import leading_ranks
-from megarl.trainers.guest import facts_of
 from megarl.trainers.policy import PolicyService, load_policy
 from megarl.trainers.rl_inputs import RLInputs, saves_reference
 from megarl.trainers.setup import read_inputs
@@ -155,8 +153,7 @@ class RLTrainer(Trainer):
             episodes = EpisodeRunner(s, mesh["rollout"], inputs.encoder, self.folder, sessions)
         schedule, thinking, guests = self.inputs.schedule, self.inputs.thinking, None
         if s.replica_port is not None and mesh["rollout"].is_member:
-            facts = facts_of(self.config, mesh.size) | {"kernels": kernel_choice.used()}
-            guests = GuestEngine(s, mesh["rollout"], facts)
+            guests = GuestEngine(self.config, mesh["rollout"])
         return Rollout(s, role, mesh, trained, self.tokenizer, timers, cache, episodes, schedule, thinking, guests)
 
     def _build_batcher(self) -> RolloutBatcher:

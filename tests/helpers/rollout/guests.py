@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.trainers.guest import Guest
+from megarl.generate import Guest
 from tests.helpers.processes import free_port
 from tests.helpers.waiting import wait_until
 from tests.helpers.worlds import die_with_parent, warm
