@@ -155,7 +155,7 @@ def move_weights(ledger: Store, pair: str, side: int, weights: Iterable[LocalWei
     """
     group = ProcessGroupGloo(PrefixStore(pair, ledger), side, 2, timedelta(seconds=seconds))
     for each in weights:
-        for shard in sorted(each.description().shards):
+        for shard in sorted(each.shards):
             box = each.view(shard)
             values = box.detach().to("cpu", copy=side == 1).contiguous()
             data = [values.view(-1).view(torch.uint8)] if values.numel() else []
