@@ -274,7 +274,7 @@ class GuestEngine:
 
     def _free(self, own: int, guest: str):
         """Lets others generate a request, if it is still the guest's."""
-        if self._lease_of(own) == guest and is_set(self._ledger, self._key("lease", own), guest, ""):
+        if guest and self._lease_of(own) == guest and is_set(self._ledger, self._key("lease", own), guest, ""):
             self._reissued.add(own)
             self._events["reissued"] += 1
             self._ledger.set(self._key("again", f"{self._front.first}/{self._front.again}"), str(own))
