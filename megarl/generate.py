@@ -16,6 +16,7 @@ import secrets
 import signal
 import sys
 import time
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,7 @@ from megarl.trainers.launch import launch, refuse
 from megarl.trainers.setup import build_role_encoder, progress_limit, read_inputs
 
 MEETING = 60.0  # seconds until a run answers
+ANSWER = timedelta(seconds=10)  # until it has said what it is
 MAX_BEAT = 1.0  # seconds at most between two heartbeats
 
 
@@ -67,6 +69,7 @@ def read_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def read_facts(store: TCPStore, address: str) -> dict[str, Any]:
     """What a run says of itself. UsageError if it is none."""
     try:
+        store.wait([HOME], ANSWER)
         facts = json.loads(store.get(HOME))
         if facts.keys() >= {"start", "kernels", "same", "size"}:
             return facts
