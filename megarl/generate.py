@@ -52,7 +52,7 @@ from megarl.rollout.rollout import Rollout
 from megarl.trainers.launch import launch, refuse
 from megarl.trainers.setup import build_role_encoder, progress_limit, read_inputs
 
-MEETING = 60.0  # seconds until a run answers
+MEETING = 300.0  # seconds until a run answers, which may be starting
 ANSWER = timedelta(seconds=10)  # until it has said what it is
 MAX_BEAT = 1.0  # seconds at most between two heartbeats
 
