@@ -256,7 +256,7 @@ class SavedRollout(Rollout):
         self.settings, self.role, self.timers = settings, role, timers
         self.mesh, self.role_groups = mesh, mesh[ROLLOUT]
         self.metrics: dict[str, float] = {}
-        self.bank = self.episodes = self.scheduled = self._weight_sync = self.model = None
+        self.bank = self.episodes = self.guests = self.scheduled = self._weight_sync = self.model = None
 
     @property
     def recorded_layers(self) -> tuple[int, ...] | None:
@@ -271,9 +271,6 @@ class SavedRollout(Rollout):
 
     def sync_weights(self, step: int, has_trained: bool):
         """As `load_weights`."""
-
-    def close(self):
-        """There are no guests."""
 
     def generation_metrics(self) -> dict[str, float]:
         """Nothing is generated; the metrics of the generation are in the record of the step."""

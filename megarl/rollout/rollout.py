@@ -21,13 +21,12 @@ from megarl.mcore.inference.cache_size import check_capacity
 from megarl.mcore.inference.engine import RequestList, RequestSource, RolloutEngine
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.mcore.lora import adapter
-from megarl.mcore.lora.adapter import trained_state
-from megarl.mcore.lora.transfer import policy_checksums
+from megarl.mcore.lora.transfer import policy_checksums, policy_parts
 from megarl.mcore.model import gpt
 from megarl.mcore.model.prediction_layer import layer_of
 from megarl.mcore.offload import KVCacheInGradBuffer
 from megarl.mcore.parallel import fsdp
-from megarl.mcore.weights.reshard_plan import LocalWeights, model_weights
+from megarl.mcore.weights.reshard_plan import LocalWeights
 from megarl.observe.timers import Timers
 from megarl.rollout.bank import FOLDER, AskedRequests, RolloutBank, keeps, lacks_routes
 from megarl.rollout.episodes.runner import EpisodeRunner
@@ -264,19 +263,12 @@ class Rollout:
         prompts read. A collective of the role."""
         if not self.role_groups.is_member:
             return {}
-        of_guests = {} if self.guests is None else self.guests.take_metrics()
-        of_episodes = {} if self.episodes is None else self.episodes.take_metrics()
-        return of_episodes | self._counts.take_metrics() | of_guests
-
-    def close(self):
-        """Ends the run's guests."""
-        if self.guests is not None:
-            self.guests.close()
+        sources = (self.episodes, self.guests, self._counts)
+        return {name: value for each in sources if each is not None for name, value in each.take_metrics().items()}
 
     def weights_by_part(self) -> list[LocalWeights]:
-        """All weights of the rollout on this rank; then what training changes, if this is kept apart from the rest."""
-        parts = (None, trained_state) if self._has_factors else (None,)
-        return [model_weights(self.model, self.role_groups.pg_collection, part) for part in parts]
+        """As `policy_parts`."""
+        return policy_parts(self.model, self.role_groups.pg_collection, self._has_factors)
 
     def name_of_weights(self) -> str:
         """A name that the present weights have wherever they are. A collective of the role."""

@@ -329,7 +329,8 @@ class RLTrainer(Trainer):
         self.reward.verifiers.close()
         if self.rollout.episodes:
             self.rollout.episodes.close()
-        self.rollout.close()
+        if self.rollout.guests is not None:
+            self.rollout.guests.close()
         self._processes.close()
         if self._accuracy_after is not None:
             before = "" if self._accuracy_before is None else f"{self._accuracy_before:.4f} before, "

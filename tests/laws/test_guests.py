@@ -9,7 +9,7 @@ from tests.helpers.rollout.guests import ACCIDENTS, after_the_accident, mark_of
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import SAFETY_SECONDS, run_world
 from tests.laws.features import FEATURES
-from tests.laws.test_laws import argv, assert_same, whole
+from tests.laws.runs import argv, assert_same, whole
 
 # Features that guests can generate: with one replica in the run, and with two, with tensor parallelism, and ahead.
 ALIKE = (
