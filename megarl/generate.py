@@ -10,6 +10,7 @@ on.
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import secrets
@@ -17,7 +18,6 @@ import signal
 import sys
 import time
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
@@ -26,6 +26,7 @@ from megarl import arguments
 from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.arguments import RunConfig
 from megarl.child_process import STOP_SIGNALS
+from megarl.data.detokenizer import StopMatcher
 from megarl.errors import ArgumentParser, UsageError
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.mcore.lora import adapter
@@ -131,6 +132,7 @@ class Guest:
         """`limit`: seconds that it waits for a run that has gone."""
         self.rollout, self.groups, self._address, self._limit = rollout, rollout.role_groups, address, limit
         self._facts, self._timeout = facts, facts["timeout"]
+        self._matcher = functools.lru_cache(64)(functools.partial(StopMatcher, rollout.tokenizer))
         self.weights, self._knows_base = "", False  # name of those that it has
         self._is_stopped = False
         self._pause = min(MAX_BEAT, self._timeout / 10)
@@ -309,7 +311,7 @@ class Guest:
                     own, number = number, number + 1
                 place = f"{self._replica}/{own}"
                 if is_set(self._ledger, f"lease/{place}", "", str(self.number)):
-                    request = request_of(self._ledger, f"request/{place}", self.rollout.thinking)
+                    request = request_of(self._ledger, f"request/{place}", self.rollout.thinking, self._matcher)
                     taken += [] if request is None else [(own, request)]
             self._places[self._replica] = first, number, free
             return taken, False, front
@@ -354,7 +356,7 @@ def main(argv: list[str]):
         sys.exit(2)
     facts: dict[str, Any] = {}
     sys.argv = [sys.argv[0], *flags]
-    launch(partial(generate, options.join, facts), "rl", partial(joined, options.join, facts))
+    launch(functools.partial(generate, options.join, facts), "rl", functools.partial(joined, options.join, facts))
 
 
 if __name__ == "__main__":

@@ -153,13 +153,13 @@ def rules(run: FlagContext) -> Iterator[Broken]:
         "--generation-schedule recorded": s.generation_schedule == "recorded",
         "--replay-schedule": s.replay_schedule is not None,
         "--router-replay rollout": s.router_replay == "rollout",
-        "--environment": s.environment is not None,
+        "--agent-sessions": s.agent_sessions,
         "--serve-policy": s.serve_policy,
         "--mtp-drafts": s.mtp_drafts,
     }
     for flag_, is_set in refused.items() if s.replica_port is not None else ():
         if is_set:
-            yield "--replica-port", f"not allowed with {flag_}: replicas that join generate single turns of one policy"
+            yield "--replica-port", f"not allowed with {flag_}: replicas that join have no part in it"
     records, replays = s.generation_schedule == "recorded", s.replay_schedule is not None
     if records and not s.generation_lag:
         why = "needs --generation-lag 1 or more: without it a round has no choice of weights to record"

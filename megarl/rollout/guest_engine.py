@@ -41,12 +41,13 @@ _COUNTED = ("reissued", "lost_tokens", "joined", "duplicates_differ")
 class GuestEngine:
     """A replica of the run, on each of its ranks; it has the part of `RolloutEngine` that the rollout uses."""
 
-    is_coupled, interrupted, max_requests = False, 0, MAX_REQUESTS
+    is_coupled, interrupted = False, 0
 
     def __init__(self, config: RunConfig, role_groups: RoleGroups):
         """Opens the ledger. A collective of the role. UsageError if the port is not free."""
         settings = config.settings
         self.role_groups, self._timeout = role_groups, settings.replica_timeout
+        self.max_requests = settings.rollout_max_requests  # of a guest
         self._min_replicas, self._look_after = settings.min_replicas, min(MAX_LOOK, settings.replica_timeout / 10)
         self.weights = ""  # name of the present ones
         self.models: Callable[[], list[LocalWeights]] = list  # what guests need of them, what never changes first

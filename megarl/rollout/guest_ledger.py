@@ -30,6 +30,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from megarl.arguments import RunConfig
 from megarl.checkpoint import manifest, resume
+from megarl.data.detokenizer import StopMatcher
 from megarl.errors import UsageError
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.inference.generation import GenerationRequest
@@ -132,17 +133,22 @@ def front_of(ledger: PrefixStore, replica: int) -> Front:
 def post(ledger: PrefixStore, key: str, request: GenerationRequest):
     """Writes a request down; its ends and its sampling are those of the front."""
     values = [getattr(request, name) for name in _FIELDS]
-    ledger.set(key, json.dumps([*values, request.thinking is not None]))
+    stops = None if request.stops is None else [stop.decode() for stop in request.stops.stops]
+    ledger.set(key, json.dumps([*values, request.thinking is not None, stops]))
 
 
-def request_of(ledger: PrefixStore, key: str, thinking: ThinkingBudget | None) -> GenerationRequest | None:
-    """A request; None: it has been answered. `thinking`: the budget of the run."""
+def request_of(
+    ledger: PrefixStore, key: str, thinking: ThinkingBudget | None, matcher: Callable[[tuple[str, ...]], StopMatcher]
+) -> GenerationRequest | None:
+    """A request; None: it has been answered. `thinking`: the budget of the run; `matcher`: makes that of stop
+    strings."""
     text = entry(ledger, key)
     if text is None:
         return None
-    *values, has_budget = json.loads(text)
+    *values, has_budget, stops = json.loads(text)
     options = dict(zip(_FIELDS, values, strict=True))
-    return GenerationRequest(**options, thinking=thinking if has_budget else None)
+    options |= {"thinking": thinking if has_budget else None, "stops": None if stops is None else matcher(tuple(stops))}
+    return GenerationRequest(**options)
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,9 @@ from tests.laws.runs import argv, assert_same, run, whole
 # Features that guests can generate: with one replica in the run, and with two, with tensor parallelism, and ahead.
 ALIKE = (
     "ppo", "greedy baselines", "dynamic sampling", "waiting groups", "over-sampling", "partial rollouts", "thoughts",
-    "average of factors", "factors", "factors in bf16", "lag", "lag, replicas", "lag, factors", "lag, partial rollouts",
+    "average of factors", "factors", "factors in bf16", "turns", "carried turns", "lag, turns", "thoughts in turns",
+    "shared turns over rounds, late", "branching agent", "an agent's turns", "lag", "lag, replicas", "lag, factors",
+    "lag, partial rollouts",
 )  # fmt: skip
 
 
@@ -102,19 +104,22 @@ def test_a_run_that_starts_again_finds_its_guests_with_their_weights(tmp_path):
 
 
 PLACES = [("ppo", accident, joins) for accident in ACCIDENTS for joins in (False, True)]
+PLACES += [
+    (name, accident, True)
+    for name in ("turns", "branching agent", "partial rollouts", "factors in bf16", "lag")
+    for accident in ("killed", "leaves")
+]
 
 
 @pytest.mark.parametrize("name, accident, joins", by_default(PLACES, [("ppo", "killed", True), ("ppo", "late", False)]))
 def test_an_accident_of_a_guest_changes_nothing(name, accident, joins, tmp_path):
     """The other guest was there before, or joins after the accident."""
-    feature, save = FEATURES[name], tmp_path / "run"
+    feature, save, expected = FEATURES[name], tmp_path / "run", whole(name)
     other = None if joins else after_the_accident
-    statuses = with_guests(
-        feature, save, ACCIDENTS[accident], other, more="" if joins else "--min-replicas 2",
-        awaited=mark_of(save) if joins else None,
-    )  # fmt: skip
+    awaited = mark_of(save) if joins else None
+    statuses = with_guests(feature, save, ACCIDENTS[accident], other, awaited=awaited)
     assert mark_of(save).exists() and (statuses[0] == 0 if accident == "leaves" else True)
     found = events(save)
     assert found["joined"] == 2 and found["duplicates_differ"] == 0
     assert found["reissued"] >= 1 or accident == "killed with weights"
-    assert_same(save, whole(name), range(1, feature.steps + 1))
+    assert_same(save, expected, range(1, feature.steps + 1))

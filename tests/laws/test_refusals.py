@@ -32,7 +32,7 @@ REFUSED = {  # flags -> a part of the line, in which {NAME} is a file, too
     f"{GRPO} --reward-pattern 1 --prompts {{rewards}} {SUMS}": "needs the term environment as often as --reward has it",
     f"{GRPO} --reward-pattern 1 --prompts {{rewards}} --advantage gdpo --reward exact-match+length":
         "--advantage gdpo: compares the terms of one --reward",
-    f"--replica-port 29600 {SUMS}": "--replica-port 29600: not allowed with --environment: replicas that join",
+    "--replica-port 29600 --agent-sessions --advantage rloo": "not allowed with --agent-sessions: replicas that join",
     "--replica-port 29600 --serve-policy": "--replica-port 29600: not allowed with --serve-policy",
     f"{GRPO} {OWN_EXPERTS} --replica-port 29600": "--replica-port 29600: not allowed with --router-replay rollout",
     f"{GRPO} {EXPERTS} {EP2} --role-map actor=0-1;reward=0-1 --replica-port 29600":

@@ -84,11 +84,11 @@ def left(rank: int, port: int):
     facts = WORLD | {"timeout": 1.0, "replicas": 1, "same": {}}
     found = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        guest = Guest(types.SimpleNamespace(role_groups=groups), f"127.0.0.1:{port}", facts, 0.0)
+        guest = Guest(types.SimpleNamespace(role_groups=groups, tokenizer=None), f"127.0.0.1:{port}", facts, 0.0)
         os.kill(os.getpid(), number)
         guest.run()
         found.append(store.get(f"a/beat/{guest.number}").decode().split()[-1])
-    guest = Guest(types.SimpleNamespace(role_groups=groups), f"127.0.0.1:{port}", facts, 0.0)
+    guest = Guest(types.SimpleNamespace(role_groups=groups, tokenizer=None), f"127.0.0.1:{port}", facts, 0.0)
     guest._address = f"127.0.0.1:{free_port()}"  # where it looks for the run again
     look = guest_ledger.front_of
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from megarl.generate import Guest
+from megarl.mcore.inference import engine
 from tests.helpers.processes import free_port
 from tests.helpers.waiting import wait_until
 from tests.helpers.worlds import die_with_parent, warm
@@ -84,6 +85,12 @@ def _killed_with_an_answer(save: Path):
     Guest._answer = answered  # type: ignore[method-assign]
 
 
+def _leaves(save: Path):
+    """Gets a signal, and looks after each step whether one has come."""
+    engine.POLL_STEPS = 1
+    at_lease(_signal(signal.SIGTERM))(save)
+
+
 def after_the_accident(save: Path):
     """Takes no request of the second step or a later one before the other guest had its accident."""
     lease = Guest._lease
@@ -100,7 +107,7 @@ ACCIDENTS: dict[str, Prepare] = {
     "killed with weights": _killed_with_weights,
     "stopped": at_lease(_signal(signal.SIGSTOP)),
     "late": at_lease(_sleep),
-    "leaves": at_lease(_signal(signal.SIGTERM)),
+    "leaves": _leaves,
 }
 
 

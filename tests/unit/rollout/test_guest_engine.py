@@ -54,7 +54,7 @@ class Guest:
             for number in [*range(front.first, front.posted), *again] if front.weights and not self.is_silent else ():
                 if is_set(self.ledger, f"lease/0/{number}", "", f"{self.name}") and number not in self.held:
                     self.held.add(number)
-                    self.act(self, number, request_of(self.ledger, f"request/0/{number}", None))
+                    self.act(self, number, request_of(self.ledger, f"request/0/{number}", None, list))
 
     def answer(self, number: int, request: GenerationRequest, count: int | None = None, **other):
         """Sends a response, or its first tokens."""

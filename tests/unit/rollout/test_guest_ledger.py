@@ -1,8 +1,10 @@
 """Entries of the ledger between a run and its guests: requests, leases, and the pairs that weights go over."""
 
+import dataclasses
 import functools
 import socket
 import threading
+import types
 from datetime import timedelta
 
 import pytest
@@ -64,10 +66,13 @@ def test_of_guests_that_want_a_request_at_the_same_time_one_has_it():
 @in_child
 def test_what_is_written_down_is_read_again():
     run, guest = ledgers(2)
-    assert front_of(guest, 3) == Front() and request_of(guest, "request/0/1", None) is None
+    assert front_of(guest, 3) == Front() and request_of(guest, "request/0/1", None, list) is None
     request = GenerationRequest([5, 1, 2**31 - 1], -(2**63), 7, written=2, counted_tokens=3)
     post(run, "request/0/1", request)
-    assert request_of(guest, "request/0/1", None) == request
+    assert request_of(guest, "request/0/1", None, list) == request
+    stops = types.SimpleNamespace(stops=(b"a", "é\n".encode()))
+    post(run, "request/0/2", dataclasses.replace(request, stops=stops))
+    assert request_of(guest, "request/0/2", None, list).stops == ["a", "é\n"]
     for item in (b"\0\xff", b"", b"third"):
         guest.queue_push("answers/0", item)
     assert queued(run, "answers/0") == [b"\0\xff", b"", b"third"] and queued(run, "answers/0") == []
