@@ -13,6 +13,9 @@
 #   DRY_RUN        1: print the command, check its flags (train_rl: `megarl.plan`, which needs no data), start nothing
 #   VOCAB_SIZE     for DRY_RUN without --hf-model or tokenizer
 #   GPU_MEMORY     for DRY_RUN: GiB of a GPU; the plan ends with a verdict, and status 1 if the run does not fit
+#   GENERATORS     with train_rl --replica-port PORT on one node: so many replicas of the rollout beside it, which end with
+#                  it; MAX_RESTARTS is theirs, too
+#   GENERATOR_NPROC    ranks of each of them, default 1
 #   MAX_RESTARTS   restarts from the latest checkpoint of --save after a failure, default 0
 #   LAUNCHER       auto (default), torchrun (ignore a Slurm allocation) or srun
 #   SRUN_FLAGS     further flags of srun, separated by spaces
@@ -23,13 +26,13 @@
 set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
-PROGRAMS="train_rl, train_sft, train_reward, train_preference, evaluate, serve"
+PROGRAMS="train_rl, train_sft, train_reward, train_preference, evaluate, serve, generate"
 show_help "${1:-}"
 [[ $# -gt 0 ]] || wrong "no program given; allowed: $PROGRAMS"
 PROGRAM=$1
 shift
 case $PROGRAM in
-    train_rl | train_sft | train_reward | train_preference | evaluate | serve) ;;
+    train_rl | train_sft | train_reward | train_preference | evaluate | serve | generate) ;;
     *) wrong "unknown program $PROGRAM; allowed: $PROGRAMS" ;;
 esac
 LAUNCHER=${LAUNCHER:-auto}
@@ -39,7 +42,7 @@ case $LAUNCHER in
     *) wrong "LAUNCHER=$LAUNCHER: allowed: auto, torchrun, srun" ;;
 esac
 if [[ $LAUNCHER == srun ]]; then read_allocation; fi
-check_numbers NPROC NNODES
+check_numbers NPROC NNODES GENERATORS GENERATOR_NPROC
 NNODES=${NNODES:-1} MAX_RESTARTS=${MAX_RESTARTS:-0}
 [[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || wrong "MAX_RESTARTS=$MAX_RESTARTS: allowed is a whole number"
 nodes=() ranks=()
@@ -53,6 +56,14 @@ elif [[ $LAUNCHER == torchrun && $NNODES -gt 1 ]]; then
         --master-port "${MASTER_PORT:-MASTER_PORT}")
 fi
 [[ -z ${NPROC:-} ]] || ranks=(--nproc-per-node "$NPROC")
+port=
+if [[ -n ${GENERATORS:-} ]]; then
+    [[ $PROGRAM == train_rl && $LAUNCHER == torchrun && $NNODES == 1 ]] ||
+        wrong "GENERATORS=$GENERATORS: allowed with train_rl on one node; elsewhere start megarl.generate yourself"
+    words=("${@//=/ }")
+    for word in ${words[*]}; do [[ ${before:-} != --replica-port ]] || port=$word; before=$word; done
+    [[ -n $port ]] || wrong "GENERATORS=$GENERATORS: needs --replica-port on the command line"
+fi
 find_python
 
 if [[ $LAUNCHER == srun ]]; then
@@ -74,6 +85,26 @@ if [[ -n ${DRY_RUN:-} ]]; then
     fi
     export WORLD_SIZE=$((NNODES * ${NPROC:-1})) LOCAL_WORLD_SIZE=${NPROC:-1}
     exec "$PYTHON_BIN" -m "megarl.$PROGRAM" "$@" --check
+fi
+if [[ -n $port ]]; then
+    "${command[@]}" &
+    run=$! generators=()
+    for ((i = 0; i < GENERATORS; i++)); do
+        "$PYTHON_BIN" -m megarl.launcher --nproc-per-node "${GENERATOR_NPROC:-1}" --max-restarts "$MAX_RESTARTS" \
+            generate --join "127.0.0.1:$port" "$@" &
+        generators+=($!)
+    done
+    trap 'kill -TERM "${generators[@]}" 2>/dev/null || true' EXIT
+    for name in TERM INT USR1; do
+        # shellcheck disable=SC2064  # the names as they are now
+        trap "kill -$name $run 2>/dev/null || true" "$name"
+    done
+    status=0
+    while kill -0 "$run" 2>/dev/null; do
+        status=0
+        wait "$run" || status=$?
+    done
+    exit "$status"
 fi
 [[ $LAUNCHER == srun ]] || exec "${command[@]}"
 

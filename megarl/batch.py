@@ -149,7 +149,7 @@ class Batch:
     def take(self, index: Tensor, rows: Tensor) -> "Batch":
         """Like `select`, with the positions of the tokens (`token_positions`) already known."""
         values = {name: getattr(self, name) for name in self.present()}
-        return Batch(**{n: v[rows] if FIELDS[n].kind == "token" else v[index] for n, v in values.items()})
+        return Batch(**{n: v[rows] if FIELDS[n]["kind"] == "token" else v[index] for n, v in values.items()})
 
     def token_positions(self, index: Tensor) -> Tensor:
         """[T'] int64 positions in the batch of the tokens of the sequences at `index`, in the order given."""
@@ -200,16 +200,9 @@ class HostMetadata:
     teacher_ids: Tensor | None = None  # [N] int64; None if the batch has none
 
 
-@dataclass(frozen=True)
-class FieldSpec:
-    """Kind ('token' or 'sequence') and dtype of a field; an item may be a row of that dtype."""
-
-    kind: str
-    dtype: torch.dtype
-
-
 HEADER = ["sequence_ids", "lengths"]  # always sent: they identify the sequences of the other fields
-FIELDS = {f.name: FieldSpec(f.metadata["kind"], f.metadata["dtype"]) for f in dataclasses.fields(Batch)}
+# Of each field its `kind` (token or sequence) and its `dtype`; an item may be a row of that dtype.
+FIELDS = {f.name: f.metadata for f in dataclasses.fields(Batch)}
 _TRANSFERS = {f.name: f.metadata["transfers"] for f in dataclasses.fields(Batch)}
 
 
@@ -265,4 +258,4 @@ def concatenate(batches: list[Batch]) -> Batch:
 
 def empty_batch(names: list[str], device) -> Batch:
     """A batch with these fields and no sequences."""
-    return Batch(**{name: torch.zeros(0, dtype=FIELDS[name].dtype, device=device) for name in names})
+    return Batch(**{name: torch.zeros(0, dtype=FIELDS[name]["dtype"], device=device) for name in names})

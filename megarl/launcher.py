@@ -40,7 +40,7 @@ from megarl.faults import last_line
 
 GRACE = 10  # seconds that ranks have to exit after a second signal
 WRONG_FLAGS = 2  # exit status
-PROGRAMS = ("train_rl", "train_sft", "train_reward", "train_preference", "evaluate", "serve", "replay")
+PROGRAMS = ("train_rl", "train_sft", "train_reward", "train_preference", "evaluate", "serve", "replay", "generate")
 THREADS = Path("/proc/self/task")
 LOOK = 0.2  # seconds between two questions whether another node has failed
 BYTES_PER_WEIGHT = 24  # of a trained model in fp32: weights, gradients, moments, and activations of the same order

@@ -104,7 +104,7 @@ def cluster_of(chosen):
 
 def question_of(chosen, flags: list[str]):
     """The question of a command line, and its program."""
-    from megarl.planning.question import Question
+    from megarl.planning.summary import Question
 
     program = Question(flags, chosen.world_size, chosen.ranks_per_node).program()
     warn(program.warnings)
@@ -162,7 +162,7 @@ def describe(question, program, cluster, memory: float | None) -> tuple[str, dic
     """(text, data, whether it fits) of the plan of the given flags; it fits if no memory is given."""
     from megarl.planning import plan_table, step_time, summary, verdict
     from megarl.planning.memory import GIB
-    from megarl.planning.question import Price
+    from megarl.planning.summary import Price
 
     plan = summary.make_plan(
         program, question.world_size, question.vocab_size, question.reward_vocab_size, question.image_tokens

@@ -14,6 +14,7 @@ from tools._supervised_metrics import PAIR_METRICS, PREFERENCE, SUPERVISED
 TRAINING = ("train_rl", "train_sft", "train_reward", "train_preference")
 LOSSES = ("train_sft", "train_reward", "train_preference")
 MTP = "with --mtp-drafts"
+JOINED = "with --replica-port"
 PARTIAL = "with --partial-rollouts"
 DRAFTS = "with --speculative-rollout or --mtp-drafts"
 SEVERAL, STUDENTS = "with several --teachers, in steps with such tokens", ("train_rl", "train_sft")
@@ -86,6 +87,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                " an evicted request, with its response so far, again", "with --rollout-prefix-caching"),
         Metric("rollout/reused_tokens", "tokens", "prompt tokens that were already in the cache",
                "with --rollout-prefix-caching"),
+        Metric("rollout/replicas", "replicas", "those that were there after the step's rounds", JOINED),
+        Metric("rollout/joined", "replicas", "those that joined since the last step", JOINED),
+        Metric("rollout/reissued", "requests", "requests that went from a replica to others", JOINED),
+        Metric("rollout/lost_tokens", "tokens", "tokens of these that were generated in vain, at most", JOINED),
+        Metric("rollout/duplicates_differ", "requests", "requests that two replicas answered differently: 0, unless the"
+               " kernels are not deterministic", JOINED),
     ),
     "Images": (
         Metric("images/count", "images", "distinct images whose rows were read, of each replica: by the engine, or"
@@ -356,7 +363,10 @@ OF_ORDER = (  # what a cache has lost or not: the order of requests decides
     "images/cache_hits",
 )  # fmt: skip
 # What happened to processes, and is mended: it changes nothing else.
-OF_ACCIDENTS = ("environment/restarts", "environment/timeouts", "environment/journalled_steps")
+OF_ACCIDENTS = (
+    "environment/restarts", "environment/timeouts", "environment/journalled_steps", "rollout/replicas",
+    "rollout/joined", "rollout/reissued", "rollout/lost_tokens", "rollout/duplicates_differ",
+)  # fmt: skip
 
 
 @functools.cache

@@ -35,6 +35,7 @@ _NOT_NUMBERS = set(
     keep_every keep_responses on_save_failure load load_changed_data kernels replay_schedule save_rollouts load_rollouts
     debug_train_only debug_rollout_only profile_steps profile_memory trackers tracker_project tracker_run
     tracker_folder tracker_offline images_column images_folder image_cache_gb max_images save_memory
+    replica_port min_replicas replica_timeout
     """.split()
 )
 _LEARNING = tuple(

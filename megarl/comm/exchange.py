@@ -20,7 +20,7 @@ STATES, PARTS = ROWS = ("teacher_states", "reward_parts")  # fields whose items 
 
 def _in_wire_order(names: list[str]) -> list[str]:
     """The header, then wide dtypes before narrow ones, so that every field starts aligned."""
-    rest = sorted((n for n in names if n not in HEADER), key=lambda n: -FIELDS[n].dtype.itemsize)
+    rest = sorted((n for n in names if n not in HEADER), key=lambda n: -FIELDS[n]["dtype"].itemsize)
     return HEADER + rest
 
 
@@ -45,10 +45,10 @@ def from_bytes(buffer: Tensor, names: list[str]) -> Batch:
     fields, total = {}, None
     for name in _in_wire_order(names):
         spec = FIELDS[name]
-        number = count if spec.kind == "sequence" else total
+        number = count if spec["kind"] == "sequence" else total
         shape = (number, widths[rows.index(name)]) if name in rows else (number,)
-        size = math.prod(shape) * spec.dtype.itemsize
-        fields[name] = buffer[position : position + size].view(spec.dtype).view(shape)
+        size = math.prod(shape) * spec["dtype"].itemsize
+        fields[name] = buffer[position : position + size].view(spec["dtype"]).view(shape)
         position += size
         if name == "lengths":
             total = int(fields[name].sum())

@@ -168,7 +168,7 @@ def _balance(order: list[int], lengths: list[int], flops: list[int], cap: int, c
 
 def blank_sequences(fields: list[str], device, sequences: int = 1) -> Batch:
     """One-token sequences without weight, for a replica that must run as many micro-batches as the others."""
-    values = {name: torch.zeros(sequences, dtype=FIELDS[name].dtype, device=device) for name in fields}
+    values = {name: torch.zeros(sequences, dtype=FIELDS[name]["dtype"], device=device) for name in fields}
     blank = Batch(**{**values, "lengths": torch.ones(sequences, dtype=torch.int64, device=device)})
     teachers = torch.zeros(sequences, dtype=torch.int64) if "teacher_ids" in fields else None
     ones, mask = torch.ones(sequences, dtype=torch.int64), torch.zeros(sequences, dtype=torch.bool)
@@ -311,7 +311,7 @@ def write_back_rows(batch: Batch, name: str, results: list[tuple[Tensor, Tensor]
 
 def write_back(batch: Batch, name: str, results: list[tuple[Tensor, Tensor]]):
     """Fills a per-token field from results of micro-batches: [(values [T_m], positions of their sequences)]."""
-    field = torch.zeros(len(batch.tokens), dtype=FIELDS[name].dtype, device=batch.tokens.device)
+    field = torch.zeros(len(batch.tokens), dtype=FIELDS[name]["dtype"], device=batch.tokens.device)
     results = [(values, positions) for values, positions in results if len(positions)]  # without blank micro-batches
     if results:
         positions = torch.cat([positions for _, positions in results])

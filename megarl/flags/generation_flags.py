@@ -21,6 +21,7 @@ AHEAD = on(
     "--debug-train-only and --debug-rollout-only do not generate ahead",
 )
 ROLLOUT_SERVER = on(lambda s: s.rollout_server is not None, "needs --rollout-server")
+GUESTS = on(lambda s: s.replica_port is not None, "needs --replica-port")
 ROUTES = on(lambda s: s.router_replay == "rollout", "needs --router-replay rollout")
 
 
@@ -107,6 +108,14 @@ class Generation:
     """address of a generation server (megarl.serve) that writes the responses"""
     rollout_server_key_file: str | None = flag(None, programs="evaluate", when=ROLLOUT_SERVER)
     """file with the server's API key"""
+    # Replicas that are programs of their own.
+    replica_port: int | None = flag(None, lambda v: 0 < v < 65536, "1 to 65535")
+    """port on which replicas of the rollout join as programs of their own (megarl.generate), and generate in place of
+    this run's ranks; they may stop, die and join while it goes on"""
+    min_replicas: int = positive(1, when=GUESTS)
+    """replicas that have to be there before a round begins"""
+    replica_timeout: float = positive(30.0, when=GUESTS)
+    """seconds without progress after which the requests of a replica go to others"""
     # Generation ahead of training.
     generation_lag: int = flag(0, lambda v: 0 <= v <= MAX_LAG, f"0 to {MAX_LAG}", when=TRAINED)
     """batches that generation may be ahead of training; responses are as many updates old"""
@@ -136,8 +145,21 @@ class Generation:
 
 
 def rules(run: FlagContext) -> Iterator[Broken]:
-    """Rules of weights that change while a batch is generated, and of expert routes."""
+    """Rules of weights that change while a batch is generated, of replicas that join, and of expert routes."""
     s = run.settings
+    refused = {
+        "--debug-train-only": s.debug_train_only,
+        "--debug-rollout-only": s.debug_rollout_only,
+        "--generation-schedule recorded": s.generation_schedule == "recorded",
+        "--replay-schedule": s.replay_schedule is not None,
+        "--router-replay rollout": s.router_replay == "rollout",
+        "--agent-sessions": s.agent_sessions,
+        "--serve-policy": s.serve_policy,
+        "--mtp-drafts": s.mtp_drafts,
+    }
+    for flag_, is_set in refused.items() if s.replica_port is not None else ():
+        if is_set:
+            yield "--replica-port", f"not allowed with {flag_}: replicas that join have no part in it"
     records, replays = s.generation_schedule == "recorded", s.replay_schedule is not None
     if records and not s.generation_lag:
         why = "needs --generation-lag 1 or more: without it a round has no choice of weights to record"

@@ -49,8 +49,18 @@ def _on_all_ranks(flag: bool) -> bool:
     return bool(everywhere)
 
 
+_used = AUTO
+
+
+def used() -> str:
+    """The kernels that this process computes with."""
+    return _used
+
+
 def use(name: str):
     """Makes this process compute with these kernels from now on."""
+    global _used
+    _used = name
     native.enable(name == COMPILED)
     linear.use_onednn(name != BLAS)
 

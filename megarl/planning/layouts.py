@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from megarl.errors import UsageError, flag_of
 from megarl.planning import step_time, verdict
 from megarl.planning.memory import GIB
-from megarl.planning.question import Price, Question
 from megarl.planning.step_time import Cluster
+from megarl.planning.summary import Price, Question
 from megarl.planning.verdict import FULL_RECOMPUTE, RECOMPUTE
 
 SHOWN = 3

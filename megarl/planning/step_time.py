@@ -17,7 +17,7 @@ from megarl.mcore.model.pipeline_layout import attention_layer_pattern, indexer_
 from megarl.mcore.model.weight_table import Weight, padded_vocab_size
 from megarl.planning import additions, summary, traffic
 from megarl.planning.parameters import SCALAR_HEAD, of_stages, stage_weights, used_experts
-from megarl.planning.question import Price
+from megarl.planning.summary import Price
 
 BANDWIDTH_SHARE = 0.8  # of a data sheet's bandwidth that transfers are assumed to reach
 MFU, NETWORK = 0.4, 50.0  # assumed: share of the peak FLOPs; GB/s of a GPU between nodes (400 Gbit/s)

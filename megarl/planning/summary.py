@@ -1,15 +1,19 @@
 """The plan of a role map: sizes, parameters, memory and traffic of every role, the KV cache of the rollout's replicas,
-and the memory of every rank.
+and the memory of every rank; what a run needs with further flags, without process groups.
 """
 
+import argparse
 import itertools
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
+from megarl import arguments
 from megarl.comm import role_mesh
+from megarl.flags import role_flags
 from megarl.flags.distillation import LOSS
 from megarl.mcore.config.megatron_flags import parallel_sizes, transformer_config
 from megarl.mcore.inference.cache_size import (
@@ -26,7 +30,7 @@ from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.model.pipeline_layout import layer_kinds, prediction_kind, stage_layers
 from megarl.mcore.model.weight_table import padded_vocab_size
 from megarl.mcore.parallel.process_groups import fake_world
-from megarl.planning import additions, traffic
+from megarl.planning import additions, parameters, traffic
 from megarl.planning.memory import GIB, Memory, average_bytes, stage_memory
 from megarl.planning.parameters import SCALAR_HEAD, ParameterTotals, parameter_totals
 
@@ -304,3 +308,63 @@ def sets_of(roles: dict[str, RolePlan], world_size: int) -> list[RankSet]:
         fullest = max(candidates, key=total.__getitem__)
         result.append(RankSet(names, sum(map(len, parts)), fullest, int(total[fullest])))
     return result
+
+
+# -- a run that is to be planned, with the flags that a plan may add ---------------------------------------------------
+
+
+class Price(NamedTuple):
+    """A parsed run with the plan of each role and the memory of every set of ranks."""
+
+    program: arguments.RunConfig
+    roles: dict[str, RolePlan]
+    rank_sets: list[RankSet]
+
+    @property
+    def fullest(self) -> RankSet:
+        """The set with the fullest rank."""
+        return max(self.rank_sets, key=lambda rank_set: rank_set.bytes)
+
+
+@dataclass(frozen=True)
+class Question:
+    """Flags of train_rl and the ranks that they are for; a later flag wins."""
+
+    flags: list[str]
+    world_size: int
+    ranks_per_node: int | None  # None: role maps name no nodes
+    vocab_size: int = 0
+    reward_vocab_size: int | None = None  # of a reward model with another tokenizer
+    image_tokens: int | None = None  # of the images of a prompt; None: prompts have none
+
+    def program(self, more: tuple[str, ...] = ()) -> arguments.RunConfig:
+        """The run with further flags, parsed and checked as the run itself does. UsageError for wrong ones."""
+        with fake_world(self.world_size):
+            program = arguments.parse([*self.flags, *more], self.world_size, ranks_per_node=self.ranks_per_node)
+        role_flags.check_microbatches(program)
+        parameters.check_patterns(program)
+        return program
+
+    def price(self, more: tuple[str, ...] = ()) -> Price:
+        """What the run with further flags needs. UsageError for flags that the run refuses."""
+        return self._price(self.program(more))
+
+    def with_cache(self, price: Price, size: float) -> Price:
+        """What a run that is priced needs with `--rollout-buffer-gb size`, which nothing else depends on."""
+        settings = replace(price.program.settings, rollout_buffer_gb=size)
+        program = replace(price.program, settings=settings)
+        roles = price.roles | {"rollout": rollout_plan(program, self.vocab_size)}
+        return Price(program, roles, sets_of(roles, self.world_size))
+
+    def with_recompute(self, price: Price, granularity: str | None) -> Price:
+        """What a run that is priced needs with another `--recompute-granularity`, not full."""
+        values = {"recompute_granularity": granularity, "recompute_method": None, "recompute_num_layers": None}
+        roles = {
+            name: replace(role, megatron=argparse.Namespace(**vars(role.megatron) | values))
+            for name, role in price.program.roles.items()
+        }
+        return self._price(replace(price.program, roles=roles))
+
+    def _price(self, program: arguments.RunConfig) -> Price:
+        roles = role_plans(program, self.vocab_size, self.reward_vocab_size)
+        return Price(program, roles, sets_of(roles, self.world_size))

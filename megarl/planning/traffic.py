@@ -126,9 +126,9 @@ def field_bytes(names: list[str], step: StepSizes, state: int = 0, parts: int = 
     the teachers' hidden states; `parts`: number of a reward's."""
     names = dict.fromkeys(HEADER + names)
     items = {"token": step.tokens, "sequence": step.sequences}
-    sizes = {name: FIELDS[name].dtype.itemsize for name in names}
+    sizes = {name: FIELDS[name]["dtype"].itemsize for name in names}
     sizes |= {name: size for name, size in ((STATES, state), (PARTS, parts * sizes.get(PARTS, 0))) if name in sizes}
-    return sum(size * items[FIELDS[name].kind] for name, size in sizes.items())
+    return sum(size * items[FIELDS[name]["kind"]] for name, size in sizes.items())
 
 
 def exchanges(role_groups: dict, settings, state: int = 0, own_groups: bool = False) -> list[dict]:
@@ -168,7 +168,7 @@ def routes(roles: dict, role_groups: dict, settings) -> list[dict]:
     for name in ("actor", "reference") if settings.router_replay_reference else ("actor",):
         args, replicas = roles[name].megatron, role_groups[name].replicas
         holders = len(replicas) * args.context_parallel_size * args.tensor_model_parallel_size  # of a layer
-        route = FIELDS["routes"].dtype.itemsize * args.moe_router_topk  # bytes of one token in one layer
+        route = FIELDS["routes"]["dtype"].itemsize * args.moe_router_topk  # bytes of one token in one layer
         needed = _moe_layers_of_ranks(args, replicas)
         received = sum(len(layers - held.get(rank, set())) for rank, layers in needed.items())
         sent = route * step.tokens * received // holders

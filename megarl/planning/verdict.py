@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from megarl.errors import UsageError
 from megarl.planning.memory import GIB
-from megarl.planning.question import Price, Question
 from megarl.planning.step_time import RANKS_PER_NODE
+from megarl.planning.summary import Price, Question
 
 RESERVE = 0.1  # of a GPU's memory: CUDA context, NCCL buffers, workspaces, fragmentation, errors of the estimates
 RESIDENT = ("weights", "gradients", "optimizer", "kv_cache", "sent_weights", "teacher_data")

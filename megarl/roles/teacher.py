@@ -138,7 +138,7 @@ class Teachers:
         name, model_of = self._output, self._model_of[batch.teacher_ids.cpu()]
         # B bytes hold a hidden state of any of the teachers.
         shape = (len(batch.tokens), self._state_bytes) if name == "teacher_states" else (len(batch.tokens),)
-        field = torch.zeros(shape, dtype=FIELDS[name].dtype, device=device.device())
+        field = torch.zeros(shape, dtype=FIELDS[name]["dtype"], device=device.device())
         own = torch.bincount(model_of, minlength=len(self.frozen_models)).to(batch.lengths.device)
         of_role = self.role_groups.dp_all_reduce(own).tolist()
         for number, count in enumerate(of_role):

@@ -16,6 +16,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,16 +52,15 @@ def numerics() -> tuple:
     return torch.__version__, platform.machine(), processor
 
 
-def pack(identity: str, completion: Completion) -> bytes:
-    """The record of a response; `identity`: of its request."""
+def pack(facts: dict[str, Any], completion: Completion) -> bytes:
+    """The record of a response, with facts about its request."""
     fields = {
         "tokens": torch.tensor(completion.tokens, dtype=torch.int32),
         "rollout_logprobs": torch.tensor(completion.logprobs, dtype=torch.float32),
     }
     if completion.routes is not None:
         fields["routes"] = completion.routes.cpu()
-    facts = {"identity": identity, "finished": completion.finished}
-    return response_log.packed(facts, fields)
+    return response_log.packed(facts | {"finished": completion.finished}, fields)
 
 
 def unpack(record: Record) -> Completion:
@@ -137,7 +137,7 @@ class RolloutBank:
         try:
             if self._file is None:
                 self._file = self._create()
-            response_log.append(self._file, pack(self._identity(request), completion))
+            response_log.append(self._file, pack({"identity": self._identity(request)}, completion))
         except OSError as error:
             reason = error.strerror or error
             warn([f"{self.folder}: the responses of step {self._step} are not kept: {reason}"])

@@ -77,7 +77,7 @@ class GroupBuffer:
             raise ValueError(f"groups with the fields {', '.join(sorted(fields))}")
         if self.settings.has_stale_tokens:
             if versions is None:
-                versions = torch.full_like(fields["tokens"], version, dtype=FIELDS[VERSIONS].dtype)
+                versions = torch.full_like(fields["tokens"], version, dtype=FIELDS[VERSIONS]["dtype"])
             fields[VERSIONS] = versions
         batch = Batch(**fields)
         if self.layers is not None:

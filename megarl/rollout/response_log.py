@@ -16,6 +16,7 @@ reader that can do without it goes on (`intact`); one that cannot refuses the fi
 """
 
 import hashlib
+import io
 import json
 import os
 import struct
@@ -72,6 +73,14 @@ def packed(facts: Mapping[str, Any], fields: Mapping[str, Tensor]) -> bytes:
     text = torch.frombuffer(bytearray(json.dumps(facts), "utf-8"), dtype=torch.uint8)
     body = save({_FACTS: text, **{name: field.contiguous() for name, field in fields.items()}})
     return b"".join((MAGIC, _SIZE.pack(len(body)), body, hash_of(body)))
+
+
+def unpacked(record: bytes) -> Record:
+    """What a record holds. ValueError for bytes that are none."""
+    start = len(MAGIC) + _SIZE.size
+    if record[: len(MAGIC)] != MAGIC or len(record) < start + HASH_SIZE:
+        raise ValueError("it is not what megarl writes")
+    return _read(io.BytesIO(record), start, len(record) - start - HASH_SIZE)
 
 
 def append(descriptor: int, record: bytes):

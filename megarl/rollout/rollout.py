@@ -4,7 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,15 +21,16 @@ from megarl.mcore.inference.cache_size import check_capacity
 from megarl.mcore.inference.engine import RequestList, RequestSource, RolloutEngine
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.mcore.lora import adapter
-from megarl.mcore.lora.transfer import policy_checksums
+from megarl.mcore.lora.transfer import policy_checksums, policy_parts
 from megarl.mcore.model import gpt
 from megarl.mcore.model.prediction_layer import layer_of
 from megarl.mcore.offload import KVCacheInGradBuffer
 from megarl.mcore.parallel import fsdp
+from megarl.mcore.weights.reshard_plan import LocalWeights
 from megarl.observe.timers import Timers
 from megarl.rollout.bank import FOLDER, AskedRequests, RolloutBank, keeps, lacks_routes
 from megarl.rollout.episodes.runner import EpisodeRunner
-from megarl.rollout.policy_versions import PolicyVersions
+from megarl.rollout.guest_engine import GuestEngine
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
 from megarl.rollout.requests import (
     NO_BRANCHES,
@@ -42,9 +43,10 @@ from megarl.rollout.requests import (
     remaining_tokens,
     sampling_of,
 )
+from megarl.rollout.response_log import hash_of
 from megarl.rollout.schedule import Schedule, ScheduledRounds, Stream
 from megarl.rollout.statistics import EngineStatistics
-from megarl.rollout.weight_sync import UNCHANGED, WeightSync
+from megarl.rollout.weight_sync import UNCHANGED, PolicyVersions, WeightSync
 from megarl.tool_formats.thinking_budget import ThinkingBudget
 
 
@@ -68,14 +70,14 @@ class Rollout:
         self, settings: Settings, role: RoleSettings, mesh: RoleMesh, trained: gpt.ModelChunks | None,
         tokenizer: Tokenizer, timers: Timers, cache_in_grad_buffer: KVCacheInGradBuffer | None = None,
         episodes: EpisodeRunner | None = None, schedule: Schedule | None = None,
-        thinking: ThinkingBudget | None = None,
+        thinking: ThinkingBudget | None = None, guests: GuestEngine | None = None,
     ):  # fmt: skip
         """Uses the actor's module if the layouts agree, else builds a model and plans the weight transfer. Collective.
 
         `trained`: the actor's module on this rank, None outside the actor. `cache_in_grad_buffer`: places the KV cache
         in the actor's gradient buffer if both share a module. `episodes`: runs the environments; None: one turn.
         `schedule`: of the weights within rounds; None: a round of training has those of `--generation-lag`.
-        `thinking`: the budget of each response, or turn; None: none.
+        `thinking`: the budget of each response, or turn; None: none. `guests`: generate in place of an engine.
         """
         self.episodes, self.thinking = episodes, thinking
         self.settings, self.role = settings, role
@@ -105,7 +107,10 @@ class Rollout:
             self._weight_sync = WeightSync(
                 mesh, trained, self.model, has_factors, s.verify_weights, s.generation_lag, timers
             )
-        if self.role_groups.is_member:
+        self.guests = guests
+        if guests is not None:
+            self.engine, guests.models = cast(RolloutEngine, guests), self.weights_by_part
+        elif self.role_groups.is_member:
             self.engine = RolloutEngine(
                 self.model[0], self.role_groups.pg_collection, vocab_size,
                 settings.max_prompt_length + settings.max_response_length, settings.rollout_buffer_gb,
@@ -119,8 +124,8 @@ class Rollout:
             check_capacity(settings, self.engine.capacity, self.role_groups.ranks.start)
             if schedule is not None and self._weight_sync is not None:
                 self.scheduled = ScheduledRounds(settings, self.role_groups, self.engine, self._weight_sync, schedule)
-            if keeps(settings) and not lacks_routes(settings, role.megatron):
-                self.bank = RolloutBank(Path(settings.save) / FOLDER, self.role_groups, vocab_size)
+        if self.role_groups.is_member and keeps(settings) and not lacks_routes(settings, role.megatron):
+            self.bank = RolloutBank(Path(settings.save) / FOLDER, self.role_groups, vocab_size)
 
     @property
     def recorded_layers(self) -> tuple[int, ...] | None:
@@ -157,6 +162,7 @@ class Rollout:
         finally:
             for tensor, kept in own:
                 tensor.copy_(kept)
+            self._fingerprint = None
 
     def restart(self, step: int):
         """Begins after a step, whose weights have been loaded."""
@@ -227,6 +233,8 @@ class Rollout:
     def _generate(self, round_: _Round, weights: ScheduledRounds | None, versions: PolicyVersions | None) -> Batch:
         """This replica's share of a round. `weights`: change within it as a schedule says; None: they stay."""
         requests, routes, version = round_.requests, round_.routes, None
+        if self.guests is not None:
+            self.guests.weights = self.name_of_weights()
         if weights is not None:
             weights.begin(requests.step)
         if versions is not None:
@@ -255,18 +263,30 @@ class Rollout:
         prompts read. A collective of the role."""
         if not self.role_groups.is_member:
             return {}
-        return ({} if self.episodes is None else self.episodes.take_metrics()) | self._counts.take_metrics()
+        sources = (self.episodes, self.guests, self._counts)
+        return {name: value for each in sources if each is not None for name, value in each.take_metrics().items()}
 
-    def _bank_key(self, sampling: SamplingSettings) -> tuple:
-        """What all requests depend on that a bank answers. A collective of the role."""
+    def weights_by_part(self) -> list[LocalWeights]:
+        """As `policy_parts`."""
+        return policy_parts(self.model, self.role_groups.pg_collection, self._has_factors)
+
+    def name_of_weights(self) -> str:
+        """A name that the present weights have wherever they are. A collective of the role."""
+        return hash_of(repr(self._checksums()).encode()).hex()
+
+    def _checksums(self) -> tuple:
         if self._fingerprint is None:
             checksums = policy_checksums(self.model, self.role_groups.pg_collection, self._has_factors)
             self._fingerprint = tuple(sorted(checksums.items()))
+        return self._fingerprint
+
+    def _bank_key(self, sampling: SamplingSettings) -> tuple:
+        """What all requests depend on that a bank answers. A collective of the role."""
         args = self.role.megatron
         kernels = args.attention_kernel, args.transformer_impl, args.delta_rule_backend
         layout = parallel_sizes(args), args.params_dtype, *kernels
         thinking = None if self.thinking is None else (self.thinking.limit, self.thinking.tokens)
-        return self._fingerprint, layout, sampling, self.ends.identity, thinking
+        return self._checksums(), layout, sampling, self.ends.identity, thinking
 
     def _stream(self, round_: _Round) -> Stream:
         routes = round_.routes is not None

@@ -188,7 +188,7 @@ class SavedRollouts:
         for entry in self._records[1].entries(number, kind):
             loaded = entry.read().fields
             names += [field for field in optional if field in loaded and field not in names]
-            if not set(names) <= loaded.keys() or any(loaded[n].dtype != FIELDS[n].dtype for n in names):
+            if not set(names) <= loaded.keys() or any(loaded[n].dtype != FIELDS[n]["dtype"] for n in names):
                 raise RuntimeError(f"--load-rollouts {entry.path}: lacks some of {', '.join(names)}")
             batches.append(Batch(**{field: loaded[field] for field in names}))
         batch = concatenate(batches)

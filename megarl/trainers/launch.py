@@ -28,7 +28,7 @@ from megarl.rewards import isolated
 REPORT_FIRST = 10.0  # seconds
 
 
-def launch(train, program: str):
+def launch(train, program: str, parse=None):
     """Parses the command line and runs `train(config, timers)`.
 
     Wrong input ends the program with one line and exit status 2 before any work starts. Any other exception ends the
@@ -37,6 +37,7 @@ def launch(train, program: str):
     Args:
         train: the program's main function; what it returns is the exit status, None is 0.
         program: a key of `flags.parser.MODULES`, such as 'rl'.
+        parse: instead of `parse_or_resume`.
     """
     rank, config = 0, None
     timers = Timers()
@@ -45,7 +46,7 @@ def launch(train, program: str):
         _adopt_slurm_task()
         rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        config, is_finished = parse_or_resume(sys.argv[1:], size, program, per_node)
+        config, is_finished = (parse or parse_or_resume)(sys.argv[1:], size, program, per_node)
         if is_finished:
             if rank == 0:
                 finish_report(Path(str(config.settings.save)))

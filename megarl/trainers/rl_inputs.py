@@ -46,6 +46,8 @@ class RLInputs:
         self.thinking = thinking_budget_of(s, encoder)
         self.prompt_sets, tokens_of = read_encoded_prompts(s, encoder)
         self.images = RunImages.of(config, encoder, folders_of(s))
+        if self.images is not None and s.replica_port is not None:
+            raise UsageError(f"--replica-port {s.replica_port}: replicas that join read no images of prompts")
         self.prompts, self.prompt_tokens = self.prompt_sets[PROMPTS], tokens_of[PROMPTS]
         self.eval_prompts, self.eval_tokens = held_out(self.prompt_sets), held_out(tokens_of)
         check_names(self.eval_prompts, s.eval_samples)
@@ -147,6 +149,11 @@ def _check_rollout(s: Settings, roles: dict[str, RoleSettings]):
     if keeps(s) and lacks_routes(s, rollout.megatron):
         why = "with --router-replay rollout and several pipeline stages in the rollout responses are not kept"
         warn_as_first([f"--keep-responses: {why}"])
+    if s.replica_port is not None:
+        experts, shards = rollout.megatron.expert_model_parallel_size, rollout.megatron.use_torch_fsdp2
+        if experts > 1 or shards:
+            problem = "replicas share experts" if experts > 1 else "replicas share weights (--use-torch-fsdp2)"
+            raise UsageError(f"--replica-port {s.replica_port}: {problem}, so that none of them can be missing")
     check_lead(s, roles)
 
 

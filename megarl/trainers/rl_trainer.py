@@ -23,6 +23,7 @@ from megarl.rollout import waiting_groups
 from megarl.rollout.batcher import RolloutBatcher
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.group_collector import SavedGroupCollector, SavedRollout
+from megarl.rollout.guest_engine import GuestEngine
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
 from megarl.router_replay.route_exchange import RoutingReplay
@@ -150,8 +151,10 @@ class RLTrainer(Trainer):
             if inputs.sessions is not None:
                 sessions = open_sessions(inputs.sessions, s, mesh["rollout"], inputs.encoder, self._processes)
             episodes = EpisodeRunner(s, mesh["rollout"], inputs.encoder, self.folder, sessions)
-        schedule, thinking = self.inputs.schedule, self.inputs.thinking
-        return Rollout(s, role, mesh, trained, self.tokenizer, timers, cache, episodes, schedule, thinking)
+        schedule, thinking, guests = self.inputs.schedule, self.inputs.thinking, None
+        if s.replica_port is not None and mesh["rollout"].is_member:
+            guests = GuestEngine(self.config, mesh["rollout"])
+        return Rollout(s, role, mesh, trained, self.tokenizer, timers, cache, episodes, schedule, thinking, guests)
 
     def _build_batcher(self) -> RolloutBatcher:
         s, inputs, rollout = self.settings, self.inputs, self.rollout
@@ -326,6 +329,8 @@ class RLTrainer(Trainer):
         self.reward.verifiers.close()
         if self.rollout.episodes:
             self.rollout.episodes.close()
+        if self.rollout.guests is not None:
+            self.rollout.guests.close()
         self._processes.close()
         if self._accuracy_after is not None:
             before = "" if self._accuracy_before is None else f"{self._accuracy_before:.4f} before, "

@@ -5,7 +5,7 @@ import pytest
 from tests.helpers.forked_programs import refusal
 from tests.helpers.programs import rl_argv
 from tests.laws.features.data import MIXED, POOLS, SIZES
-from tests.laws.features.feature import AHEAD, GRPO, ROLLOUT_APART, SUMS
+from tests.laws.features.feature import AHEAD, ALL_AHEAD, EP2, EXPERTS, GRPO, OWN_EXPERTS, ROLLOUT_APART, SUMS
 from tests.laws.files import folder, named
 
 ONE = "--prompts {one} --advantage reinforce++"  # a file with one response to a prompt; compares no responses
@@ -32,6 +32,15 @@ REFUSED = {  # flags -> a part of the line, in which {NAME} is a file, too
     f"{GRPO} --reward-pattern 1 --prompts {{rewards}} {SUMS}": "needs the term environment as often as --reward has it",
     f"{GRPO} --reward-pattern 1 --prompts {{rewards}} --advantage gdpo --reward exact-match+length":
         "--advantage gdpo: compares the terms of one --reward",
+    "--replica-port 29600 --agent-sessions --advantage rloo": "not allowed with --agent-sessions: replicas that join",
+    "--replica-port 29600 --serve-policy": "--replica-port 29600: not allowed with --serve-policy",
+    f"{GRPO} {OWN_EXPERTS} --replica-port 29600": "--replica-port 29600: not allowed with --router-replay rollout",
+    f"{GRPO} {EXPERTS} {EP2} --role-map actor=0-1;reward=0-1 --replica-port 29600":
+        "--replica-port 29600: replicas share experts",
+    f"{GRPO} {ALL_AHEAD} --generation-schedule recorded --replica-port 29600":
+        "--replica-port 29600: not allowed with --generation-schedule recorded",
+    "--replica-port 65536": "--replica-port 65536: allowed is 1 to 65535",
+    "--replica-port 29600 --replica-timeout 0": "--replica-timeout 0.0: allowed is a number above 0",
 }  # fmt: skip
 OF_FILES = {  # a line of a file's entry -> a part of the line
     "reward: no-such": "known: reward no-such: no-such is unknown; allowed: model",

@@ -32,6 +32,8 @@ SPLIT = {
     (["train_sft"], {"MAX_RESTARTS": "-1"}, "MAX_RESTARTS=-1"), (["train_sft"], {"LAUNCHER": "ray"}, "LAUNCHER=ray"),
     (["train_sft"], {"NNODES": "2"}, "NODE_RANK is not set: NNODES=2 needs it, or RDZV_ENDPOINT"),
     (["train_sft"], {"LAUNCHER": "srun"}, "there is no Slurm allocation"),
+    (["train_rl"], {"GENERATORS": "2"}, "GENERATORS=2: needs --replica-port"),
+    (["evaluate"], {"GENERATORS": "2"}, "GENERATORS=2: allowed with train_rl on one node"),
 ])  # fmt: skip
 def test_wrong_use_is_reported_in_one_line(arguments, variables, says):
     done = launch(arguments, **variables)

@@ -81,7 +81,7 @@ def compared(rank, shape, flags):
     stored = [entries(model, place.pg_collection) for model in models]
     asked = [attributes(model, place.pg_collection) for model in models]
     weights = [weights_of(model, place.pg_collection) for model in models]
-    plans = [(w.wholes, set(w.description().shards)) for w in weights]
+    plans = [(w.wholes, set(w.shards)) for w in weights]
     unequal = (
         [s.key for s in plans[0][1] if not torch.equal(*(w.view(s) for w in weights))] if plans[0] == plans[1] else []
     )

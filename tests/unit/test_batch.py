@@ -28,7 +28,7 @@ SEEDS = range(25)
 
 def assert_dtypes(batch: Batch):
     for name in batch.present():
-        assert getattr(batch, name).dtype == FIELDS[name].dtype, name
+        assert getattr(batch, name).dtype == FIELDS[name]["dtype"], name
 
 
 def test_offsets_and_lengths():
@@ -196,4 +196,4 @@ def test_every_field_documents_its_shape():
             pair for pair in itertools.pairwise(source.splitlines()) if pair[1].startswith(f"    {name}: Tensor")
         )
         text = line if "#" in line else above
-        assert ("[T]" if spec.kind == "token" else "[N]") in text.partition("#")[2]
+        assert ("[T]" if spec["kind"] == "token" else "[N]") in text.partition("#")[2]

@@ -19,7 +19,17 @@ ROOT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 OURS = sorted(path for folder in ("megarl", "tests", "tools", "launch") for path in (ROOT / folder).rglob("*.py"))
-PROGRAMS = ("train_rl", "train_sft", "train_reward", "train_preference", "evaluate", "serve", "replay", "plan")
+PROGRAMS = (
+    "train_rl",
+    "train_sft",
+    "train_reward",
+    "train_preference",
+    "evaluate",
+    "serve",
+    "replay",
+    "plan",
+    "generate",
+)
 # What a training loop leaves to the calls that it makes.
 MECHANISMS = {"colocated", "offload", "exchange", "send", "mesh", "device", "rank", "replicas", "dp_assignment"}
 

@@ -228,7 +228,7 @@ class ModuleMap:
     def read(self, weights: LocalWeights) -> Iterator[tuple[Tensor, Tensor, str]]:
         """Yields (a view of this rank's weights, what the folder has for it, the tensor's name)."""
         by_name, tied = {}, self._conversions.tied  # a tied weight has one of its names here, another in the folder
-        for shard in weights.description().shards:
+        for shard in weights.shards:
             name = shard.key.removeprefix(PREFIX)
             by_name.setdefault(tied.get(name, name), []).append(shard)
         reader = FolderReader(self.model.folder)

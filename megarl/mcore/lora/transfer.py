@@ -16,18 +16,21 @@ from megarl.mcore.model.gpt import value_head_of
 from megarl.mcore.parallel import fsdp
 from megarl.mcore.weights import dist_checkpoint, reshard
 from megarl.mcore.weights.reshard import WeightTransfer
-from megarl.mcore.weights.reshard_plan import model_weights
+from megarl.mcore.weights.reshard_plan import LocalWeights, model_weights
 
 FINGERPRINT = "base"  # entry of a role's plain state
 
 
+def policy_parts(stages, pg_collection, has_factors: bool) -> list[LocalWeights]:
+    """All weights of a policy on this rank; then what training changes, if factors are apart from the rest."""
+    parts = (None, trained_state) if has_factors else (None,)
+    return [model_weights(stages, pg_collection, part) for part in parts]
+
+
 def policy_checksums(stages, pg_collection, has_factors: bool) -> dict[str, int]:
     """Checksums of all weights of a policy and of its factors by key, as `reshard.checksum`; collective of the role."""
-    group = pg_collection.intra_dist_opt
-    sums = reshard.checksum(model_weights(stages, pg_collection), group)
-    if has_factors:
-        sums |= reshard.checksum(model_weights(stages, pg_collection, trained_state), group)
-    return sums
+    group, parts = pg_collection.intra_dist_opt, policy_parts(stages, pg_collection, has_factors)
+    return {key: value for part in parts for key, value in reshard.checksum(part, group).items()}
 
 
 class PolicyTransfer:

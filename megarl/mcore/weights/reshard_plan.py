@@ -38,11 +38,8 @@ class GlobalTensor(NamedTuple):
     dtype: torch.dtype
 
 
-class ShardDescription(NamedTuple):
-    """What a rank holds of a model; empty on ranks outside its role."""
-
-    wholes: dict[str, GlobalTensor]
-    shards: list[WeightShard]
+# What a rank holds of a model: the whole tensors by key, and its shards; empty on ranks outside its role.
+ShardDescription = tuple[dict[str, GlobalTensor], list[WeightShard]]
 
 
 class ShardCopy(NamedTuple):
@@ -77,9 +74,14 @@ class LocalWeights:
     def __init__(self, wholes: dict[str, GlobalTensor], boxes: dict[WeightShard, BoxView]):
         self.wholes, self._boxes = wholes, boxes
 
+    @property
+    def shards(self) -> list[WeightShard]:
+        """Of this rank."""
+        return list(self._boxes)
+
     def description(self) -> ShardDescription:
         """Returns the description that other ranks need for the plan."""
-        return ShardDescription(self.wholes, list(self._boxes))
+        return self.wholes, self.shards
 
     def view(self, shard: WeightShard, offset: Coordinates | None = None, shape: Coordinates | None = None) -> Tensor:
         """Returns a view of a shard, or of a box (offset, shape) in it."""
@@ -168,8 +170,8 @@ def _stored_tensors(value):
 def merge_wholes(side: str, descriptions: list[ShardDescription]) -> dict[str, GlobalTensor]:
     """Merges what the ranks of one side report of each key; raises ValueError if they disagree."""
     wholes = {}
-    for description in descriptions:
-        for key, whole in description.wholes.items():
+    for of_rank, _ in descriptions:
+        for key, whole in of_rank.items():
             if wholes.setdefault(key, whole) != whole:
                 raise ValueError(f"{key}: the ranks of the {side} disagree on it: {wholes[key]} and {whole}")
     return wholes
@@ -178,8 +180,8 @@ def merge_wholes(side: str, descriptions: list[ShardDescription]) -> dict[str, G
 def _holders(descriptions: list[ShardDescription]) -> dict[tuple, dict[WeightShard, list[int]]]:
     """Returns (key, index) -> its shards -> the ranks that hold a replica of each."""
     holders: dict[tuple, dict[WeightShard, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, description in enumerate(descriptions):
-        for shard in description.shards:
+    for rank, (_, shards) in enumerate(descriptions):
+        for shard in shards:
             holders[shard[:2]][shard].append(rank)
     return holders
 

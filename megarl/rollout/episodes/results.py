@@ -37,7 +37,7 @@ def episodes_to_batch(
     ordered = sorted(episodes, key=lambda episode: episode.number)
     lengths = [len(episode.tokens) for episode in ordered]
     names = ["rollout_logprobs", "response_mask", "turn_rewards", "row_starts", *["forced"] * has_forced]
-    fields = {name: torch.zeros(sum(lengths), dtype=FIELDS[name].dtype) for name in names}
+    fields = {name: torch.zeros(sum(lengths), dtype=FIELDS[name]["dtype"]) for name in names}
     if version is not None:
         fields["versions"] = torch.full((sum(lengths),), version, dtype=torch.int32)
     routes = None

@@ -33,7 +33,7 @@ def predicted(walk: Walk) -> dict[str, dict]:
 
 
 def _phases(walk: Walk, flags: str, vocab: int) -> Iterator:
-    from megarl.planning.question import Question
+    from megarl.planning.summary import Question
     from tests.cuda_walk.cost.phases import walk_all
 
     return walk_all(walk, Question(flags.split(), 1, None, vocab).price(), 1)

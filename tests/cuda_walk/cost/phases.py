@@ -13,7 +13,7 @@ from megarl.errors import UsageError
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.parallel.process_groups import fake_world
 from megarl.planning import summary, traffic
-from megarl.planning.question import Price
+from megarl.planning.summary import Price
 from tests.cuda_walk import parallel
 from tests.cuda_walk.cost.log import Log
 from tests.cuda_walk.cost.timeline import Collective

@@ -8,7 +8,7 @@ from megarl.comm.exchange import STATES
 from tests.helpers.models.tiny_models import parse_roles
 from tests.helpers.worlds import SAFETY
 
-TOKEN_FIELDS = [name for name, spec in FIELDS.items() if spec.kind == "token"]
+TOKEN_FIELDS = [name for name, spec in FIELDS.items() if spec["kind"] == "token"]
 
 
 def random_batch(seed: int, names=tuple(FIELDS), count=None, ids=None) -> Batch:
@@ -22,9 +22,9 @@ def random_batch(seed: int, names=tuple(FIELDS), count=None, ids=None) -> Batch:
     ids = (integers(3, count) + 1).cumsum(0) if ids is None else ids
     lengths = integers(9, len(ids)) + 1
     sizes = {"sequence": len(ids), "token": int(lengths.sum())}
-    values = {name: integers(2**16, sizes[FIELDS[name].kind]) for name in names}
-    values = {name: (v % 2 == 0 if FIELDS[name].dtype == torch.bool else v) for name, v in values.items()}
-    values = {name: v.to(FIELDS[name].dtype) for name, v in values.items()}
+    values = {name: integers(2**16, sizes[FIELDS[name]["kind"]]) for name in names}
+    values = {name: (v % 2 == 0 if FIELDS[name]["dtype"] == torch.bool else v) for name, v in values.items()}
+    values = {name: v.to(FIELDS[name]["dtype"]) for name, v in values.items()}
     if STATES in values:
         values[STATES] = values[STATES].unsqueeze(1) * torch.arange(1, 4, dtype=torch.uint8)
     return Batch(**values | {"sequence_ids": ids, "lengths": lengths})

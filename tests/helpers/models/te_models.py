@@ -51,16 +51,16 @@ def expected(weights, shard) -> torch.Tensor:
 
 def fill(weights):
     """Writes `expected` into all weights that a rank holds."""
-    for shard in weights.description().shards:
+    for shard in weights.shards:
         weights.view(shard).copy_(expected(weights, shard))
 
 
 def empty(weights):
     """Overwrites all weights that a rank holds with NaN."""
-    for shard in weights.description().shards:
+    for shard in weights.shards:
         weights.view(shard).fill_(float("nan"))
 
 
 def wrong(weights) -> list[str]:
     """Keys of the shards that are not `expected`, to the bit."""
-    return [s.key for s in weights.description().shards if not torch.equal(weights.view(s), expected(weights, s))]
+    return [s.key for s in weights.shards if not torch.equal(weights.view(s), expected(weights, s))]

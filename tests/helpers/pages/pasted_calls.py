@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed.run
 
-from megarl import arguments, launcher, plan
+from megarl import arguments, generate, launcher, plan
 from megarl.rewards.chosen_verifiers import build_verifiers
 from tests.helpers.pages import commands, documents
 from tests.helpers.pages.command_flags import PROGRAMS, WrongCommand, check_tool, require
@@ -37,6 +37,8 @@ def filled(flags: list[str]) -> list[str]:
 
 def parse_program(module: str, flags: list[str], size: int, per_node: int):
     """Parses the flags of a program as it does, and imports its rewards; a typed flag without effect is wrong."""
+    if module.removeprefix("megarl.") == "generate":  # the flags of the run, after its own
+        module, flags = "train_rl", generate.read_flags(flags)[1]
     config = arguments.parse(filled(flags), size, PROGRAMS[module.removeprefix("megarl.")], per_node)
     for warning in config.warnings:
         idle = re.findall(r"--[\w-]+", re.sub(r"\([^)]*\)", "", warning))
@@ -102,7 +104,7 @@ def check_call(words: tuple[str, ...]):
         parse_program(options.program, options.flags, ranks * options.nnodes, ranks)
     elif module == "plan" and "--least-recompute" not in rest:
         plan.main(filled(rest[2:]))
-    elif module in PROGRAMS:
+    elif module in (*PROGRAMS, "generate"):
         parse_program(module, rest[2:], 1, 1)
     elif name == "torchrun":
         parse_torchrun(rest)

@@ -9,7 +9,8 @@ NEVER = 1000
 
 def install(rank: int, seed: int | None):
     """From now on the seed says at which look of a replica, of those in a round with the same weights, the next ones
-    are there; None: the clock decides, and looks are only more frequent. For a rank of the rollout."""
+    are there; None: the clock decides, and looks are only more frequent; NEVER: at none, so that weights are as old as
+    they may be. For a rank of the rollout."""
     from megarl.mcore.inference import engine
     from megarl.rollout.schedule import ScheduledRounds
 
@@ -19,7 +20,7 @@ def install(rank: int, seed: int | None):
     looks: dict[tuple, int] = {}
 
     def may_take(rounds) -> bool:
-        if not rounds.role_groups.is_leader or rounds.step >= rounds._newest:
+        if seed == NEVER or not rounds.role_groups.is_leader or rounds.step >= rounds._newest:
             return False
         place = (*rounds._round, rounds.step)
         looks[place] = looks.get(place, 0) + 1

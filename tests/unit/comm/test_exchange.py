@@ -27,7 +27,7 @@ def test_bytes_round_trip_for_any_fields(seed):
     assert back.present() == batch.present()
     assert sequences(back) == sequences(batch)
     for name in names:
-        assert getattr(back, name).dtype == FIELDS[name].dtype
+        assert getattr(back, name).dtype == FIELDS[name]["dtype"]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -39,7 +39,7 @@ def test_fields_are_aligned_at_any_offset_in_the_payload(seed):
         back = from_bytes(part, names)
         assert sequences(back) == sequences(random_batch(seed + i, names))
         for name in names:
-            assert getattr(back, name).data_ptr() % FIELDS[name].dtype.itemsize == 0
+            assert getattr(back, name).data_ptr() % FIELDS[name]["dtype"].itemsize == 0
 
 
 def test_bytes_of_the_empty_batch():

@@ -10,6 +10,8 @@ WRONG = {
     "a schedule and the clock": ("--generation-schedule recorded --generation-lag 1 --save x --replay-schedule y",
                                  "--generation-schedule recorded: not allowed with --replay-schedule"),
     "a schedule without a choice": ("--replay-schedule x", "--replay-schedule x: needs the --generation-lag of the"),
+    "replicas that join and a server": ("--replica-port 9 --serve-policy",
+                                        "--replica-port 9: not allowed with --serve-policy: replicas that join have"),
     "routes without reference": ("--router-replay rollout --router-replay-reference --kl-coefficient 0",
                                  "--router-replay-reference True: the run has no reference"),
 }  # fmt: skip

@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.errors import UsageError
-from megarl.planning.question import Question
+from megarl.planning.summary import Question
 from tests.cuda_walk.cost import cases, phases
 from tests.cuda_walk.cost.timeline import Collective, Constants, Replay, Wait, predict
 from tests.cuda_walk.cost.work import Work

@@ -7,7 +7,7 @@ import pytest
 from megarl.errors import UsageError
 from megarl.planning import layouts, step_time, verdict
 from megarl.planning.memory import GIB
-from megarl.planning.question import Question
+from megarl.planning.summary import Question
 from tests.helpers.models.tiny_models import LENGTHS, SHAPES
 
 CLUSTER = step_time.Cluster("test", step_time.GPU(80, 1e12, 1e11, 1e9), 0.5, 1e8, 4)

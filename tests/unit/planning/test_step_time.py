@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.planning import step_time
-from megarl.planning.question import Question
 from megarl.planning.step_time import BANDWIDTH_SHARE, GPU, LATENCY, Cluster
+from megarl.planning.summary import Question
 from tests.helpers.models.tiny_models import LENGTHS, SHAPES
 
 FLOPS = 5e11  # half of the sheet's

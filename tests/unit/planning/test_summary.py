@@ -4,9 +4,8 @@ import pytest
 
 from megarl import arguments
 from megarl.errors import UsageError
-from megarl.planning import summary, traffic
-from megarl.planning.question import Question
-from megarl.planning.summary import cache_plan
+from megarl.planning import layouts, memory, parameters, summary, traffic
+from megarl.planning.summary import Question, cache_plan
 from tests.helpers.models.tiny_models import CHOOSING, LENGTHS, SHAPES, VOCAB, join_actor
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
@@ -139,3 +138,66 @@ def test_sequences_and_rounds_of_a_replica():
     assert (capped.decoded, capped.rounds) == (9, 3)
     with pytest.raises(UsageError, match="holds one sequence of 128 tokens; .* is 130"):
         planned(f"--rollout-buffer-gb {3 * 2**15 / 2**30}", "llama", 2, "64 66")
+
+
+# -- what a plan prices without parsing again, or counts once, against runs that are parsed and counted anew -----------
+
+SEARCHED = (
+    f"{SHAPES['llama']} {LENGTHS} --advantage grpo --bf16 --rollout-buffer-gb 0.001 --max-tokens-per-microbatch 8192"
+)
+SHARDED = ("--use-distributed-optimizer",)
+TENSOR, PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+
+
+def question_of(flags: str = "", ranks: int = 4) -> Question:
+    """A run of the tiny model."""
+    return Question(f"{SEARCHED} {flags}".split(), ranks, None, vocab_size=20)
+
+
+@pytest.mark.parametrize("flags", [
+    f"{PIPELINE} 2", "--max-tokens-per-microbatch 64", long(f"{PIPELINE} 2 {TENSOR} 2 --sequence-parallel"),
+    long("--prompts-per-step 512 --samples-per-prompt 16 --rollout-max-requests 64"),
+])  # fmt: skip
+def test_questions_that_are_left_out_change_no_answer(flags):
+    """The search prices other recomputations and larger caches without parsing; here each is parsed.
+
+    Two stages have one layer each: there full recomputation needs more memory than none.
+    """
+    question = question_of(flags)
+    needs = sorted(question.price(more).fullest.bytes for more in layouts.RECOMPUTE)
+    if "microbatch 64" not in flags and PIPELINE in flags:
+        assert question.price(layouts.FULL_RECOMPUTE).fullest.bytes > needs[0]
+    for available in {edge + more for edge in needs for more in (-1, 10**7)}:
+        for more in layouts.RECOMPUTE:
+            slow = question.price(more)
+            if slow.fullest.bytes <= available:
+                break
+        found = layouts.least_recompute(question, (), available, None)
+        assert (found[0], found[1].rank_sets) == (more, slow.rank_sets)
+        cache: tuple[str, ...] = ()
+        while (now := slow.roles["rollout"].cache).rounds > 1:
+            larger = ("--rollout-buffer-gb", f"{2 * slow.program.settings.rollout_buffer_gb:g}")
+            priced = question.price((*more, *larger))
+            then = priced.roles["rollout"].cache
+            if priced.fullest.bytes > available or then.rounds >= now.rounds:
+                break
+            cache, slow = larger, priced
+        flags_found, price = layouts._larger_cache(question, found[1], available)
+        assert (flags_found, price.roles, price.rank_sets) == (cache, slow.roles, slow.rank_sets)
+
+
+def test_what_is_recomputed_is_no_reason_to_count_weights_and_gradients_again():
+    question, full = question_of(), ("--recompute-granularity", "full", "--recompute-method", "uniform",
+                                     "--recompute-num-layers", "1")  # fmt: skip
+    caches = (parameters._stage_weights, memory._persistent_of_stages, memory._largest_buffers,
+              traffic._reduced_of_chunks)  # fmt: skip
+    for cache in caches:
+        cache.cache_clear()
+    counted = [1, 2, 1, 1]  # the weights of all roles are the same; the reference has no gradients
+    kept = question.price(SHARDED)
+    assert [cache.cache_info().misses for cache in caches] == counted
+    recomputed = question.price((*SHARDED, *full))
+    assert [cache.cache_info().misses for cache in caches] == counted
+    for cache in caches:
+        cache.cache_clear()
+    assert question.price((*SHARDED, *full)).roles == recomputed.roles != kept.roles

@@ -217,7 +217,7 @@ def test_the_planned_payload_equals_the_exchanged_one(names):
     lengths = torch.full((6,), 48)
     step = traffic.StepSizes(sequences=6, prompt=20, response=28, epochs=1, updates=1)
     size = {"token": 6 * 48, "sequence": 6}
-    fields = {n: torch.zeros(size[FIELDS[n].kind], dtype=FIELDS[n].dtype) for n in {*names, "sequence_ids"}}
+    fields = {n: torch.zeros(size[FIELDS[n]["kind"]], dtype=FIELDS[n]["dtype"]) for n in {*names, "sequence_ids"}}
     packed = exchange.to_bytes(Batch(**{**fields, "lengths": lengths}), list(names))
     assert 8 <= len(packed) - traffic.field_bytes(names, step) < 16  # the count in front, padding after
 

@@ -4,8 +4,8 @@ import pytest
 
 from megarl.planning import layouts, step_time, verdict
 from megarl.planning.memory import GIB
-from megarl.planning.question import Question
 from megarl.planning.step_time import GPUS, Cluster
+from megarl.planning.summary import Question
 from tests.helpers.launch_scripts import model_flags
 from tests.helpers.models.tiny_models import LENGTHS, SHAPES
 from tests.helpers.tiers import long

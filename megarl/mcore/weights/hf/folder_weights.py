@@ -68,7 +68,7 @@ def import_weights(weight_map, stages, pg_collection):
     number that is not finite: a run would skip every update.
     """
     weights = model_weights(stages, pg_collection)
-    for shard in weights.description().shards:
+    for shard in weights.shards:
         if weight_map.is_vocabulary(shard.key):
             weights.view(shard).zero_()
     for view, stored, name in weight_map.read(weights):
@@ -247,7 +247,7 @@ def export_weights(weight_map, stages, pg_collection, folder: Path, files: Mappi
     if rank == 0:
         _prepare(folder)
     gathered: list[Any] = [None] * size
-    own = source.description()._replace(shards=[]), weight_map.shared_copies() if rank == 0 else []
+    own = (source.wholes, []), weight_map.shared_copies() if rank == 0 else []
     dist.all_gather_object(gathered, own, group=group)
     descriptions, (copies, *_) = zip(*gathered, strict=True)
     plan = plan_export(weight_map, copies)

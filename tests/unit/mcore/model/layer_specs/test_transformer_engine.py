@@ -50,7 +50,7 @@ def results(impl, args, place):
     token_scores(model, tokens, lengths, 0.7, VOCAB).logprobs.mul(torch.linspace(-1, 2, len(tokens))).sum().backward()
     for parameter in model.parameters():
         parameter.data = parameter.grad
-    gradients = {shard: weights.view(shard).clone() for shard in weights.description().shards}
+    gradients = {shard: weights.view(shard).clone() for shard in weights.shards}
     return scores, [c.tokens for c in completions], gap, gradients
 
 
