@@ -31,6 +31,7 @@ from megarl.observe.timers import Timers
 from megarl.rollout.bank import FOLDER, AskedRequests, RolloutBank, keeps, lacks_routes
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.guest_engine import GuestEngine
+from megarl.rollout.policy_versions import PolicyVersions
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
 from megarl.rollout.requests import (
     NO_BRANCHES,
@@ -46,7 +47,7 @@ from megarl.rollout.requests import (
 from megarl.rollout.response_log import hash_of
 from megarl.rollout.schedule import Schedule, ScheduledRounds, Stream
 from megarl.rollout.statistics import EngineStatistics
-from megarl.rollout.weight_sync import UNCHANGED, PolicyVersions, WeightSync
+from megarl.rollout.weight_sync import UNCHANGED, WeightSync
 from megarl.tool_formats.thinking_budget import ThinkingBudget
 
 

@@ -10,10 +10,11 @@ import importlib.util
 
 from megatron.core.transformer.enums import AttnBackend
 
-from megarl.errors import Rule, UsageError, allow, only, require, when
+from megarl.errors import Rule, UsageError
 from megarl.mcore import device
 from megarl.mcore.config import model_flags
 from megarl.mcore.config.optimizer_flags import MUON
+from megarl.mcore.config.rules import allow, only, require, when
 from megarl.mcore.config.supported_flags import ARCHITECTURE, ATTENTION_BACKENDS
 from megarl.mcore.kernels import native
 

@@ -4,9 +4,10 @@ import math
 
 import torch.distributed as dist
 
-from megarl.errors import Rule, allow, is_pattern, min_value, positive, value_of, when
+from megarl.errors import Rule
 from megarl.mcore import device
 from megarl.mcore.config.model_flags import ROTARY
+from megarl.mcore.config.rules import allow, is_pattern, min_value, positive, value_of, when
 
 TRAINED = ("actor", "critic")  # roles that run backward
 MAX_LAYERS = 100_000

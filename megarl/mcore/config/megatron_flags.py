@@ -16,9 +16,10 @@ from megatron.training import arguments
 from megatron.training.arguments import add_megatron_arguments, core_transformer_config_from_args, validate_args
 from torch.nn import functional
 
-from megarl.errors import ArgumentParser, UsageError, require
+from megarl.errors import ArgumentParser, UsageError
 from megarl.mcore import cuda_environment, device
 from megarl.mcore.config import kernel_rules, layout_rules, model_flags, optimizer_flags, recurrent_rules
+from megarl.mcore.config.rules import require
 from megarl.mcore.config.supported_flags import ARCHITECTURE, DEFAULTS, ONLY, used
 from megarl.mcore.kernels.batch_invariance import gelu, gelu_tanh, quick_gelu, silu
 from megarl.mcore.parallel.process_groups import ParallelSizes

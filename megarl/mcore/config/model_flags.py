@@ -6,19 +6,8 @@ namespace and of the model's config. A flag that would have no effect in a model
 
 import re
 
-from megarl.errors import (
-    Rule,
-    UsageError,
-    allow,
-    defaults,
-    is_pattern,
-    min_value,
-    only,
-    positive,
-    require,
-    value_of,
-    when,
-)
+from megarl.errors import Rule, UsageError
+from megarl.mcore.config.rules import allow, defaults, is_pattern, min_value, only, positive, require, value_of, when
 from megarl.mcore.kernels.batch_invariance import VECTOR
 
 

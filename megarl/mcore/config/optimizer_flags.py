@@ -17,7 +17,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from megarl import bundled
-from megarl.errors import Rule, allow, defaults, min_value, positive, require, value_of, when
+from megarl.errors import Rule
+from megarl.mcore.config.rules import allow, defaults, min_value, positive, require, value_of, when
 
 SGD, MUON = "sgd", "muon"
 MUON_NAMES = (MUON, "dist_muon")  # the second is Megatron's older name of the first with --use-distributed-optimizer

@@ -1,8 +1,9 @@
 """Rules on models with recurrent states: sizes, and what such models cannot be combined with."""
 
 from megarl import bundled
-from megarl.errors import Rule, UsageError, allow, defaults, min_value, only, value_of, when
+from megarl.errors import Rule, UsageError
 from megarl.mcore import device
+from megarl.mcore.config.rules import allow, defaults, min_value, only, value_of, when
 from megarl.mcore.recurrence import fused_chunks
 
 FLAG, GATED_DELTA_NET = "--experimental-attention-variant", "gated_delta_net"

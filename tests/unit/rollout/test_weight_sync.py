@@ -1,11 +1,8 @@
 """The version that each token carries names the weights that drew it; what goes wrong on the way is seen."""
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from megarl.arguments import Settings
-from megarl.rollout.weight_sync import PolicyVersions, staleness_of
 from tests.helpers.programs import in_world, program, rl_argv
 from tests.helpers.rollout import seeded_clock
 from tests.helpers.tiers import by_default
@@ -42,7 +39,7 @@ def lose_weights():
 
 def misnumber():
     """Tokens and training get a version too many from step 5 on."""
-    from megarl.rollout.weight_sync import PolicyVersions
+    from megarl.rollout.policy_versions import PolicyVersions
 
     of_step = PolicyVersions.of_step
     PolicyVersions.of_step = lambda versions, step: tuple(version + (step > 4) for version in of_step(versions, step))
@@ -84,7 +81,7 @@ def keep_blocks():
 
 def misnumber_within_rounds():
     """Tokens that the weights of step 2 drew get a version too many, where weights change within a round."""
-    from megarl.rollout.weight_sync import PolicyVersions
+    from megarl.rollout.policy_versions import PolicyVersions
 
     PolicyVersions.of_weights = lambda versions, step: step + (step == 2)
 
@@ -156,17 +153,3 @@ def test_each_token_has_the_log_prob_of_the_weights_that_its_version_names(fault
         assert max(gaps["own"]) == 0 < 1e-4 < min(gaps["other"])
     else:
         assert max(gaps["own"]) > 1e-4
-
-
-def test_a_step_without_an_update_has_the_version_before_it():
-    versions = PolicyVersions(Settings(generation_lag=2, critic_warmup_steps=1))
-    for step, has_batch in enumerate((True, True, False, True), start=1):
-        versions.end_step(step, has_batch)
-    assert [versions.after_step(step) for step in (2, 3, 4)] == [1, 1, 2]
-    assert versions.of_step(5) == (1, 2) and versions.of_weights(4) == 2
-    versions.restart(9, 7)
-    assert versions.of_step(10) == (7, 7) and versions.of_weights(8) == 7, "older weights are not there"
-
-
-def test_tokens_of_later_policies_are_not_stale():
-    assert staleness_of(torch.tensor([0, 2, 3, 9]), 3).tolist() == [3, 1, 0, 0]
