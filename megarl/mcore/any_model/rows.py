@@ -11,6 +11,7 @@ are grouped products, for which the host need know no number.
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -146,6 +147,8 @@ def norm_of(part: Any) -> ModuleNorm | None:
     own = dict(part._parameters)
     weight = own.get("weight")
     if weight is None or weight.dim() != 1 or own.keys() > {"weight", "bias"} or any(True for _ in part.buffers()):
+        return None
+    if len(inspect.signature(part.forward).parameters) != 1:  # such as a gate
         return None
     x = torch.linspace(-1, 2, 3 * len(weight)).sin().view(3, -1)
     try:

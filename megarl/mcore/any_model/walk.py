@@ -70,7 +70,7 @@ def walk(module: PreTrainedModel) -> Walk:
         try:
             source.find_slots(module, matmul=_matmul)
         except Unsupported as error:  # of what depends on numbers
-            found.waits = f"{type(module).__name__} asks for numbers ({str(error)[:100]})"
+            found.waits = f"{type(module).__name__} asks for numbers ({str(error).rpartition(': ')[2]}"
     if vars(module).get("state_shapes"):
         found.sums = f"{type(module).__name__} computes recurrences by chunks of tokens"
     return found

@@ -18,13 +18,16 @@ KINDS = {
     "ernie4_5_moe": (False, None),
     "longcat_flash": (True, "LongcatFlashForCausalLM asks for numbers"),
     "llama4_text": (False, "Llama4TextExperts computes bmm of 96 terms itself"),
+    "bamba": (False, "BambaForCausalLM computes recurrences by chunks of tokens"),  # with norms that read a gate
     "cohere2": (False, "Cohere2LayerNorm computes mean of 64 terms itself"),
     "gpt2": (False, None),
     "modernbert-decoder": (False, "LayerNorm computes native_layer_norm of 64 terms itself"),
 }
 
 
-@pytest.mark.parametrize("kind", by_default(KINDS, ("ernie4_5_moe", "longcat_flash", "cohere2")))
+@pytest.mark.parametrize(
+    "kind", by_default(KINDS, ("ernie4_5_moe", "longcat_flash", "llama4_text", "bamba", "cohere2"))
+)
 def test_waits_and_sums_of_a_type_are_found(kind):
     waits, inexact = KINDS[kind]
     model = source.of_config(any_types.small_config(kind))
