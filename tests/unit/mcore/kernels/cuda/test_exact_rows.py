@@ -51,6 +51,21 @@ def test_a_row_does_not_depend_on_the_other_rows(dtype, rounding, has_bias):
     assert torch.equal(product(columns, weight, bias), found)
 
 
+@pytest.mark.parametrize("dtype, rounding", [(torch.float32, 1e-5), (torch.float16, 0.02)])
+def test_each_head_has_a_weight_of_its_own_and_rows_that_do_not_depend_on_others(dtype, rounding):
+    """Weights are views, whose rows or columns are not adjacent."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(ROWS + 3, 3, INNER, generator=generator).to(dtype)
+    for shape in ((3, INNER, OUTER), (3, OUTER, INNER + 5)):
+        weight = torch.randn(shape, generator=generator).to(dtype)
+        weight = weight.transpose(1, 2) if shape[1] == INNER else weight[..., :INNER]
+        found = exact_rows.product_by_head(x, weight)
+        wanted = torch.einsum("nak,amk->nam", x.double(), weight.double())
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=rounding)
+        for rows in (slice(1), slice(5, 8), slice(ROWS, None)):
+            assert torch.equal(exact_rows.product_by_head(x[rows], weight), found[rows]) and found.dtype is dtype
+
+
 def test_a_layer_of_an_exact_rollout_multiplies_so_and_has_the_gradients_of_others():
     x, weight, bias = operands()
     layer, found = types.SimpleNamespace(config=interpreted_kernels.exact_config()), []
