@@ -28,7 +28,7 @@ def test_the_launcher_refuses_an_unknown_program_before_it_imports_it(capsys):
     assert launcher.main(["--nproc-per-node", "1", "errors"]) == 2
     assert capsys.readouterr().err == (
         "megarl: error: errors: unknown program; "
-        "allowed: train_rl, train_sft, train_reward, train_preference, evaluate, serve, replay\n"
+        "allowed: train_rl, train_sft, train_reward, train_preference, evaluate, serve, replay, generate\n"
     )
 
 

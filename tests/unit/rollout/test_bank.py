@@ -17,7 +17,7 @@ COMPLETIONS = [
 
 def test_responses_are_read_as_they_were_written(tmp_path):
     path = tmp_path / "00000-000.log"
-    path.write_bytes(b"".join(bank.pack(f"{i}", c) for i, c in enumerate(COMPLETIONS)))
+    path.write_bytes(b"".join(bank.pack({"identity": f"{i}"}, c) for i, c in enumerate(COMPLETIONS)))
     entries = list(response_log.intact(path, print))
     assert [entry.facts["identity"] for entry in entries] == ["0", "1", "2"]
     for entry, expected in zip(entries, COMPLETIONS, strict=True):
