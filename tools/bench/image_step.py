@@ -5,9 +5,8 @@
 
 The work is that of tools/bench/step.py with a picture of noise in each prompt: 256 × 256 pixels, 256 patches, 64 rows.
 No picture comes twice in a run. The folder is a Qwen3-VL with random weights, made by transformers' own classes: a
-language model of the sizes of step.py and a tower with a quarter of its parameters, as in published folders, whose
-features enter two layers. The tower is frozen on both sides. Times count only if both sides read as many tokens of
-prompts.
+language model of the sizes of step.py, 5.2 M parameters (fixed), and a tower of 2.2 M, whose features enter two layers.
+The tower is frozen on both sides. Times count only if both sides read as many tokens of prompts.
 """
 
 import argparse
