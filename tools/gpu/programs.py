@@ -77,10 +77,8 @@ def _last_of(log: Path) -> str:
 def _end(processes: list, place: Path, is_late: bool) -> tuple[int, str]:
     """Ends the ranks that still run; exit status of a program, and the last errors of the ranks that failed, not of
     those that waited for them."""
-    statuses, logs = (
-        [process.exitcode for process in processes],
-        [place / str(rank) / "err" for rank in range(len(processes))],
-    )
+    statuses = [process.exitcode for process in processes]
+    logs = [place / str(rank) / "err" for rank in range(len(processes))]
     late = [number for number, status in enumerate(statuses) if status is None and is_late and logs[number].exists()]
     for number in late:
         os.kill(processes[number].pid, signal.SIGUSR2)
@@ -124,7 +122,7 @@ def run_programs(rows: dict[str, tuple], folder: Path, only: list[str], limits: 
             for each in list(running):
                 name, place, processes, started = each
                 statuses = [process.exitcode for process in processes]
-                is_late = time.monotonic() - started > limits.seconds
+                is_late = None in statuses and time.monotonic() - started > limits.seconds
                 if is_late or any(statuses) or None not in statuses:
                     running.remove(each)
                     status, text = _end(processes, place, is_late)
@@ -161,10 +159,9 @@ def start(folder: Path, data: Path, is_cpu: bool, limits: Limits, kind: str, onl
 
 def make_data(folder: Path, kind: str):
     """Makes what the programs of a kind read and is not there, in a process without the device."""
-    script = (
-        "import pathlib, sys; from tools.gpu import program_rows as rows; rows.make_data(pathlib.Path(sys.argv[1]), "
-    )
-    maker = [sys.executable, "-W", "ignore", "-c", f"{script} {kind!r})", str(folder)]
+    script = "import pathlib, sys; from tools.gpu.program_rows import make_data; "
+    script += "make_data(pathlib.Path(sys.argv[1]), sys.argv[2])"
+    maker = [sys.executable, "-W", "ignore", "-c", script, str(folder), kind]
     subprocess.run(maker, env=without_device(), check=True)
 
 
