@@ -80,7 +80,7 @@ class Rollout:
         `schedule`: of the weights within rounds; None: a round of training has those of `--generation-lag`.
         `thinking`: the budget of each response, or turn; None: none. `guests`: generate in place of an engine.
         """
-        self.episodes, self.thinking = episodes, thinking
+        self.episodes, self.thinking, self.guests = episodes, thinking, guests
         self.settings, self.role = settings, role
         self._drafts = settings.speculative_rollout or settings.mtp_drafts
         self.ends = ResponseEnds(settings, tokenizer)
@@ -108,7 +108,6 @@ class Rollout:
             self._weight_sync = WeightSync(
                 mesh, trained, self.model, has_factors, s.verify_weights, s.generation_lag, timers
             )
-        self.guests = guests
         if guests is not None:
             self.engine, guests.models = cast(RolloutEngine, guests), self.weights_by_part
         elif self.role_groups.is_member:
