@@ -305,7 +305,8 @@ class GuestEngine:
 
     def take_metrics(self) -> dict[str, float]:
         """The metrics of guests since the last call. A collective of the role."""
-        is_leader = self.role_groups.is_leader
+        if is_leader := self.role_groups.is_leader:
+            self._silent_guests()  # notes those that have come since the last look
         own = [self._events[name] if is_leader else 0 for name in _COUNTED]
         present = len(self._present()) if is_leader else 0
         self._events = dict.fromkeys(_COUNTED, 0)

@@ -52,6 +52,8 @@ class Guest:
             front = front_of(self.ledger, 0)
             again = [int(self.ledger.get(f"again/0/{front.first}/{i}")) for i in range(front.again)]
             for number in [*range(front.first, front.posted), *again] if front.weights and not self.is_silent else ():
+                if self.is_silent:  # since it took the one before
+                    break
                 if is_set(self.ledger, f"lease/0/{number}", "", f"{self.name}") and number not in self.held:
                     self.held.add(number)
                     self.act(self, number, request_of(self.ledger, f"request/0/{number}", None, list))
