@@ -134,6 +134,9 @@ def test_what_depends_on_clock_and_machine_is_told_by_name():
     }
     of_queues = {"rollout/lead", "weights/staged_bytes"}
     of_accidents = {f"environment/{name}" for name in ("restarts", "timeouts", "journalled_steps")}
+    of_accidents |= {
+        f"rollout/{name}" for name in ("replicas", "joined", "reissued", "lost_tokens", "duplicates_differ")
+    }
     others = {metric.name for metric in METRICS if not is_reproducible(metric.name)}
     assert others == of_clock | of_machine | of_order | of_queues | of_accidents
     assert is_reproducible("rollout/accepted_tokens_per_step") and not is_reproducible("perf/tokens_per_s")

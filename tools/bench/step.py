@@ -37,11 +37,7 @@ from tools.bench import common
 PROMPTS, SAMPLES, WARM_UP, RATE = 8, 8, 1, 1e-6
 PEERS = {"trl": "trl"}
 PAGED = {"page_size": 32, "num_blocks": 640, "max_batch_tokens": 4096}  # room for all responses of either case
-CHOICES = {
-    "granite": "a Granite as transformers' module instead of a Llama",
-    "trl_continuous": "TRL generates with continuous batching",
-    "processor_time": "count seconds of a side's processor",
-}
+CHOICES = ("granite", "trl_continuous", "processor_time")  # flags that a side gets, too
 SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
@@ -246,8 +242,9 @@ def main(argv: list[str] | None = None):
     made.add_argument(
         "--trl-batch", type=int, default=64, help="responses per forward pass of TRL; default: %(default)s"
     )
-    for name, text in CHOICES.items():
-        made.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
+    made.add_argument("--granite", action="store_true", help="a Granite as transformers' module instead of a Llama")
+    made.add_argument("--trl-continuous", action="store_true", help="TRL generates with continuous batching")
+    made.add_argument("--processor-time", action="store_true", help="count seconds of a side's processor")
     made.add_argument("--side", choices=[common.OURS, *PEERS], help="run only this side, in --folder")
     made.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = common.parsed(made, argv)

@@ -177,9 +177,8 @@ class Layer:
         caches = [each.plan.caches[layer.attention.slot.number] for layer in layers]
         keys = each.plan.slot_mapping, decodes.pages, decodes.keys, decodes.starts
         options = slot.heads, self.mlp.down.in_features, self.first.eps, self.attention.scores.scale, decodes.window
-        native.ops.decode_layers(
-            out[0, : each.tokens], weights, caches, cosines, sines, *keys, *options, self.multiplier
-        )
+        options += (self.multiplier,)
+        native.ops.decode_layers(out[0, : each.tokens], weights, caches, cosines, sines, *keys + options)
         return out
 
     def _weights(self) -> list[Tensor]:
@@ -285,9 +284,9 @@ def _take(part: nn.Module, candidates: Iterator, call: Call):
             wanted, (each.scores, *_) = zip(*(outcome(part.forward, x) for x in inputs), strict=True)
             found = [outcome(getattr(each, "plain", each), x)[0] for x in inputs]
             limit = 0 if isinstance(each, Layer) else TOLERANCE
-            pairs = [pair for both in zip(found, wanted, strict=True) for pair in zip(*both, strict=True)]
+            pairs = [pair for both in zip(found, wanted, strict=True) for pair in zip(both[0], both[1], strict=True)]
             is_alike = all((one is None) == (other is None) for one, other in pairs)
-            if is_alike and all(agree(*pair, limit) for pair in pairs if torch.is_tensor(pair[1])):
+            if is_alike and all(agree(one, other, limit) for one, other in pairs if torch.is_tensor(other)):
                 part.fused = part.forward = each
                 return
 

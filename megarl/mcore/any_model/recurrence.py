@@ -75,11 +75,11 @@ class HeadStates(NamedTuple):
 
     def by_token(self, sizes: SpaceSizes | HeadSizes, runs: Runs, states: States) -> Tensor:
         """[T, H, V] by compiled kernels."""
+        groups, keys, table = sizes.groups, sizes.keys, runs.table
         if isinstance(sizes, HeadSizes):
-            rule, numbers = native.ops.delta_rule, (self.decays, self.scales)
-        else:
-            rule, numbers = native.ops.state_space, (self.scales, self.decays, self.x.new_zeros(sizes.heads))
-        return rule(self.x, *numbers, sizes.groups, sizes.keys, runs.table, states.memories)
+            return native.ops.delta_rule(self.x, self.decays, self.scales, groups, keys, table, states.memories)
+        none = self.x.new_zeros(sizes.heads)  # skips
+        return native.ops.state_space(self.x, self.scales, self.decays, none, groups, keys, table, states.memories)
 
     def by_chunks(self, sizes: SpaceSizes | HeadSizes, runs: Runs, states: States | None = None) -> Tensor:
         """As of `Convolution`."""
