@@ -266,7 +266,7 @@ class SavedRollout(Rollout):
         self.settings, self.role, self.timers = settings, role, timers
         self.mesh, self.role_groups = mesh, mesh[ROLLOUT]
         self.metrics: dict[str, float] = {}
-        self.bank = self.episodes = self.scheduled = self._weight_sync = self.model = None
+        self.bank = self.episodes = self.guests = self.scheduled = self._weight_sync = self.model = None
 
     @property
     def recorded_layers(self) -> tuple[int, ...] | None:

@@ -186,7 +186,8 @@ class PagedContext(DynamicInferenceContext):
     def _device_plan(self, step: "DeviceStep", frequencies: Tensor | None) -> StepPlan:
         windows = (None,) if self._window is None else (None, self._window)
         by_kind = [self._backend.reads_of_table(step.blocks, step.lengths, window, step.arrived) for window in windows]
-        reads, rotations = (by_kind[0], by_kind[-1]), self._rotations_at(step.positions + step.shifts, frequencies)
+        positions = step.positions if self.image_positions is None else step.positions + step.shifts
+        reads, rotations = (by_kind[0], by_kind[-1]), self._rotations_at(positions, frequencies)
         return StepPlan(step.slots, None, rotations, reads, self.layer_caches(), self._attend, is_on_device=True)
 
     def recorded_routes(self) -> Tensor | None:
