@@ -136,7 +136,7 @@ class Guest:
         self.weights, self._knows_base = "", False  # name of those that it has
         self._is_stopped = False
         self._pause = min(MAX_BEAT, self._timeout / 10)
-        self._beats, self._beat_at, self._steps = 0, 0.0, 0
+        self._beats, self._beat_at, self._steps, self._leases = 0, 0.0, 0, 0
         self._front, self._replica, self._is_closed = Front(), 0, True
         self._places: dict[int, tuple[int, int, int]] = {}  # of each replica of the run: call, next request, next free
         self._held: dict[int, tuple[GenerationRequest, int]] = {}  # requests that run, and the step that took them
@@ -310,7 +310,9 @@ class Guest:
                 else:
                     own, number = number, number + 1
                 place = f"{self._replica}/{own}"
-                if is_set(self._ledger, f"lease/{place}", "", str(self.number)):
+                self._leases += 1  # a lease of its own each time: a request may be in both lists
+                is_mine = is_set(self._ledger, f"lease/{place}", "", f"{self.number} {self._leases}")
+                if is_mine and own not in self._held:  # one that others were given meanwhile, and have not begun, runs
                     request = request_of(self._ledger, f"request/{place}", self.rollout.thinking, self._matcher)
                     taken += [] if request is None else [(own, request)]
             self._places[self._replica] = first, number, free

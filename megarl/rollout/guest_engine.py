@@ -260,7 +260,7 @@ class GuestEngine:
 
     def _take_over(self, guest: int):
         """Frees what a guest generates."""
-        held = [own for own in self._open if self._lease_of(own) == str(guest)]
+        held = [own for own in self._open if self._lease_of(own).partition(" ")[0] == str(guest)]
         if not held:
             return
         beat = self._beats[guest][0].decode().split()
@@ -271,11 +271,14 @@ class GuestEngine:
             self._free(own, str(guest))
 
     def _lease_of(self, own: int) -> str:
+        """Guest and number of a lease; "": there is none."""
         return (entry(self._ledger, self._key("lease", own)) or b"").decode()
 
     def _free(self, own: int, guest: str):
         """Lets others generate a request, if it is still the guest's."""
-        if guest and self._lease_of(own) == guest and is_set(self._ledger, self._key("lease", own), guest, ""):
+        lease = self._lease_of(own)
+        is_theirs = guest and lease.partition(" ")[0] == guest
+        if is_theirs and is_set(self._ledger, self._key("lease", own), lease, ""):
             self._reissued.add(own)
             self._events["reissued"] += 1
             self._ledger.set(self._key("again", f"{self._front.first}/{self._front.again}"), str(own))
@@ -283,7 +286,7 @@ class GuestEngine:
 
     def _free_all(self):
         for own in self._open:
-            self._free(own, self._lease_of(own))
+            self._free(own, self._lease_of(own).partition(" ")[0])
 
     def _give(self, pair: str, knows_base: bool):
         """Sends this rank's weights to the same rank of a guest; one that is gone loses its requests later."""

@@ -11,7 +11,7 @@ request went to another guest.
 | `home` | run | what a guest must have in common with it, and the name of this start, with which other keys begin |
 | `members`, `beat/G` | guest G | how many have come; its heartbeat, tokens of its open requests, whether it leaves |
 | `front/K` | replica K of the run's rollout | what it asks for now (`Front`) |
-| `request/K/I`, `lease/K/I` | run, guest | a request, and the guest that generates it: set by `compare_set` alone |
+| `request/K/I`, `lease/K/I` | run, guest | a request; guest and number of its lease, by `compare_set` alone |
 | `again/K/F/J` | run | the J-th request of the call F that is free again |
 | `answers/K`, `wants/K` | guests | queues of records of responses, and of pairs for weights |
 

@@ -104,6 +104,7 @@ def test_a_run_that_starts_again_finds_its_guests_with_their_weights(tmp_path):
 
 
 PLACES = [("ppo", accident, joins) for accident in ACCIDENTS for joins in (False, True)]
+BY_DEFAULT = [("ppo", "killed", True), ("ppo", "late", False), ("ppo", "leaves", True)]
 PLACES += [
     (name, accident, True)
     for name in ("turns", "branching agent", "partial rollouts", "factors in bf16", "lag")
@@ -111,7 +112,7 @@ PLACES += [
 ]
 
 
-@pytest.mark.parametrize("name, accident, joins", by_default(PLACES, [("ppo", "killed", True), ("ppo", "late", False)]))
+@pytest.mark.parametrize("name, accident, joins", by_default(PLACES, BY_DEFAULT))
 def test_an_accident_of_a_guest_changes_nothing(name, accident, joins, tmp_path):
     """The other guest was there before, or joins after the accident."""
     feature, save, expected = FEATURES[name], tmp_path / "run", whole(name)
